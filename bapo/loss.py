@@ -1,0 +1,85 @@
+"""The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo.ratio import check_shapes, log_ratio_of
+
+
+@dataclass(frozen=True)
+class SurrogateLoss:
+    """The loss to minimise and three fractions and means over the response tokens, all 0-d tensors.
+
+    Attributes:
+        loss: carries the graph.
+        pg_clipfrac: share of the tokens whose surrogate a bound clips.
+        ppo_kl: mean of ``old_log_prob - log_prob``.
+        pg_clipfrac_lower: share of the tokens that the dual clip clips.
+    """
+
+    loss: Tensor
+    pg_clipfrac: Tensor
+    ppo_kl: Tensor
+    pg_clipfrac_lower: Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``values`` ``(B, T)`` where ``mask`` is true; 0 where nothing is."""
+    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
+
+
+def clipped_surrogate_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    low: Tensor | float,
+    high: Tensor | float,
+    clip_ratio_c: float | None = None,
+    rollout_is_weights: Tensor | None = None,
+    aggregate: Callable[[Tensor, Tensor], Tensor] = masked_mean,
+) -> SurrogateLoss:
+    """PPO's loss ``-min(r*A, clip(r, low, high)*A)`` per token, aggregated.
+
+    For A > 0 that is ``-A*min(r, high)``; for A < 0 it is ``-A*max(r, low)``, with dual clip
+    ``-A*min(max(r, low), clip_ratio_c)``: one clamp per token.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
+            flows to ``log_prob`` alone, and none to what is masked.
+        low, high: bounds on the ratio, 0-d tensors or numbers.
+        clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1; None: none.
+        rollout_is_weights: factors on the loss of each token, ``(B, T)``, verl's rollout correction; None: 1.
+        aggregate: maps the loss per token and the bool mask, both ``(B, T)``, to a 0-d loss; the default is token-mean.
+
+    Raises:
+        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
+    """
+    check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    if clip_ratio_c is not None and not clip_ratio_c > 1:
+        raise ValueError(
+            f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
+        )
+    mask = response_mask.bool()
+    log_ratio = log_ratio_of(old_log_prob, log_prob, mask)
+    ratio = log_ratio.exp()
+    advantages = torch.where(mask, advantages, 0).to(ratio.dtype)
+    negative = advantages < 0
+    clipped = torch.where(negative, ratio.clamp(min=low), ratio.clamp(max=high))
+    with torch.no_grad():
+        pg_clipfrac = masked_mean((clipped != ratio).to(ratio.dtype) * (advantages != 0), mask)
+        ppo_kl = masked_mean(-log_ratio, mask)
+        pg_clipfrac_lower = ratio.new_zeros(())
+    if clip_ratio_c is not None:
+        with torch.no_grad():
+            pg_clipfrac_lower = masked_mean((negative & (clipped > clip_ratio_c)).to(ratio.dtype), mask)
+        clipped = torch.where(negative, clipped.clamp(max=clip_ratio_c), clipped)
+    token_loss = -advantages * clipped
+    if rollout_is_weights is not None:
+        token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
+    return SurrogateLoss(aggregate(token_loss, mask), pg_clipfrac, ppo_kl, pg_clipfrac_lower)

@@ -1,0 +1,147 @@
+"""Additive statistics from which the positive contribution follows at every candidate pair of bounds.
+
+For tokens with positive advantage ``sum w*A``, ``sum w*A*r`` and the count per bucket of the ratio r against the grid
+of ``c_high``; for tokens with negative advantage the same with ``|A|`` against the grid of ``c_low``. Prefix and
+suffix sums over the buckets then give P(c_high) and N(c_low) at every grid point (``bapo.search``). The sums add up
+over micro-batches and ranks, so one all-reduce of one short vector serves a whole optimizer update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo.config import BAPOConfig
+from bapo.ratio import check_shapes, log_ratio_of
+
+# Tokens handled at a time on a CPU: the temporaries of a chunk then stay in the cache and far below the inputs in size.
+CPU_CHUNK = 1 << 15
+SUMS = 3  # per bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
+COUNTS = 4  # non-finite old log-probs, non-finite log-probs, non-finite advantages, response tokens
+
+
+def upper_grid(config: BAPOConfig, device=None) -> Tensor:
+    """Candidates of ``c_high``, ``(upper_steps + 1,)`` float64: start + k*step, the last one exactly the maximum."""
+    return _grid(config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step, config.upper_steps, device)
+
+
+def lower_grid(config: BAPOConfig, device=None) -> Tensor:
+    """Candidates of ``c_low``, ``(lower_steps + 1,)`` float64: start + k*step, the last one exactly the maximum."""
+    return _grid(config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step, config.lower_steps, device)
+
+
+def _grid(start, maximum, step, steps, device):
+    # Built on the device from scalars: a copy from host memory would stop the host. Multiply and add are separate
+    # operations so that every device rounds them as Python does.
+    grid = torch.arange(steps + 1, dtype=torch.float64, device=device).mul_(step).add_(start)
+    grid[steps:].fill_(maximum)
+    return grid
+
+
+@dataclass(frozen=True)
+class ClipStatistics:
+    """One float64 vector of sums over tokens, for one ``BAPOConfig``.
+
+    Attributes:
+        vector: ``(SUMS * (upper buckets + lower buckets) + COUNTS,)``; ``(172,)`` with the default grids.
+    """
+
+    vector: Tensor
+
+    @classmethod
+    def zeros(cls, config: BAPOConfig, device=None) -> ClipStatistics:
+        """The statistics of no tokens."""
+        upper, lower = bucket_counts(config)
+        return cls(torch.zeros(SUMS * (upper + lower) + COUNTS, dtype=torch.float64, device=device))
+
+    def __add__(self, other: ClipStatistics) -> ClipStatistics:
+        return ClipStatistics(self.vector + other.vector)
+
+    def all_reduce(self, group) -> ClipStatistics:
+        """The sum over a process group. One collective; every rank of ``group`` must call it, tokens or not.
+
+        Args:
+            group: a ``torch.distributed`` process group; the world group is passed by name
+                (``torch.distributed.group.WORLD``).
+        """
+        vector = self.vector.clone()
+        torch.distributed.all_reduce(vector, group=group)
+        return ClipStatistics(vector)
+
+
+def bucket_counts(config: BAPOConfig) -> tuple[int, int]:
+    """Number of buckets of positive and of negative tokens.
+
+    n grid points make n + 1 buckets. Negative tokens have one more, for those that the dual clip leaves no gradient.
+    """
+    return config.upper_steps + 2, config.lower_steps + 3
+
+
+@torch.no_grad()
+def collect_clip_statistics(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: BAPOConfig,
+    clip_ratio_c: float | None = None,
+) -> ClipStatistics:
+    """Collect the statistics of one micro-batch. Reads nothing back to the host.
+
+    Args:
+        old_log_prob: log-probs of the policy that the ratio is against, ``(B, T)``, any float type.
+        log_prob: log-probs of the policy that is trained, ``(B, T)``.
+        advantages: ``(B, T)``.
+        response_mask: ``(B, T)``, true or non-zero where a token counts; what is masked may hold anything.
+        config: the grids and the token weight.
+        clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    statistics = ClipStatistics.zeros(config, log_prob.device)
+    edges = upper_grid(config, log_prob.device), _lower_edges(config, clip_ratio_c, log_prob.device)
+    tokens = [tensor.reshape(-1) for tensor in (old_log_prob, log_prob, advantages, response_mask)]
+    chunk = _chunk_size(log_prob)
+    for start in range(0, log_prob.numel(), chunk):
+        _add_chunk(statistics.vector, [tensor[start : start + chunk] for tensor in tokens], edges, config)
+    return statistics
+
+
+def _chunk_size(log_prob):
+    # A GPU wants few large kernels; a sixteenth of the tokens keeps the temporaries below two (B, T) float32 tensors.
+    return CPU_CHUNK if log_prob.device.type == "cpu" else max(CPU_CHUNK, -(-log_prob.numel() // 16))
+
+
+def _lower_edges(config, clip_ratio_c, device):
+    grid = lower_grid(config, device)
+    # The float64 just below makes r >= clip_ratio_c, not r > clip_ratio_c, the start of the last bucket.
+    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, -math.inf)
+    return torch.cat([grid, torch.full((1,), dual_clip, dtype=torch.float64, device=device)])
+
+
+def _add_chunk(vector, tokens, edges, config):
+    old_log_prob, log_prob, advantages, mask = tokens
+    upper_edges, lower_edges = edges
+    mask = mask.bool()
+    bad = torch.stack([~torch.isfinite(tensor) & mask for tensor in (old_log_prob, log_prob, advantages)])
+    valid = mask & ~bad.any(dim=0)
+    ratio = log_ratio_of(old_log_prob, log_prob, valid).exp_().double()
+    advantages = torch.where(valid, advantages, 0).double()
+    weight = advantages.abs()
+    if config.token_weight == "rollout_prob":
+        weight *= torch.where(valid, old_log_prob, 0).to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
+    # r < grid[k] exactly when the positive bucket <= k; r > grid[j] exactly when the negative bucket > j.
+    upper_bucket = torch.bucketize(ratio, upper_edges, right=True)
+    lower_bucket = torch.bucketize(ratio, lower_edges) + (len(upper_edges) + 1)
+    bucket = torch.where(advantages > 0, upper_bucket, lower_bucket)
+    signed = (advantages != 0).double()
+    table = vector[:-COUNTS].view(SUMS, -1)
+    for row, source in zip(table, (weight, weight * ratio, signed), strict=True):
+        row.index_add_(0, bucket, source)
+    vector[-COUNTS:-1] += bad.sum(dim=1)
+    vector[-1] += mask.sum()

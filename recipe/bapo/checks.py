@@ -1,0 +1,130 @@
+"""What can be known to be wrong before a cluster is started. Each message names the field, the value and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+def check(config) -> list[str]:
+    """Raise a ValueError for what cannot run, and return warnings about what can.
+
+    Raises:
+        ValueError: one message of a few lines.
+    """
+    actor = config.actor_rollout_ref.actor
+    _require(config.trainer.use_v1, "trainer.use_v1", "true: verl's legacy trainer would drop the BAPO loss")
+    modes = ("sync", "colocate_async", "separate_async")
+    mode = config.trainer.v1.trainer_mode
+    _require(mode in modes, "trainer.v1.trainer_mode", f"one of {', '.join(modes)}", mode)
+    _require(
+        actor.strategy in ("fsdp", "fsdp2"),
+        "actor_rollout_ref.actor.strategy",
+        "fsdp or fsdp2: in pipelines only the last stage calls the loss, and its collective would hang",
+        actor.strategy,
+    )
+    check_model(config.actor_rollout_ref.model.path)
+    for field in ("train_files", "val_files"):
+        check_data(config.data[field], f"data.{field}")
+    check_batches(config)
+    try:
+        omega_conf_to_dataclass(actor.policy_loss)
+        validate_config(config, need_reference_policy(config), need_critic(config))
+    except Exception as error:  # hydra wraps what the dataclasses raise, verl asserts
+        raise ValueError(_innermost(error)) from error
+    return warnings_of(config)
+
+
+def _require(holds, field, fix, value=None):
+    if not holds:
+        shown = f"{field}={value}" if value is not None else field
+        raise ValueError(f"{shown} is not usable: set it to {fix}.")
+
+
+def _innermost(error):
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__
+
+
+def check_model(path) -> None:
+    """Raise a ValueError unless the model's config and tokenizer can be read."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    field = "actor_rollout_ref.model.path (MODEL_PATH)"
+    if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
+    try:
+        AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"{field}={path} cannot be read as a Hugging Face model: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set chat_template.")
+
+
+def check_data(files, field) -> None:
+    """Raise a ValueError unless every file is a parquet file with rows and verl's columns."""
+    for name in [files] if isinstance(files, str) else files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
+        try:
+            table = pyarrow.parquet.ParquetFile(path)
+        except Exception as error:
+            raise ValueError(f"{field}={name} is not a readable parquet file: {error}") from error
+        missing = [column for column in COLUMNS if column not in table.schema_arrow.names]
+        if missing:
+            raise ValueError(
+                f"{field}={name} lacks the columns {missing}: it has {table.schema_arrow.names}; see docs/data.md."
+            )
+        if table.metadata.num_rows == 0:
+            raise ValueError(f"{field}={name} has no rows.")
+
+
+def check_batches(config) -> None:
+    """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // max(1, actor.ulysses_sequence_parallel_size)
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    _divides("data.train_batch_size", batch, "actor_rollout_ref.actor.ppo_mini_batch_size", mini)
+    per_rank = f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n (={mini * n})"
+    _divides(per_rank, mini * n, "the number of data-parallel ranks", ranks)
+    if not actor.use_dynamic_bsz:
+        micro = actor.ppo_micro_batch_size_per_gpu
+        field = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+        if micro is None:
+            raise ValueError(f"{field} is not set: set it to a divisor of {mini * n // ranks}.")
+        _divides(f"a rank's share of the mini-batch (={mini * n // ranks})", mini * n // ranks, field, micro)
+        field = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+        micro = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+        if micro is not None:
+            share = batch * n // ranks
+            _divides(f"a rank's share of the batch (={share})", share, field, micro)
+
+
+def _divides(whole_name, whole, part_name, part):
+    if part <= 0 or whole % part:
+        raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
+
+
+def warnings_of(config) -> list[str]:
+    """What will run, but perhaps not as meant."""
+    found = []
+    correction = config.algorithm.rollout_correction
+    if config.trainer.v1.trainer_mode != "sync" and not correction.bypass_mode:
+        found.append(
+            "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
+            "contribution, is measured against the recomputed policy, not the one that sampled."
+        )
+    if config.actor_rollout_ref.actor.policy_loss.get("loss_mode") != "bapo":
+        found.append("actor_rollout_ref.actor.policy_loss.loss_mode is not bapo: this run trains without BAPO.")
+    return found

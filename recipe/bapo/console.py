@@ -1,0 +1,155 @@
+"""What a run shows a person: a line per step while verl's and Ray's output goes to a file, and a screen at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+VALIDATION = "val-core/"
+
+
+def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """All ``(step, metrics)`` of a run in order; of a step that a resumed run repeated, the last one counts."""
+    earlier = sorted(run_dir.glob("metrics.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
+    steps: dict[int, dict[str, float]] = {}
+    for path in [*earlier, run_dir / "metrics.jsonl"]:
+        for step, data in parse_lines(path.read_text() if path.exists() else ""):
+            steps[step] = {**(steps.get(step, {}) if step == 0 else {}), **data}
+    return sorted(steps.items())
+
+
+def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
+    """``(step, metrics)`` of each complete line of a metrics file."""
+    lines = text.split("\n")[:-1]  # what follows the last newline is still being written
+    return [(record["step"], record["data"]) for record in map(json.loads, lines)]
+
+
+def validation_reward(data: dict[str, float]) -> float | None:
+    """The mean validation reward in a step's metrics, over data sources; None where there was no validation."""
+    values = [value for key, value in data.items() if key.startswith(VALIDATION) and "/mean@" in key]
+    return sum(values) / len(values) if values else None
+
+
+def step_line(step: int, total: int | None, data: dict[str, float], pace: float) -> str:
+    """One step of training as one line; ``pace`` is in seconds a step."""
+    count = f"{step:>{len(str(total))}}/{total}" if total else str(step)
+    parts = [f"step {count}", f"reward {data.get('critic/rewards/mean', float('nan')):.3f}"]
+    if "actor/entropy" in data:
+        parts.append(f"entropy {data['actor/entropy']:.3f}")
+    if "actor/bapo/clip_low" in data:
+        rho = (data["actor/bapo/positive_contribution_start"], data["actor/bapo/positive_contribution"])
+        bounds = (data["actor/bapo/clip_low"], data["actor/bapo/clip_high"])
+        parts += [f"rho {rho[0]:.3f} -> {rho[1]:.3f}", f"bounds [{bounds[0]:.3f}, {bounds[1]:.3f}]"]
+    parts.append(f"grad norm {data.get('actor/grad_norm', float('nan')):.3f}")
+    parts.append(f"length {data.get('response_length/mean', float('nan')):.0f}")
+    parts.append(f"{data.get('timing_s/step', float('nan')):.1f} s")
+    validation = validation_reward(data)
+    if validation is not None:
+        parts.append(f"validation {validation:.3f}")
+    if total:
+        parts.append(f"left {timedelta(seconds=round(pace * max(0, total - step)))}")
+    return "  ".join(parts)
+
+
+class StepPrinter(threading.Thread):
+    """Follows ``metrics.jsonl`` and prints a line per step to ``out``."""
+
+    def __init__(self, run_dir: Path, total: int | None, out, since: float):
+        super().__init__(daemon=True)
+        self.path = run_dir / "metrics.jsonl"
+        self.since = since  # an older file is an earlier run's
+        self.total, self.out = total, out
+        self.done = threading.Event()
+        self.offset = 0
+        self.began: tuple[float, int] | None = None
+
+    def run(self):
+        """Look for new lines until told to stop, then once more."""
+        while not self.done.wait(0.3):
+            self.print_new()
+        self.print_new()
+
+    def print_new(self):
+        """Print what has been appended since the last look."""
+        if not self.path.exists() or self.path.stat().st_mtime < self.since:
+            return
+        with open(self.path) as file:
+            file.seek(self.offset)
+            text = file.read()
+        self.offset += len(text[: text.rfind("\n") + 1].encode())
+        for step, data in parse_lines(text[: text.rfind("\n") + 1]):
+            print(self.line(step, data), file=self.out, flush=True)
+
+    def line(self, step, data):
+        """The line of one record, with the time left at the pace so far."""
+        validation = validation_reward(data)
+        if "training/global_step" not in data:
+            return f"before training: validation {validation:.3f}" if validation is not None else f"step {step}"
+        if self.began is None:
+            self.began = time.time() - data.get("timing_s/step", 0.0), step - 1
+        pace = (time.time() - self.began[0]) / (step - self.began[1])
+        return step_line(step, self.total, data, pace)
+
+
+def summary(run_dir: Path) -> str:
+    """The screen at the end of a run: before and after, and where everything is."""
+    records = read_metrics(run_dir)
+    steps = [data for _, data in records if "training/global_step" in data]
+    if not steps:
+        return f"No training step was recorded in {run_dir}."
+
+    def first_last(key):
+        values = [data[key] for data in steps if key in data]
+        few = max(1, len(values) // 5)
+        return (sum(values[:few]) / few, sum(values[-few:]) / few, few) if values else None
+
+    lines = [f"{len(steps)} steps, mean of the first and the last {max(1, len(steps) // 5)}:"]
+    rows = [
+        ("training reward", "critic/rewards/mean"),
+        ("entropy, nats a token", "actor/entropy"),
+        ("response length, tokens", "response_length/mean"),
+        ("positive contribution, start of the search", "actor/bapo/positive_contribution_start"),
+        ("positive contribution, at the bounds", "actor/bapo/positive_contribution"),
+        ("updates in which the target was out of reach", "actor/bapo/saturated"),
+        ("gradient norm", "actor/grad_norm"),
+    ]
+    for label, key in rows:
+        found = first_last(key)
+        if found:
+            lines.append(f"  {label:<46}{found[0]:>9.3f}  ->{found[1]:>9.3f}")
+    sides = ("actor/bapo/clip_low", "actor/bapo/clip_high")
+    bounds = [[data[side] for data in steps if side in data] for side in sides]
+    if all(bounds):
+        low, high = (sum(values) / len(values) for values in bounds)
+        lines.append(f"  {'mean bounds on the ratio':<46}{f'[{low:.3f}, {high:.3f}]':>22}")
+    validations = [value for _, data in records if (value := validation_reward(data)) is not None]
+    if len(validations) > 1:
+        lines.append(f"  {'validation reward, first and last':<46}{validations[0]:>9.3f}  ->{validations[-1]:>9.3f}")
+    lines.append(f"Metrics, log and records: {run_dir}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def output_to(log_file: Path):
+    """Send everything this process and its children print to ``log_file``; yields the real standard output."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with open(log_file, "ab") as log, os.fdopen(os.dup(1), "w") as out:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield out
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for target, source in zip((1, 2), saved, strict=True):
+                os.dup2(source, target)
+                os.close(source)

@@ -1,0 +1,11 @@
+"""The reward of the example task: 1 if the last guess is the sum and the response says so, else 0."""
+
+import re
+
+LAST_TRY = re.compile(r"(\d\d) yes$")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's reward signature. ``solution_str`` is the response, ``ground_truth`` the two-digit sum."""
+    last_try = LAST_TRY.search(solution_str.strip())
+    return float(last_try is not None and last_try.group(1) == ground_truth)

@@ -1,0 +1,160 @@
+"""The example's task, made on the spot: a tokenizer, a warmed-up tiny model and a data set in verl's parquet schema.
+
+"Guess, check, guess again": asked for the sum of two dice, ``3+6=``, the model guesses until right: ``07 no 09 yes``.
+A right answer ends early; a wrong one runs until the response is full. So failures are longer than successes, as with
+reasoning models, and stay longer while the model learns. The warm-up teaches the format, honest checking and guesses of
+which few are right; learning to guess well is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+DATA_SOURCE = "bapo/guess"
+TRIES = 5
+MAX_RESPONSE = 6 * TRIES  # "07 no " is six bytes, each a token
+DICE = range(1, 7)
+PAIRS = [(a, b) for a in DICE for b in DICE]
+SUMS = range(2, 13)
+# Share of the teacher's guesses that are right: first half of them, to teach the sums and honest checking fast; then
+# few, so that about a third of the responses succeed.
+LESSONS = ((2 / 3, 0.5), (1 / 3, 0.08))  # (share of the steps, share of right guesses)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def prompt_of(a: int, b: int) -> str:
+    """The user's message."""
+    return f"{a}+{b}="
+
+
+def sample_response(a: int, b: int, right_guesses: float, rng: random.Random) -> str:
+    """A response of the warm-up's teacher, who checks honestly and guesses right in a share of ``right_guesses``."""
+    response = ""
+    for _ in range(TRIES):
+        if rng.random() < right_guesses:
+            return f"{response}{a + b:02d} yes"
+        response += f"{rng.choice([guess for guess in SUMS if guess != a + b]):02d} no "
+    return response
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer without merges: every byte is a token, so text round-trips and a newline is one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def make_model(tokenizer, layers: int, hidden: int) -> Qwen2ForCausalLM:
+    """A random Qwen2 of about a hundred thousand weights; heads of 32, the smallest that vLLM's CPU attention takes."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels ``(size, L)`` of teacher responses; prompts and padding have the label -100."""
+    rows, labels = [], []
+    for _ in range(size):
+        a, b = rng.choice(PAIRS)
+        prompt = tokenizer.encode(prompt_of(a, b) + "\n")
+        response = tokenizer.encode(sample_response(a, b, right_guesses, rng))
+        if len(response) < MAX_RESPONSE:
+            response.append(tokenizer.eos_token_id)
+        rows.append(prompt + response)
+        labels.append([-100] * len(prompt) + response)
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
+    return ids, torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+
+
+def warm_up(model, tokenizer, steps: int, rng: random.Random) -> float:
+    """Supervised steps on the teacher's responses. Returns the last loss in nats a token."""
+    shares = [right for part, right in LESSONS for _ in range(round(part * steps))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=len(shares))
+    model.train()
+    for right_guesses in shares:
+        ids, labels = encode_batch(tokenizer, right_guesses, rng, size=64)
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def make_rows(split: str, repeats: int) -> pd.DataFrame:
+    """Every pair ``repeats`` times, in verl's row schema."""
+    return pd.DataFrame(
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": prompt_of(a, b)}],
+            "ability": "arithmetic",
+            "reward_model": {"style": "rule", "ground_truth": f"{a + b:02d}"},
+            "extra_info": {"split": split, "index": i},
+        }
+        for i, (a, b) in enumerate(PAIRS * repeats)
+    )
+
+
+def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> None:
+    """Write ``model/``, ``train.parquet`` and ``test.parquet`` to ``folder``, which appears complete or not at all."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, layers, hidden)
+    loss = warm_up(model, tokenizer, steps, rng)
+    model.save_pretrained(unfinished / "model")
+    tokenizer.save_pretrained(unfinished / "model")
+    make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
+    make_rows("test", repeats=4).to_parquet(unfinished / "test.parquet")
+    os.replace(unfinished, folder)
+    weights = sum(p.numel() for p in model.parameters())
+    print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")
+
+
+def main():
+    """Command line: make the task unless it is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=450, help="supervised steps of the warm-up")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 32")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.folder.exists():
+        print(f"The example's task is in {arguments.folder}.")
+        return
+    make_task(**vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

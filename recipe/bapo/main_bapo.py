@@ -1,0 +1,91 @@
+"""Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-path DIR --config-name NAME] [key=value ...]``.
+
+The console gets a line per step and a summary; what verl and Ray print goes to ``train.log`` in the run's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import hydra
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+logging.disable(logging.INFO)  # verl announces its platform on import
+import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
+
+logging.disable(logging.NOTSET)
+from verl.trainer.main_ppo import run_ppo  # noqa: E402
+
+from recipe.bapo import checks, console, cpu_settings  # noqa: E402
+
+
+def on_cpu() -> bool:
+    """Whether the environment asks for the CPU platform."""
+    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+
+@hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
+def main(config):
+    """Check, train, sum up; end with exit code 1 and a few lines that name the cause if anything fails."""
+    run_dir = Path(config.run_dir).absolute()
+    log_file = run_dir / "train.log"
+    with console.output_to(log_file) as out:
+        message = run(config, run_dir, out)
+    if message is not None:
+        print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
+        sys.exit(1)
+    print(console.summary(run_dir))
+
+
+def run(config, run_dir: Path, out) -> str | None:
+    """Check the config, then run verl's trainer; what a person should see goes to ``out``. Returns what went wrong."""
+    from recipe.bapo.trainer import TaskRunnerOnThisNode
+
+    try:
+        OmegaConf.resolve(config)
+        warnings = checks.check(config)
+    except (ValueError, OmegaConfBaseException) as error:
+        return str(error)
+    config.run_dir = str(run_dir)  # absolute: the trainer may run in another folder
+    if on_cpu():
+        with open_dict(config):
+            config.ray_kwargs.ray_init.runtime_env.env_vars = cpu_settings.ENVIRONMENT
+    for warning in warnings:
+        print(f"Warning: {warning}", file=out)
+    print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
+    out.flush()
+    printer = console.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
+    printer.start()
+    try:
+        run_ppo(config, TaskRunnerOnThisNode)
+    except Exception as error:
+        traceback.print_exc()
+        return f"Training failed: {reason_of(error)}"
+    finally:
+        printer.done.set()
+        printer.join()
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong first, without Ray's layers of tracebacks."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+
+
+def add_cpu_overrides(arguments: list[str]) -> list[str]:
+    """``arguments`` with the CPU path's overrides before the user's own, which win."""
+    first = next((i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-")), len(arguments))
+    return [*arguments[:first], *cpu_settings.OVERRIDES, *arguments[first:]]
+
+
+if __name__ == "__main__":
+    if on_cpu():
+        sys.argv[1:] = add_cpu_overrides(sys.argv[1:])
+    main()

@@ -1,0 +1,14 @@
+"""Loaded by verl in every process (entry point ``verl.plugins``), and usable as ``external_lib``.
+
+Registers the policy loss ``bapo``, our configs with Hydra and, only where ``VERL_PLATFORM=cpu`` asks for it, the CPU
+platform.
+"""
+
+import os
+
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    from recipe.bapo import cpu_platform
+
+    cpu_platform.install()
+
+from recipe.bapo import hydra_config, policy_loss  # noqa: E402, F401

@@ -1,0 +1,185 @@
+"""The policy loss ``bapo`` and its config: the border between verl and ``bapo/``.
+
+``bound_scope=mini_batch`` needs the whole mini-batch. Three callers know it: our worker (``recipe.bapo.worker``), which
+finds the bounds before the update and binds them; our worker when the mini-batch is one micro-batch; and any verl run
+in which the loss can tell that it sees the whole mini-batch. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+from verl.workers.config import PolicyLossConfig
+
+from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
+from bapo.search import unpack
+
+
+@dataclass
+class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
+    """verl's policy-loss config with the switches of ``bapo.BAPOConfig``; unknown and unusable ones are refused.
+
+    Args:
+        loss_mode: ``bapo``.
+        bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
+            (``rank<N>.jsonl``). None: no record.
+    """
+
+    loss_mode: str = "bapo"
+    bounds_record_dir: str | None = None
+
+    def __post_init__(self):
+        BAPOConfig.__post_init__(self)
+        if self.loss_mode != "bapo":
+            raise ValueError(
+                f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo, or set "
+                "actor_rollout_ref.actor.policy_loss._target_=verl.workers.config.PolicyLossConfig for another loss."
+            )
+
+
+@dataclass(frozen=True)
+class UpdateBounds:
+    """What our worker binds to the loss for one optimizer update.
+
+    Attributes:
+        found: the bounds, and their metrics on the host; None: each call finds them itself over ``process_group``.
+        process_group: the data-parallel group.
+        record: called with the values of ``ClipBounds.read`` for bounds found in the loss.
+    """
+
+    found: tuple[ClipBounds, dict[str, float]] | None
+    process_group: Any
+    record: Callable[[dict[str, float]], None]
+
+
+@register_policy_loss("bapo")
+def compute_policy_loss_bapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config=None,
+    rollout_is_weights: Tensor | None = None,
+    *,
+    update: UpdateBounds | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """verl's policy loss with bounds found by BAPO. One transfer to the host a call.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: one micro-batch, ``(B, T)``.
+        loss_agg_mode: verl's aggregation mode.
+        config: verl's ``ActorConfig``; ``policy_loss`` is a ``BAPOPolicyLossConfig``.
+        rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
+        update: bound by our worker; None in any other verl run.
+
+    Returns:
+        The loss, and the metrics, with the same keys on every call.
+
+    Raises:
+        ValueError: the whole mini-batch is needed and not known; non-finite input on response tokens; a wrong config.
+    """
+    bapo_config = _bapo_config_of(config)
+    sees_all = _sees_mini_batch(log_prob, config.global_batch_info)
+    _refuse_padded_width(loss_agg_mode, config, sees_all)
+    tensors = (old_log_prob, log_prob, advantages, response_mask)
+    found = update.found if update is not None else None
+    if found is None:
+        if update is None and bapo_config.bound_scope == "mini_batch" and not sees_all:
+            raise ValueError(_needs_mini_batch(log_prob, config))
+        group = update.process_group if update is not None else _world_group()
+        bounds = find_clip_bounds(*tensors, bapo_config, process_group=group, clip_ratio_c=config.clip_ratio_c)
+        packed = bounds.packed()
+    else:
+        bounds, values = found
+        packed = log_prob.new_empty(0, dtype=torch.float64)
+
+    surrogate = clipped_surrogate_loss(
+        *tensors,
+        low=bounds.low,
+        high=bounds.high,
+        clip_ratio_c=config.clip_ratio_c,
+        rollout_is_weights=rollout_is_weights,
+        aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
+    )
+    fractions = torch.stack([surrogate.pg_clipfrac, surrogate.ppo_kl, surrogate.pg_clipfrac_lower]).double()
+    pg_clipfrac, ppo_kl, pg_clipfrac_lower, *packed = torch.cat([fractions.detach(), packed]).tolist()
+    if found is None:
+        values = unpack(packed)
+        if update is not None:
+            update.record(values)
+    return surrogate.loss, {
+        "actor/pg_clipfrac": pg_clipfrac,
+        "actor/ppo_kl": ppo_kl,
+        "actor/pg_clipfrac_lower": pg_clipfrac_lower,
+        **metrics_of(values),
+    }
+
+
+def metrics_of(values: dict[str, float]) -> dict[str, float]:
+    """The metrics of one update from the values of ``ClipBounds.read``."""
+    renamed = {"low": "clip_low", "high": "clip_high"}
+    return {f"actor/bapo/{renamed.get(name, name)}": value for name, value in values.items()}
+
+
+def bind_update(loss_fn: Callable, update: UpdateBounds) -> Callable:
+    """``loss_fn``, verl's loss, with the bounds of one update bound to the policy loss that it looks up by name.
+
+    verl hands the policy loss nothing of ours, so the closure takes the registered loss's place while ``loss_fn`` runs.
+    """
+    bound = partial(compute_policy_loss_bapo, update=update)
+
+    def loss_with_bounds(*args, **kwargs):
+        registered = POLICY_LOSS_REGISTRY["bapo"]
+        POLICY_LOSS_REGISTRY["bapo"] = bound
+        try:
+            return loss_fn(*args, **kwargs)
+        finally:
+            POLICY_LOSS_REGISTRY["bapo"] = registered
+
+    return loss_with_bounds
+
+
+def _bapo_config_of(config):
+    if not isinstance(config.policy_loss, BAPOConfig):
+        raise ValueError(
+            f"loss_mode=bapo needs actor_rollout_ref.actor.policy_loss._target_={__name__}.BAPOPolicyLossConfig, "
+            f"but the config is a {type(config.policy_loss).__name__}."
+        )
+    return config.policy_loss
+
+
+def _sees_mini_batch(log_prob, info):
+    dp_size, global_batch_size = info.get("dp_size"), info.get("global_batch_size")
+    return None not in (dp_size, global_batch_size) and log_prob.shape[0] * dp_size == global_batch_size
+
+
+def _refuse_padded_width(loss_agg_mode, config, sees_all):
+    # verl divides by the padded width of each micro-batch, so the sum would depend on the cut.
+    if loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None and not sees_all:
+        raise ValueError(
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm divides by each micro-batch's padded width: "
+            "set actor_rollout_ref.actor.loss_scale_factor, for example to the maximum response length."
+        )
+
+
+def _needs_mini_batch(log_prob, config):
+    info = config.global_batch_info
+    return (
+        f"bound_scope=mini_batch needs the whole mini-batch (global_batch_size={info.get('global_batch_size')}), but "
+        f"this micro-batch holds {log_prob.shape[0]} sequences on each of dp_size={info.get('dp_size')} ranks "
+        f"(ppo_micro_batch_size_per_gpu={config.ppo_micro_batch_size_per_gpu}). Use one of: "
+        "start the run with `python -m recipe.bapo.main_bapo`, which finds the bounds before each update; raise "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to the whole mini-batch of a rank; or set "
+        "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch and accept that the bounds depend on the cut."
+    )
+
+
+def _world_group():
+    return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None

@@ -1,0 +1,79 @@
+"""verl's PPO trainer with our worker, for each of its modes, and the Ray task that runs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+from recipe.bapo.worker import bapo_worker_for
+
+
+class _BAPOTrainer:
+    """Mixed into the trainer class of verl's mode; the mode keeps its name, since verl compares it in many places."""
+
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = self.config.trainer.v1.sampler.sampler_kwargs.get("poll_interval", buffer.poll_interval)
+        return buffer
+
+    def _init_resource_pool_mgr(self):
+        super()._init_resource_pool_mgr()
+        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = bapo_worker_for(self.role_worker_mapping[role])
+
+    def _update_actor(self, batch, metrics):
+        batch = super()._update_actor(batch, metrics)
+        # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
+        if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
+            metrics["actor/entropy"] = metrics["actor/entropy_loss"]
+        return batch
+
+
+def bapo_trainer_for(mode: str) -> type:
+    """verl's trainer class of ``mode`` (``sync``, ``colocate_async``, ``separate_async``) with our worker."""
+    parent = get_trainer_cls(mode)
+    return type(f"BAPO{parent.__name__}", (_BAPOTrainer, parent), {})
+
+
+def start_metrics_file(run_dir: Path) -> Path:
+    """The path of this start's ``metrics.jsonl``; an earlier start's is kept as ``metrics.1.jsonl`` and so on.
+
+    verl's file logger would write over it when a run is resumed.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "metrics.jsonl"
+    if path.exists():
+        path.rename(run_dir / f"metrics.{1 + len(list(run_dir.glob('metrics.*.jsonl')))}.jsonl")
+    return path
+
+
+class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
+    """verl's task runner with our trainer in the place of verl's, and a metrics file in the run's folder."""
+
+    def run(self, config):
+        """Train. ``config`` is the composed config."""
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(start_metrics_file(Path(config.run_dir)))
+        mode = config.trainer.v1.trainer_mode
+        TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
+        super().run(config)
+
+
+class TaskRunnerOnThisNode:
+    """Stands for the task runner's Ray class in ``run_ppo``: starts it on the node that submits the job.
+
+    The metrics file, which the console follows, is then on this machine.
+    """
+
+    @staticmethod
+    def remote():
+        """Start the task runner; Ray is up by now."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here).remote()

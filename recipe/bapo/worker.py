@@ -1,0 +1,149 @@
+"""The actor's worker: finds the clip bounds once per optimizer update, the same for all micro-batches and ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ray
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine.utils import prepare_micro_batches
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.padding import no_padding_2_padding
+
+from bapo import collect_clip_statistics, search_clip_bounds
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
+
+
+class BAPOTrainingWorker(TrainingWorker):
+    """verl's training worker whose every update begins with the search for its bounds.
+
+    The statistics come from a forward without gradient over the mini-batch; where that is one micro-batch, or with
+    ``bound_scope=micro_batch``, from the training forward itself.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.updates = 0
+
+    def set_loss_fn(self, loss_fn):
+        """Take verl's loss, a partial that carries the actor's config, and with it ours."""
+        super().set_loss_fn(loss_fn)
+        self.actor_config = loss_fn.keywords["config"]
+        self.loss_config: BAPOPolicyLossConfig = self.actor_config.policy_loss
+
+    def train_batch(self, data):
+        """One optimizer update: find the bounds, then let verl train with them."""
+        self._set_defaults(data)
+        loss_fn = self.loss_fn
+        self.loss_fn = bind_update(loss_fn, UpdateBounds(self._find_bounds(data), self._group(), self._record))
+        try:
+            return super().train_batch(data)
+        finally:
+            self.loss_fn = loss_fn
+            self.updates += 1
+
+    def _group(self):
+        return self.engine.get_data_parallel_group()
+
+    def _set_defaults(self, data):
+        # As verl's train_batch does, but before our forward, which must cut the mini-batch as training will.
+        defaults = dict(
+            use_remove_padding=self.model_config.get("use_remove_padding", False),
+            use_dynamic_bsz=self.engine_config.use_dynamic_bsz,
+            max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu,
+            micro_batch_size_per_gpu=self.engine_config.micro_batch_size_per_gpu,
+            use_fused_kernels=self.engine_config.use_fused_kernels,
+        )
+        tu.assign_non_tensor(data, **{key: value for key, value in defaults.items() if key not in data.keys()})
+
+    def _find_bounds(self, data):
+        """The bounds of this update and their metrics; None where the loss finds them."""
+        if self.loss_config.bound_scope == "micro_batch" or self._is_one_micro_batch(data):
+            return None
+        statistics = self._collect(data).all_reduce(self._group())
+        bounds = search_clip_bounds(statistics, self.loss_config)
+        values = bounds.read()
+        self._record(values)
+        return bounds, values
+
+    def _is_one_micro_batch(self, data):
+        if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+            return len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
+        view = data.copy()
+        tu.assign_non_tensor(view, sp_size=self.engine.ulysses_sequence_parallel_size)
+        return len(prepare_micro_batches(view, dp_group=self._group())[0]) == 1
+
+    def _collect(self, data):
+        collected = []
+
+        def collect(model_output, data, dp_group=None):
+            log_prob = no_padding_2_padding(model_output.pop("log_probs"), data)
+            fields = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
+            collected.append(
+                collect_clip_statistics(
+                    fields["old_log_probs"],
+                    log_prob,
+                    fields["advantages"],
+                    fields["response_mask"],
+                    self.loss_config,
+                    clip_ratio_c=self.actor_config.clip_ratio_c,
+                )
+            )
+            return log_prob.new_zeros(()), {}
+
+        view = data.copy()  # shallow: what the pass sets does not reach the update
+        tu.assign_non_tensor(view, calculate_entropy=False)
+        with self.engine.train_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)):
+            self.engine.infer_batch(view, loss_function=collect)
+        return sum(collected[1:], start=collected[0])
+
+    def _record(self, values):
+        folder = self.loss_config.bounds_record_dir
+        if folder is None:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        bits = {name: float(value).hex() for name, value in values.items()}
+        with open(Path(folder) / f"rank{self.rank}.jsonl", "a") as file:
+            file.write(json.dumps({"update": self.updates, **bits}) + "\n")
+
+
+class _BAPOActor:
+    """What both of verl's actor workers need to train with BAPO."""
+
+    actor_worker_cls = BAPOTrainingWorker
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        if get_device_name() == "cpu":
+            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses; its own call then finds the group in place.
+            initialize_global_process_group_ray(backend="gloo")
+        super().init_model()
+
+
+class BAPOActorRolloutRefWorker(_BAPOActor, ActorRolloutRefWorker):
+    """For the modes in which trainer and rollout share their devices."""
+
+
+class BAPODetachActorWorker(_BAPOActor, DetachActorWorker):
+    """For ``separate_async``, which saves and restores weights between updates."""
+
+
+_REPLACEMENT = {ActorRolloutRefWorker: BAPOActorRolloutRefWorker, DetachActorWorker: BAPODetachActorWorker}
+
+
+def bapo_worker_for(actor_class):
+    """The Ray actor class of ours that takes the place of the one verl's trainer mode chose.
+
+    Raises:
+        TypeError: it is neither of the two that verl 0.9.1 uses.
+    """
+    chosen = actor_class.__ray_metadata__.modified_class
+    for parent in chosen.__mro__:
+        if parent in _REPLACEMENT:
+            return ray.remote(_REPLACEMENT[parent])
+    raise TypeError(f"verl chose the worker {chosen.__qualname__}, which BAPO does not know: use verl 0.9.1.")

@@ -1,0 +1,53 @@
+"""BAPOConfig only validates, and says what is wrong."""
+
+import pytest
+
+from bapo import BAPOConfig
+
+
+def test_the_defaults_make_52_candidates():
+    config = BAPOConfig()
+    assert config.upper_steps == 36 and config.lower_steps == 15
+
+
+@pytest.mark.parametrize(
+    "wrong, field",
+    [
+        ({"positive_contribution_target": 0.0}, "positive_contribution_target"),
+        ({"positive_contribution_target": 1.0}, "positive_contribution_target"),
+        ({"positive_contribution_target": float("nan")}, "positive_contribution_target"),
+        ({"positive_contribution_target": "0.5"}, "positive_contribution_target"),
+        ({"positive_contribution_target": True}, "positive_contribution_target"),
+        ({"ratio_lower_start": 0.95}, "ratio_lower_start"),
+        ({"ratio_lower_start": -0.1}, "ratio_lower_start"),
+        ({"ratio_lower_max": 1.0}, "ratio_lower_max"),
+        ({"ratio_lower_step": 0.0}, "ratio_lower_step"),
+        ({"ratio_lower_step": 1e-9}, "ratio_lower_step"),
+        ({"ratio_upper_start": 0.2, "ratio_upper_max": 0.28}, "ratio_upper_start"),
+        ({"ratio_upper_start": 1.0}, "ratio_upper_start"),
+        ({"ratio_upper_max": 1.1}, "ratio_upper_start"),
+        ({"ratio_upper_max": float("inf")}, "ratio_upper_max"),
+        ({"ratio_upper_step": -0.05}, "ratio_upper_step"),
+        ({"contribution": "values"}, "contribution"),
+        ({"token_weight": "rollout"}, "token_weight"),
+        ({"search_order": "c_high first"}, "search_order"),
+        ({"bound_scope": "batch"}, "bound_scope"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
+    with pytest.raises(ValueError) as error:
+        BAPOConfig(**wrong)
+    message = str(error.value)
+    value = wrong.get(field, getattr(BAPOConfig, field))
+    assert message.startswith(f"{field}={value!r} is not usable: "), message
+    assert any(verb in message for verb in ("use ", "lower it")), message
+
+
+def test_start_equal_to_max_fixes_a_bound():
+    config = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+    assert config.upper_steps == 0 and config.lower_steps == 0
+
+
+def test_the_last_step_ends_at_the_maximum_when_the_width_is_no_multiple():
+    config = BAPOConfig(ratio_upper_start=1.2, ratio_upper_max=1.5, ratio_upper_step=0.2)
+    assert config.upper_steps == 2
