@@ -1,5 +1,8 @@
 """Settings and data shared by the tests."""
 
+import socket
+
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,3 +54,20 @@ def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=
 def same_bits(a, b):
     """Whether two scalar tensors hold the same number, bit for bit."""
     return float(a).hex() == float(b).hex()
+
+
+def free_port():
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    """The example's task with a barely trained model: the folder with model/, train.parquet and test.parquet."""
+    from recipe.bapo.example.task import make_task
+
+    folder = tmp_path_factory.mktemp("task") / "task"
+    make_task(folder, steps=6, layers=2, hidden=64, seed=1)
+    return folder

@@ -18,11 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
-
-logging.disable(logging.NOTSET)
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
 from recipe.bapo import checks, console, cpu_settings  # noqa: E402
+
+logging.disable(logging.NOTSET)
 
 
 def on_cpu() -> bool:

@@ -55,7 +55,7 @@ def start_metrics_file(run_dir: Path) -> Path:
     return path
 
 
-class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
+class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
     """verl's task runner with our trainer in the place of verl's, and a metrics file in the run's folder."""
 
     def run(self, config):

@@ -142,8 +142,7 @@ def bapo_worker_for(actor_class):
     Raises:
         TypeError: it is neither of the two that verl 0.9.1 uses.
     """
-    chosen = actor_class.__ray_metadata__.modified_class
-    for parent in chosen.__mro__:
-        if parent in _REPLACEMENT:
-            return ray.remote(_REPLACEMENT[parent])
-    raise TypeError(f"verl chose the worker {chosen.__qualname__}, which BAPO does not know: use verl 0.9.1.")
+    chosen = actor_class.__ray_metadata__.modified_class.__mro__[1]  # Ray derives a class of its own
+    if chosen not in _REPLACEMENT:
+        raise TypeError(f"verl chose the worker {chosen.__qualname__}, which BAPO does not know: use verl 0.9.1.")
+    return ray.remote(_REPLACEMENT[chosen])

@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 DATA_SOURCE = "bapo/guess"
 TRIES = 5
@@ -124,6 +125,7 @@ def make_rows(split: str, repeats: int) -> pd.DataFrame:
 
 def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> None:
     """Write ``model/``, ``train.parquet`` and ``test.parquet`` to ``folder``, which appears complete or not at all."""
+    disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -135,7 +137,7 @@ def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> 
     model.save_pretrained(unfinished / "model")
     tokenizer.save_pretrained(unfinished / "model")
     make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
-    make_rows("test", repeats=4).to_parquet(unfinished / "test.parquet")
+    make_rows("test", repeats=2).to_parquet(unfinished / "test.parquet")
     os.replace(unfinished, folder)
     weights = sum(p.numel() for p in model.parameters())
     print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")

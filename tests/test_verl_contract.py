@@ -1,0 +1,104 @@
+"""What we rely on in verl 0.9.1, so that another version fails here with a name and not in a cluster."""
+
+import inspect
+
+import pytest
+import verl
+from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer import main_ppo
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers import engine_workers
+from verl.workers.engine.base import BaseEngine
+from verl.workers.utils import losses
+
+from recipe.bapo.trainer import TaskRunnerOnThisNode, bapo_trainer_for
+from recipe.bapo.worker import (
+    BAPOActorRolloutRefWorker,
+    BAPODetachActorWorker,
+    BAPOTrainingWorker,
+    bapo_worker_for,
+)
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_version_is_the_one_that_was_read():
+    required = (inspect.getsourcefile(bapo_trainer_for).rsplit("/", 1)[0]) + "/REQUIRED_VERL.txt"
+    assert verl.__version__ == "0.9.1" and "verl==0.9.1" in open(required).read()
+
+
+def test_the_policy_loss_is_called_with_these_keywords():
+    keywords = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config"]
+    assert parameters(core_algos.compute_policy_loss_vanilla) == [*keywords, "rollout_is_weights"]
+    assert parameters(core_algos.get_policy_loss_fn("bapo"))[:7] == [*keywords, "rollout_is_weights"]
+    assert parameters(losses.ppo_loss) == ["config", "model_output", "data", "dp_group"]
+    assert "get_policy_loss_fn(loss_mode)" in inspect.getsource(losses.ppo_loss)
+
+
+def test_the_engine():
+    assert parameters(BaseEngine.infer_batch) == ["self", "data", "loss_function"]
+    assert parameters(BaseEngine.train_batch) == ["self", "data", "loss_function"]
+    assert "backend" in parameters(initialize_global_process_group_ray)
+
+
+def test_our_pass_sets_the_keys_that_verls_update_sets():
+    def keys(function):
+        return {
+            line.split("=")[0].strip()
+            for line in inspect.getsource(function).splitlines()
+            if line.endswith("),") or ".engine_config." in line
+        }
+
+    assert keys(BAPOTrainingWorker._set_defaults) <= keys(engine_workers.TrainingWorker.train_batch) | {""}
+    for key in (
+        "use_remove_padding",
+        "use_dynamic_bsz",
+        "max_token_len_per_gpu",
+        "micro_batch_size_per_gpu",
+        "use_fused_kernels",
+    ):
+        assert f"{key}=" in inspect.getsource(engine_workers.TrainingWorker.train_batch)
+        assert f"{key}=" in inspect.getsource(BAPOTrainingWorker._set_defaults)
+
+
+def test_the_actor_is_built_from_a_class_attribute_and_its_loss_is_a_partial_with_the_config():
+    source = inspect.getsource(engine_workers.ActorRolloutRefWorker.init_model)
+    assert "self.actor_worker_cls(" in source and "partial(ppo_loss, config=actor_config)" in source
+    for worker in (BAPOActorRolloutRefWorker, BAPODetachActorWorker):
+        assert worker.actor_worker_cls is BAPOTrainingWorker
+        assert hasattr(worker.init_model, MAGIC_ATTR)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_each_mode_gets_our_trainer_on_top_of_its_own(mode):
+    parent = get_trainer_cls(mode)
+    assert issubclass(bapo_trainer_for(mode), parent)
+    assert get_trainer_cls(mode) is parent  # nothing registered in this process
+
+
+def test_the_worker_that_verl_chose_is_the_parent_of_ours():
+    import ray
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+
+    for parent, ours in (
+        (engine_workers.ActorRolloutRefWorker, BAPOActorRolloutRefWorker),
+        (DetachActorWorker, BAPODetachActorWorker),
+    ):
+        assert ours in bapo_worker_for(ray.remote(parent)).__ray_metadata__.modified_class.__mro__ and issubclass(
+            ours, parent
+        )
+    with pytest.raises(TypeError, match="TrainingWorker"):
+        bapo_worker_for(ray.remote(engine_workers.TrainingWorker))
+
+
+def test_the_task_runner():
+    source = inspect.getsource(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class.run)
+    assert "get_trainer_cls(config.trainer.v1.trainer_mode)" in source
+    assert hasattr(trainer_base, "TRAINER_REGISTRY")
+    assert "task_runner_class.remote()" in inspect.getsource(main_ppo.run_ppo) and hasattr(
+        TaskRunnerOnThisNode, "remote"
+    )

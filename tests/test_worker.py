@@ -1,0 +1,138 @@
+"""One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
+
+import json
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from actor_process import make_actor, make_mini_batch, run_update
+from conftest import free_port
+
+ROWS = 16
+CUTS = {
+    "whole": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}"],
+    "halves": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={half}"],
+    "single": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+    "dynamic": [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+    ],
+    "gradient, whole": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}",
+        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
+    ],
+    "gradient, quarters": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
+    ],
+    "micro_batch scope": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch",
+    ],
+}
+
+
+class CollectiveCounter:
+    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
+
+    def __init__(self, actor):
+        self.collectives = self.passes = 0
+        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
+        torch.distributed.all_reduce = self.count_collective
+        actor.engine.infer_batch = self.count_pass
+
+    def count_collective(self, tensor, *args, **kwargs):
+        self.collectives += tensor.dtype == torch.float64
+        return self.all_reduce(tensor, *args, **kwargs)
+
+    def count_pass(self, *args, **kwargs):
+        self.passes += 1
+        return self.infer(*args, **kwargs)
+
+    def stop(self):
+        torch.distributed.all_reduce = self.all_reduce
+
+
+def updates_of_rank(rank, size, port, task, folder):
+    results = {}
+    for name, cut in CUTS.items():
+        record = f"{folder}/{name}"
+        actor = make_actor(
+            [
+                f"actor_rollout_ref.model.path={task}/model",
+                "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+                f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+                *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
+            ],
+            rank,
+            size,
+            port,
+        )
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        counter = CollectiveCounter(actor)
+        metrics, gradient = run_update(actor, data)
+        counter.stop()
+        results[name] = {
+            "gradient": gradient,
+            "loss": metrics["loss"],
+            "collectives": counter.collectives,
+            "passes": counter.passes,
+            "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
+        }
+    torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request, task, tmp_path_factory, monkeypatch_module):
+    size = request.param
+    folder = tmp_path_factory.mktemp(f"updates{size}")
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+    for rank, result in enumerate(results):
+        for name, update in result.items():
+            lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
+            update["record"] = [json.loads(line) for line in lines]
+    return results
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    """What the example's config reads from the environment; the tests override it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
+            patch.setenv(name, "unused")
+        yield patch
+
+
+def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
+    for kind, cuts in {"whole": ["halves", "single", "dynamic"], "gradient, whole": ["gradient, quarters"]}.items():
+        whole = ranks[0][kind]
+        assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search had something to do
+        for name in cuts:
+            cut = ranks[0][name]
+            for field in ("low", "high", "search_steps", "saturated"):
+                assert cut["record"][0][field] == whole["record"][0][field], (name, field)
+            assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6, abs=1e-6)
+            torch.testing.assert_close(cut["gradient"], whole["gradient"], rtol=1e-5, atol=1e-5)
+
+
+def test_all_ranks_hold_bit_identical_bounds(ranks):
+    for name in CUTS:
+        assert all(rank[name]["record"] == ranks[0][name]["record"] for rank in ranks), name
+
+
+def test_one_collective_and_one_pass_an_update(ranks):
+    for rank in ranks:
+        for name in ("halves", "single", "dynamic", "gradient, quarters"):
+            assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 1), name
+        for name in ("whole", "gradient, whole"):
+            assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
+        micro_batches = 4 // len(ranks)
+        scope = rank["micro_batch scope"]
+        assert (scope["collectives"], scope["passes"], len(scope["record"])) == (micro_batches, 0, micro_batches)
+
+
+def test_every_path_logs_the_same_metrics(ranks):
+    assert all(len(update["keys"]) == 9 and update["keys"] == ranks[0]["whole"]["keys"] for update in ranks[0].values())
