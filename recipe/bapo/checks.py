@@ -28,6 +28,15 @@ def check(config) -> list[str]:
         "fsdp or fsdp2: in pipelines only the last stage calls the loss, and its collective would hang",
         actor.strategy,
     )
+    _require(
+        actor.loss_agg_mode != "seq-mean-token-sum-norm"
+        or actor.loss_scale_factor is not None
+        or one_micro_batch(config),
+        "actor_rollout_ref.actor.loss_scale_factor",
+        "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
+        "each micro-batch's padded width",
+        actor.loss_scale_factor,
+    )
     check_model(config.actor_rollout_ref.model.path)
     for field in ("train_files", "val_files"):
         check_data(config.data[field], f"data.{field}")
@@ -90,10 +99,26 @@ def check_data(files, field) -> None:
             raise ValueError(f"{field}={name} has no rows.")
 
 
+def ranks_of(config) -> int:
+    """Number of data-parallel ranks of the actor."""
+    return (
+        config.trainer.nnodes
+        * config.trainer.n_gpus_per_node
+        // max(1, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
+    )
+
+
+def one_micro_batch(config) -> bool:
+    """Whether each rank's share of a mini-batch is surely one micro-batch."""
+    actor = config.actor_rollout_ref.actor
+    share = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // ranks_of(config)
+    return not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu == share
+
+
 def check_batches(config) -> None:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // max(1, actor.ulysses_sequence_parallel_size)
+    ranks = ranks_of(config)
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     _divides("data.train_batch_size", batch, "actor_rollout_ref.actor.ppo_mini_batch_size", mini)
     per_rank = f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n (={mini * n})"

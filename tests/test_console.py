@@ -1,0 +1,52 @@
+"""The lines, the summary and the metrics files behind them."""
+
+import json
+
+from recipe.bapo.console import read_metrics, step_line, summary
+from recipe.bapo.trainer import start_metrics_file
+
+
+def record(step, **data):
+    return json.dumps({"step": step, "data": data}) + "\n"
+
+
+def step_data(step, reward):
+    return {
+        "training/global_step": step,
+        "critic/rewards/mean": reward,
+        "actor/bapo/positive_contribution_start": 0.4,
+        "actor/bapo/positive_contribution": 0.5,
+        "actor/bapo/clip_low": 0.7,
+        "actor/bapo/clip_high": 1.5,
+    }
+
+
+def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
+    for steps in ((1, 2, 3), (3, 4)):
+        path = start_metrics_file(tmp_path)
+        path.write_text("".join(record(step, **step_data(step, steps[0])) for step in steps))
+    steps = read_metrics(tmp_path)
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    assert [data["critic/rewards/mean"] for _, data in steps] == [1, 1, 3, 3]
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(record(1, a=1) + '{"step": 2, "da')
+    assert read_metrics(tmp_path) == [(1, {"a": 1})]
+
+
+def test_a_step_is_one_line_with_the_time_left():
+    line = step_line(3, 10, step_data(3, 0.25), pace=6.0)
+    assert "\n" not in line and "step  3/10" in line and "reward 0.250" in line and "left 0:00:42" in line
+
+
+def test_the_summary_says_before_and_after(tmp_path):
+    lines = [record(step, **step_data(step, step / 10)) for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    text = summary(tmp_path)
+    assert "10 steps, mean of the first and the last 2" in text
+    assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
+
+
+def test_a_run_without_a_step_says_so(tmp_path):
+    assert summary(tmp_path).startswith("No training step")

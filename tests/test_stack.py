@@ -1,0 +1,165 @@
+"""The real stack on this machine: Ray, verl's trainer, FSDP2 over gloo and vLLM servers. Minutes each."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.bapo.console import read_metrics, validation_reward
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.stack
+
+
+def run_example(output, *overrides, timeout=900, **environment):
+    """The main job with its output in ``output``."""
+    return subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", *overrides],
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def explain(run, output):
+    """What to read when a run failed."""
+    log = output / "train.log"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log.exists() else "no log"
+    return f"{run.stdout}\n{run.stderr}\n{tail}"
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The main job as the README gives it: its console output, its folder and its metrics per step."""
+    output = tmp_path_factory.mktemp("example") / "run"
+    run = run_example(output)
+    assert run.returncode == 0, explain(run, output)
+    records = read_metrics(output)
+    return run.stdout, output, [data for step, data in records if "training/global_step" in data], records
+
+
+def test_the_example_learns(example):
+    _, _, steps, records = example
+    assert len(steps) == 24
+    rewards = [data["critic/rewards/mean"] for data in steps]
+    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.08
+    validations = [value for _, data in records if (value := validation_reward(data)) is not None]
+    assert len(validations) == 2 and validations[1] > validations[0] + 0.05
+
+
+def test_the_bounds_stay_in_their_ranges_and_move(example):
+    _, output, steps, _ = example
+    lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(24 * 8))  # 8 updates per rollout batch
+    low = [float.fromhex(line["low"]) for line in lines]
+    high = [float.fromhex(line["high"]) for line in lines]
+    assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
+    assert len(set(high)) > 1 and len(set(low)) > 1
+    for step, data in enumerate(steps):
+        assert data["actor/bapo/clip_low"] == pytest.approx(mean(low[8 * step : 8 * step + 8]), abs=1e-9)
+        assert data["actor/bapo/clip_high"] == pytest.approx(mean(high[8 * step : 8 * step + 8]), abs=1e-9)
+
+
+def test_the_positive_contribution_starts_below_the_target(example):
+    _, _, steps, _ = example
+    assert mean(data["actor/bapo/positive_contribution_start"] for data in steps[:6]) < 0.5
+    for data in steps:
+        assert 0 <= data["actor/bapo/positive_contribution"] <= 1
+        assert 0 <= data["actor/bapo/saturated"] <= 1
+    assert any(data["actor/bapo/saturated"] < 1 for data in steps)
+
+
+def test_ratios_leave_1_and_every_metric_is_logged(example):
+    _, _, steps, _ = example
+    for data in steps:
+        assert data["actor/entropy"] > 0 and data["actor/grad_norm"] > 0
+        for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"):
+            assert f"actor/{name}" in data
+        assert len([key for key in data if key.startswith("actor/bapo/")]) == 9
+    assert mean(data["actor/bapo/clipfrac_negative"] for data in steps) > 0
+
+
+def test_the_weights_reach_vllm(example):
+    # Rollout (vLLM) and actor (FSDP2) log-probs of the same tokens, step after step, while the weights change.
+    _, _, steps, _ = example
+    assert all(data["training/rollout_probs_diff_mean"] < 1e-3 for data in steps)
+    assert all(data["training/rollout_actor_probs_pearson_corr"] > 0.999 for data in steps)
+
+
+def test_the_console_has_a_line_per_step_and_a_summary(example):
+    stdout, output, _, _ = example
+    assert re.findall(r"^step +(\d+)/24 ", stdout, re.M) == [str(i) for i in range(1, 25)]
+    summary = stdout[stdout.index("24 steps, mean") :]
+    for text in ("training reward", "entropy", "positive contribution", "mean bounds", str(output)):
+        assert text in summary
+    assert len(stdout.splitlines()) < 60
+
+
+def test_two_ranks_hold_bit_identical_bounds(tmp_path):
+    run = run_example(
+        tmp_path / "run", "trainer.total_training_steps=2", "trainer.val_before_train=false", GPUS_PER_NODE="2"
+    )
+    assert run.returncode == 0, explain(run, tmp_path / "run")
+    records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
+    assert len({json.loads(line)["high"] for line in records[0].splitlines()}) > 1
+
+
+def test_any_verl_run_can_use_the_loss(tmp_path):
+    """verl's own entry point: the package is installed, so ``loss_mode=bapo`` and its ``_target_`` are enough."""
+    from recipe.bapo.cpu_settings import ENVIRONMENT, OVERRIDES
+
+    task = ROOT / "runs" / "example_task"
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *OVERRIDES,
+            "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
+            "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+            "+actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+            f"actor_rollout_ref.model.path={task}/model",
+            f"data.train_files={task}/train.parquet",
+            f"data.val_files={task}/test.parquet",
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=16",
+            "data.max_response_length=30",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.rollout.max_model_len=64",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",
+            "reward.custom_reward_function.name=compute_score",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=1",
+            "trainer.val_before_train=false",
+            "trainer.logger=[file]",
+            f"trainer.default_local_dir={tmp_path}/checkpoints",
+            f"hydra.run.dir={tmp_path}/hydra",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")},
+        stdin=subprocess.DEVNULL,
+        stdout=open(tmp_path / "train.log", "w"),
+        stderr=subprocess.STDOUT,
+        timeout=600,
+    )
+    assert run.returncode == 0, (tmp_path / "train.log").read_text()[-4000:]
+    ((_, data),) = read_metrics(tmp_path)
+    assert 0.6 <= data["actor/bapo/clip_low"] <= 0.9 and 1.2 <= data["actor/bapo/clip_high"] <= 3.0

@@ -1,0 +1,118 @@
+"""What is wrong is said in a few lines, with the field, the value and the fix, before Ray starts."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import verl  # noqa: F401  loads the plugin
+from hydra import compose, initialize_config_dir
+
+from recipe.bapo import checks, cpu_settings
+
+ROOT = Path(__file__).parent.parent
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Unusable inputs by name."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{")
+    (folder / "truncated.parquet").write_bytes(b"PAR1 and no more")
+    pd.DataFrame({"prompt": ["x"]}).to_parquet(folder / "columns.parquet")
+    pd.DataFrame({"data_source": [], "prompt": [], "reward_model": []}).to_parquet(folder / "empty.parquet")
+    return folder
+
+
+def composed(task, *overrides):
+    """The example's config as the run script would compose it."""
+    inputs = [
+        f"actor_rollout_ref.model.path={task}/model",
+        f"data.train_files={task}/train.parquet",
+        f"data.val_files={task}/test.parquet",
+    ]
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        return compose("example_cpu", [*cpu_settings.OVERRIDES, *inputs, *overrides])
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    """The device that the checks of verl's config ask for."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+
+
+def test_the_example_passes_without_a_warning(task):
+    assert checks.check(composed(task)) == []
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "loss_mode='vanilla' is not usable"),
+        ("trainer.use_v1=false", "trainer.use_v1"),
+        (f"{ACTOR}.strategy=veomni", f"{ACTOR}.strategy=veomni is not usable"),
+        ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable"),
+        ("data.train_batch_size=15", "ppo_mini_batch_size=4 does not divide data.train_batch_size=15"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss_scale_factor"),
+        ("actor_rollout_ref.model.path=/no/such/model", "MODEL_PATH)=/no/such/model is not a folder"),
+        ("actor_rollout_ref.model.path={files}/model", "cannot be read as a Hugging Face model"),
+        ("data.train_files=/no/such.parquet", "data.train_files=/no/such.parquet does not exist"),
+        ("data.train_files={files}/truncated.parquet", "is not a readable parquet file"),
+        ("data.val_files={files}/columns.parquet", "lacks the columns ['data_source', 'reward_model']"),
+        ("data.val_files={files}/empty.parquet", "has no rows"),
+    ],
+)
+def test_a_mistake_is_named(override, message, files, task):
+    with pytest.raises(ValueError) as error:
+        checks.check(composed(task, override.format(files=files)))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
+    (warning,) = checks.check(composed(task, "trainer.v1.trainer_mode=colocate_async"))
+    assert warning.startswith("algorithm.rollout_correction.bypass_mode=false in an asynchronous mode")
+
+
+def run_script(*overrides, **environment):
+    """The main job's script with ``environment`` on top of this one's; it is expected to end at once."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
+    return subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", *overrides],
+        cwd=ROOT,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "environment, overrides, message",
+    [
+        ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
+        ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
+        ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
+        ({"MODEL_PATH": "/no/such"}, [], "Error: actor_rollout_ref.model.path (MODEL_PATH)=/no/such is not a folder"),
+        ({}, [f"{ACTOR}.policy_loss.positive_contribution=0.4"], "'positive_contribution' is not in struct"),
+    ],
+)
+def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_path):
+    run = run_script(*overrides, OUTPUT_DIR=str(tmp_path / "run"), **environment)
+    assert run.returncode != 0
+    assert message in run.stderr, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
+
+
+def test_with_gpus_what_is_missing_is_named(tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: a test'\n")
+    fake.chmod(0o755)
+    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="")
+    assert run.returncode == 1
+    assert run.stderr.strip() == "Error: MODEL_PATH is not set: Hugging Face folder or hub name."
