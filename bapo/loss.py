@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.ratio import check_shapes, log_ratio_of
+from bapo.ratio import LOG_RATIO_LIMIT, check_shapes, log_ratio_of
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,46 @@ def clipped_surrogate_loss(
             f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
         )
     mask = response_mask.bool()
-    log_ratio = log_ratio_of(old_log_prob, log_prob, mask)
-    ratio = log_ratio.exp()
-    advantages = torch.where(mask, advantages, 0).to(ratio.dtype)
-    negative = advantages < 0
-    clipped = torch.where(negative, ratio.clamp(min=low), ratio.clamp(max=high))
-    with torch.no_grad():
-        pg_clipfrac = masked_mean((clipped != ratio).to(ratio.dtype) * (advantages != 0), mask)
-        ppo_kl = masked_mean(-log_ratio, mask)
-        pg_clipfrac_lower = ratio.new_zeros(())
-    if clip_ratio_c is not None:
-        with torch.no_grad():
-            pg_clipfrac_lower = masked_mean((negative & (clipped > clip_ratio_c)).to(ratio.dtype), mask)
-        clipped = torch.where(negative, clipped.clamp(max=clip_ratio_c), clipped)
-    token_loss = -advantages * clipped
+    token_loss, log_ratio, clipped, dual_clipped = _ClippedSurrogate.apply(
+        log_prob, old_log_prob, advantages, mask, low, high, clip_ratio_c
+    )
     if rollout_is_weights is not None:
-        token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
-    return SurrogateLoss(aggregate(token_loss, mask), pg_clipfrac, ppo_kl, pg_clipfrac_lower)
+        token_loss = token_loss * rollout_is_weights.masked_fill(~mask, 0)
+    tokens = mask.sum().clamp(min=1)
+    return SurrogateLoss(
+        loss=aggregate(token_loss, mask),
+        pg_clipfrac=(clipped.sum() - dual_clipped.sum()) / tokens,
+        ppo_kl=-log_ratio.sum() / tokens,
+        pg_clipfrac_lower=dual_clipped.sum() / tokens,
+    )
+
+
+class _ClippedSurrogate(torch.autograd.Function):
+    """The loss per token and, because d r / d log_prob = r, its gradient at once: ``-A*r`` where nothing clips.
+
+    Autograd over the plain operations would keep and visit a (B, T) tensor for each of them.
+    """
+
+    @staticmethod
+    def forward(ctx, log_prob, old_log_prob, advantages, mask, low, high, clip_ratio_c):
+        log_ratio = log_ratio_of(old_log_prob, log_prob, mask)
+        ratio = log_ratio.exp()
+        minus_advantages = advantages.to(ratio.dtype).neg().masked_fill_(~mask, 0)
+        negative = minus_advantages > 0
+        raised = ratio.clamp(min=low)  # apart from the next line: a number beside a tensor would be a read by the host
+        if clip_ratio_c is not None:
+            raised.clamp_(max=clip_ratio_c)
+        clipped_ratio = torch.where(negative, raised, ratio.clamp(max=high))
+        clipped = (clipped_ratio != ratio).logical_and_(minus_advantages != 0)
+        dual_clipped = negative.logical_and_(ratio > clip_ratio_c) if clip_ratio_c is not None else negative.zero_()
+        gradient = ratio.mul_(minus_advantages).masked_fill_(clipped, 0)
+        gradient.masked_fill_(log_ratio.abs() >= LOG_RATIO_LIMIT, 0)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = log_prob.dtype
+        ctx.mark_non_differentiable(log_ratio, clipped, dual_clipped)
+        return clipped_ratio.mul_(minus_advantages), log_ratio, clipped, dual_clipped
+
+    @staticmethod
+    def backward(ctx, grad_loss, *unused):
+        (gradient,) = ctx.saved_tensors
+        return (grad_loss * gradient).to(ctx.dtype), None, None, None, None, None, None

@@ -7,18 +7,17 @@ LOG_RATIO_LIMIT = 20.0  # as in verl's losses: exp(20) is 4.9e8
 
 
 def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
-    """``log_prob - old_log_prob``, clamped to +-20, in at least float32; 0 where ``mask`` is false.
+    """``log_prob - old_log_prob``, clamped to +-20, in at least float32; 0 where ``mask`` is false, whatever is there.
 
-    The inputs are masked, not only the result, so that NaN or infinity under the mask reaches neither value nor
-    gradient.
+    Without a graph: the loss knows its own gradient.
 
     Args:
         old_log_prob, log_prob: ``(B, T)``, any float type.
         mask: ``(B, T)``, bool.
     """
     dtype = torch.promote_types(torch.promote_types(old_log_prob.dtype, log_prob.dtype), torch.float32)
-    difference = torch.where(mask, log_prob, 0).to(dtype) - torch.where(mask, old_log_prob, 0).to(dtype)
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    difference = log_prob.detach().to(dtype) - old_log_prob.detach().to(dtype)
+    return difference.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).masked_fill_(~mask, 0)
 
 
 def check_shapes(**tensors: Tensor) -> None:

@@ -15,6 +15,7 @@ from bapo.statistics import (
     bucket_counts,
     collect_clip_statistics,
     lower_grid,
+    split_buckets,
     upper_grid,
 )
 
@@ -119,8 +120,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     if vector.shape != (SUMS * (upper_buckets + lower_buckets) + COUNTS,):
         raise ValueError(f"Statistics of shape {tuple(vector.shape)} were collected with other grids than {config}.")
     high, low = upper_grid(config, vector.device), lower_grid(config, vector.device)
-    table = vector[:-COUNTS].view(SUMS, -1)
-    positive, negative = table[:, :upper_buckets], table[:, upper_buckets:]
+    positive, negative = split_buckets(statistics, config)
 
     # Sums over r < c_high and r >= c_high, over r <= c_low and r > c_low, at every grid point.
     pos_below = positive.cumsum(1)[:, :-1]

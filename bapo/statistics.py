@@ -17,8 +17,9 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.ratio import check_shapes, log_ratio_of
 
-# Tokens handled at a time on a CPU: the temporaries of a chunk then stay in the cache and far below the inputs in size.
-CPU_CHUNK = 1 << 15
+# Tokens handled at a time. The temporaries of a chunk, about 60 bytes a token, stay in the cache of a CPU and, with an
+# eighth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels.
+MIN_CHUNK, MAX_CPU_CHUNK = 1 << 13, 1 << 16
 SUMS = 3  # per bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
 COUNTS = 4  # non-finite old log-probs, non-finite log-probs, non-finite advantages, response tokens
 
@@ -80,6 +81,16 @@ def bucket_counts(config: BAPOConfig) -> tuple[int, int]:
     return config.upper_steps + 2, config.lower_steps + 3
 
 
+def split_buckets(statistics: ClipStatistics, config: BAPOConfig) -> tuple[Tensor, Tensor]:
+    """The sums per bucket of positive and of negative tokens, ``(SUMS, buckets)``, both by rising ratio.
+
+    Positive bucket b holds b grid points <= r; negative bucket b holds b grid points < r.
+    """
+    table = statistics.vector[:-COUNTS].view(SUMS, -1)
+    _, lower = bucket_counts(config)
+    return table[:, lower:], table[:, :lower].flip(1)
+
+
 @torch.no_grad()
 def collect_clip_statistics(
     old_log_prob: Tensor,
@@ -104,7 +115,7 @@ def collect_clip_statistics(
     """
     check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     statistics = ClipStatistics.zeros(config, log_prob.device)
-    edges = upper_grid(config, log_prob.device), _lower_edges(config, clip_ratio_c, log_prob.device)
+    edges = _signed_edges(config, clip_ratio_c, log_prob.device)
     tokens = [tensor.reshape(-1) for tensor in (old_log_prob, log_prob, advantages, response_mask)]
     chunk = _chunk_size(log_prob)
     for start in range(0, log_prob.numel(), chunk):
@@ -113,35 +124,37 @@ def collect_clip_statistics(
 
 
 def _chunk_size(log_prob):
-    # A GPU wants few large kernels; a sixteenth of the tokens keeps the temporaries below two (B, T) float32 tensors.
-    return CPU_CHUNK if log_prob.device.type == "cpu" else max(CPU_CHUNK, -(-log_prob.numel() // 16))
+    chunk = max(MIN_CHUNK, -(-log_prob.numel() // 8))
+    return min(chunk, MAX_CPU_CHUNK) if log_prob.device.type == "cpu" else chunk
 
 
-def _lower_edges(config, clip_ratio_c, device):
-    grid = lower_grid(config, device)
-    # The float64 just below makes r >= clip_ratio_c, not r > clip_ratio_c, the start of the last bucket.
+def _signed_edges(config, clip_ratio_c, device):
+    """Edges of the buckets of ``copysign(ratio, advantage)``: one lookup then serves both signs."""
+    # The float64 just below makes r >= clip_ratio_c, not r > clip_ratio_c, the bucket without a gradient.
     dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, -math.inf)
-    return torch.cat([grid, torch.full((1,), dual_clip, dtype=torch.float64, device=device)])
+    ends = torch.zeros(2, dtype=torch.float64, device=device)
+    ends[:1].fill_(-dual_clip)
+    return torch.cat([ends[:1], -lower_grid(config, device).flip(0), ends[1:], upper_grid(config, device)])
 
 
 def _add_chunk(vector, tokens, edges, config):
     old_log_prob, log_prob, advantages, mask = tokens
-    upper_edges, lower_edges = edges
     mask = mask.bool()
-    bad = torch.stack([~torch.isfinite(tensor) & mask for tensor in (old_log_prob, log_prob, advantages)])
-    valid = mask & ~bad.any(dim=0)
+    finite = [tensor.abs() < math.inf for tensor in (old_log_prob, log_prob, advantages)]  # cheaper than isfinite
+    valid = mask & finite[0] & finite[1] & finite[2]
     ratio = log_ratio_of(old_log_prob, log_prob, valid).exp_().double()
-    advantages = torch.where(valid, advantages, 0).double()
-    weight = advantages.abs()
+    sources = ratio.new_empty(SUMS, len(ratio))
+    weight, weighted_ratio, count = sources
+    torch.abs(advantages.double(), out=weight)
     if config.token_weight == "rollout_prob":
-        weight *= torch.where(valid, old_log_prob, 0).to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
-    # r < grid[k] exactly when the positive bucket <= k; r > grid[j] exactly when the negative bucket > j.
-    upper_bucket = torch.bucketize(ratio, upper_edges, right=True)
-    lower_bucket = torch.bucketize(ratio, lower_edges) + (len(upper_edges) + 1)
-    bucket = torch.where(advantages > 0, upper_bucket, lower_bucket)
-    signed = (advantages != 0).double()
-    table = vector[:-COUNTS].view(SUMS, -1)
-    for row, source in zip(table, (weight, weight * ratio, signed), strict=True):
-        row.index_add_(0, bucket, source)
-    vector[-COUNTS:-1] += bad.sum(dim=1)
-    vector[-1] += mask.sum()
+        weight *= old_log_prob.to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
+    weight.masked_fill_(~valid, 0)
+    torch.mul(weight, ratio, out=weighted_ratio)
+    count.copy_((advantages != 0).logical_and_(valid))
+    # Edges <= key: for positive tokens grid points <= r; for negative ones grid points >= r.
+    bucket = torch.bucketize(ratio.copysign_(advantages), edges, right=True)
+    vector[:-COUNTS].view(SUMS, -1).index_add_(1, bucket, sources)
+    response_tokens = mask.sum()
+    for index, tensor in enumerate(finite):
+        vector[-COUNTS + index] += response_tokens - (tensor.logical_and_(mask)).sum()
+    vector[-1] += response_tokens

@@ -1,7 +1,5 @@
 """Settings and data shared by the tests."""
 
-import socket
-
 import pytest
 import torch
 from hypothesis import settings
@@ -54,13 +52,6 @@ def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=
 def same_bits(a, b):
     """Whether two scalar tensors hold the same number, bit for bit."""
     return float(a).hex() == float(b).hex()
-
-
-def free_port():
-    """A TCP port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as mp
-from actor_process import make_actor, make_mini_batch, run_update
-from conftest import free_port
+from actor_process import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 CUTS = {
@@ -31,6 +30,13 @@ CUTS = {
         "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch",
     ],
 }
+
+
+COMMON = [
+    "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+]
 
 
 class CollectiveCounter:
@@ -61,8 +67,7 @@ def updates_of_rank(rank, size, port, task, folder):
         actor = make_actor(
             [
                 f"actor_rollout_ref.model.path={task}/model",
-                "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+                *COMMON,
                 f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
                 *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
             ],
@@ -81,29 +86,46 @@ def updates_of_rank(rank, size, port, task, folder):
             "passes": counter.passes,
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
         }
+    results["marked"] = marked_updates(rank, size, port, task)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
 
+def marked_updates(rank, size, port, task):
+    """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
+    from verl.utils import tensordict_utils as tu
+
+    from recipe.bapo.worker import RATIOS_START_AT_1
+
+    found = {}
+    for marked in (True, False):
+        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
+        counter = CollectiveCounter(actor)
+        actor.ratios_are_1 = marked
+        actor._set_defaults(data)
+        bounds, values = actor._find_bounds(data)
+        counter.stop()
+        found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
+
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **{RATIOS_START_AT_1: marked})
+        counter = CollectiveCounter(actor)
+        actor.train_mini_batch(data)
+        counter.stop()
+        found[marked]["passes of 4 updates"] = counter.passes
+    return found
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def ranks(request, task, tmp_path_factory, monkeypatch_module):
+def ranks(request, task, tmp_path_factory):
     size = request.param
     folder = tmp_path_factory.mktemp(f"updates{size}")
     mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     for rank, result in enumerate(results):
-        for name, update in result.items():
+        for name in CUTS:
             lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
-            update["record"] = [json.loads(line) for line in lines]
+            result[name]["record"] = [json.loads(line) for line in lines]
     return results
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module():
-    """What the example's config reads from the environment; the tests override it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
-            patch.setenv(name, "unused")
-        yield patch
 
 
 def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
@@ -134,5 +156,24 @@ def test_one_collective_and_one_pass_an_update(ranks):
         assert (scope["collectives"], scope["passes"], len(scope["record"])) == (micro_batches, 0, micro_batches)
 
 
+def test_the_record_says_where_the_statistics_came_from(ranks):
+    sources = {name: {line["source"] for line in ranks[0][name]["record"]} for name in CUTS}
+    in_loss = {"whole", "gradient, whole", "micro_batch scope"}
+    assert sources == {name: {"loss"} if name in in_loss else {"pass"} for name in CUTS}
+
+
 def test_every_path_logs_the_same_metrics(ranks):
-    assert all(len(update["keys"]) == 9 and update["keys"] == ranks[0]["whole"]["keys"] for update in ranks[0].values())
+    keys = [ranks[0][name]["keys"] for name in CUTS]
+    assert len(keys[0]) == 9 and all(other == keys[0] for other in keys)
+
+
+def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
+    for rank in ranks:
+        marked, plain = rank["marked"][True], rank["marked"][False]
+        assert (marked["passes"], plain["passes"]) == (0, 1) and marked["collectives"] == plain["collectives"] == 1
+        assert marked["passes of 4 updates"] == 3 and plain["passes of 4 updates"] == 4
+        for name in ("low", "high", "search_steps", "saturated"):
+            assert marked["values"][name] == plain["values"][name]
+        assert marked["values"]["positive_contribution_start"] == pytest.approx(
+            plain["values"]["positive_contribution_start"], rel=1e-5
+        )

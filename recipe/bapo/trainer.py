@@ -12,7 +12,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from recipe.bapo.worker import bapo_worker_for
+from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 
 
 class _BAPOTrainer:
@@ -29,7 +29,17 @@ class _BAPOTrainer:
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = bapo_worker_for(self.role_worker_mapping[role])
 
+    def _ratios_start_at_1(self) -> bool:
+        """Whether the old log-probs of this batch come from the weights that the first update starts from.
+
+        Not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local update,
+        where verl restores older weights to compute them.
+        """
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
+
     def _update_actor(self, batch, metrics):
+        batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:

@@ -9,7 +9,7 @@ import ray
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -18,23 +18,34 @@ from verl.workers.utils.padding import no_padding_2_padding
 from bapo import collect_clip_statistics, search_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
 
+# Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
+# every ratio is 1.
+RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
+
 
 class BAPOTrainingWorker(TrainingWorker):
     """verl's training worker whose every update begins with the search for its bounds.
 
-    The statistics come from a forward without gradient over the mini-batch; where that is one micro-batch, or with
-    ``bound_scope=micro_batch``, from the training forward itself.
+    The statistics come from a forward without gradient over the mini-batch, and without a forward where every ratio is
+    known to be 1; where the mini-batch is one micro-batch, or with ``bound_scope=micro_batch``, from the training
+    forward itself.
     """
 
     def __init__(self, config):
         super().__init__(config)
         self.updates = 0
+        self.ratios_are_1 = False  # in the next update
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss, a partial that carries the actor's config, and with it ours."""
         super().set_loss_fn(loss_fn)
         self.actor_config = loss_fn.keywords["config"]
         self.loss_config: BAPOPolicyLossConfig = self.actor_config.policy_loss
+
+    def train_mini_batch(self, data):
+        """All updates on one rollout batch."""
+        self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
+        return super().train_mini_batch(data)
 
     def train_batch(self, data):
         """One optimizer update: find the bounds, then let verl train with them."""
@@ -45,6 +56,7 @@ class BAPOTrainingWorker(TrainingWorker):
             return super().train_batch(data)
         finally:
             self.loss_fn = loss_fn
+            self.ratios_are_1 = False
             self.updates += 1
 
     def _group(self):
@@ -65,10 +77,10 @@ class BAPOTrainingWorker(TrainingWorker):
         """The bounds of this update and their metrics; None where the loss finds them."""
         if self.loss_config.bound_scope == "micro_batch" or self._is_one_micro_batch(data):
             return None
-        statistics = self._collect(data).all_reduce(self._group())
-        bounds = search_clip_bounds(statistics, self.loss_config)
+        collect = self._collect_at_ratio_1 if self.ratios_are_1 else self._collect_by_forward
+        bounds = search_clip_bounds(collect(data).all_reduce(self._group()), self.loss_config)
         values = bounds.read()
-        self._record(values)
+        self._record(values, source="ratio 1" if self.ratios_are_1 else "pass")
         return bounds, values
 
     def _is_one_micro_batch(self, data):
@@ -78,22 +90,15 @@ class BAPOTrainingWorker(TrainingWorker):
         tu.assign_non_tensor(view, sp_size=self.engine.ulysses_sequence_parallel_size)
         return len(prepare_micro_batches(view, dp_group=self._group())[0]) == 1
 
-    def _collect(self, data):
+    def _collect_at_ratio_1(self, data):
+        return self._statistics_of(data.to(get_device_id()))
+
+    def _collect_by_forward(self, data):
         collected = []
 
         def collect(model_output, data, dp_group=None):
             log_prob = no_padding_2_padding(model_output.pop("log_probs"), data)
-            fields = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
-            collected.append(
-                collect_clip_statistics(
-                    fields["old_log_probs"],
-                    log_prob,
-                    fields["advantages"],
-                    fields["response_mask"],
-                    self.loss_config,
-                    clip_ratio_c=self.actor_config.clip_ratio_c,
-                )
-            )
+            collected.append(self._statistics_of(data, log_prob))
             return log_prob.new_zeros(()), {}
 
         view = data.copy()  # shallow: what the pass sets does not reach the update
@@ -102,14 +107,27 @@ class BAPOTrainingWorker(TrainingWorker):
             self.engine.infer_batch(view, loss_function=collect)
         return sum(collected[1:], start=collected[0])
 
-    def _record(self, values):
+    def _statistics_of(self, data, log_prob=None):
+        """Of one micro-batch; ``log_prob`` ``(B, T)`` is None where it equals the old one."""
+        fields = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
+        old_log_prob = fields["old_log_probs"]
+        return collect_clip_statistics(
+            old_log_prob,
+            old_log_prob if log_prob is None else log_prob,
+            fields["advantages"],
+            fields["response_mask"],
+            self.loss_config,
+            clip_ratio_c=self.actor_config.clip_ratio_c,
+        )
+
+    def _record(self, values, source="loss"):
         folder = self.loss_config.bounds_record_dir
         if folder is None:
             return
         Path(folder).mkdir(parents=True, exist_ok=True)
         bits = {name: float(value).hex() for name, value in values.items()}
         with open(Path(folder) / f"rank{self.rank}.jsonl", "a") as file:
-            file.write(json.dumps({"update": self.updates, **bits}) + "\n")
+            file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
 
 class _BAPOActor:

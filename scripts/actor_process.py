@@ -1,9 +1,17 @@
-"""A real actor worker (verl's FSDP2 engine over gloo) outside Ray, for tests of what happens in one update."""
+"""A real actor worker (verl's FSDP2 engine over gloo) outside Ray: for tests and timings of one update."""
 
 import os
+import socket
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+
+def free_port():
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def make_actor(overrides, rank=0, size=1, port=0, config_name="example_cpu"):
@@ -19,6 +27,7 @@ def make_actor(overrides, rank=0, size=1, port=0, config_name="example_cpu"):
         LOCAL_RANK="0",
     )
     os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
+    os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
     import torch
     import verl  # noqa: F401
     from hydra import compose, initialize_config_dir
@@ -35,7 +44,7 @@ def make_actor(overrides, rank=0, size=1, port=0, config_name="example_cpu"):
     return worker.actor
 
 
-def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6):
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
     """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
     ``staleness`` (standard deviation)."""
     import torch
@@ -47,7 +56,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6):
     masks, advantages, noise = [], [], []
     for _ in range(rows):
         prompt = torch.randint(5, 200, (4,), generator=generator)
-        length = int(torch.randint(3, 20, (1,), generator=generator))
+        length = int(torch.randint(3, longest, (1,), generator=generator))
         response = torch.randint(5, 200, (length,), generator=generator)
         sequences["prompts"].append(prompt)
         sequences["responses"].append(response)

@@ -1,0 +1,61 @@
+"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the polling interval."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.bapo.trainer import _BAPOTrainer
+from recipe.bapo.worker import RATIOS_START_AT_1
+
+
+class Parent:
+    """Stands for verl's trainer in the two calls that ours extends."""
+
+    def __init__(self, mode, bypass, local_trigger_step):
+        self.trainer_mode, self.local_trigger_step = mode, local_trigger_step
+        self.config = OmegaConf.create(
+            {
+                "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
+                "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
+            }
+        )
+
+    def _update_actor(self, batch, metrics):
+        metrics["actor/entropy_loss"] = 0.7
+        return batch
+
+    def _build_replay_buffer(self):
+        return SimpleNamespace(poll_interval=2.0)
+
+
+class Trainer(_BAPOTrainer, Parent):
+    pass
+
+
+@pytest.mark.parametrize(
+    "mode, bypass, local_trigger_step, marked",
+    [
+        ("sync", False, 0, True),
+        ("sync", True, 0, False),
+        ("colocate_async", False, 0, True),
+        ("colocate_async", True, 0, False),
+        ("separate_async", False, 0, True),
+        ("separate_async", False, 1, False),
+        ("separate_async", True, 0, False),
+    ],
+)
+def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):
+    batch = Trainer(mode, bypass, local_trigger_step)._update_actor(SimpleNamespace(extra_info={}), {})
+    assert batch.extra_info[RATIOS_START_AT_1] is marked
+
+
+def test_the_entropy_is_filled_where_verl_skipped_it():
+    trainer = Trainer("sync", True, 0)
+    for before, after in (({}, 0.7), ({"actor/entropy": 0.4}, 0.4)):
+        trainer._update_actor(SimpleNamespace(extra_info={}), before)
+        assert before["actor/entropy"] == after
+
+
+def test_the_polling_interval_is_the_configs():
+    assert Trainer("sync", False, 0)._build_replay_buffer().poll_interval == 0.25
