@@ -154,7 +154,7 @@ def _add_chunk(vector, tokens, edges, config):
     # Edges <= key: for positive tokens grid points <= r; for negative ones grid points >= r.
     bucket = torch.bucketize(ratio.copysign_(advantages), edges, right=True)
     vector[:-COUNTS].view(SUMS, -1).index_add_(1, bucket, sources)
-    response_tokens = mask.sum()
+    response_tokens = mask.sum(dtype=torch.int32)
     for index, tensor in enumerate(finite):
-        vector[-COUNTS + index] += response_tokens - (tensor.logical_and_(mask)).sum()
+        vector[-COUNTS + index] += response_tokens - tensor.logical_and_(mask).sum(dtype=torch.int32)
     vector[-1] += response_tokens

@@ -6,6 +6,7 @@ break the cluster.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -16,6 +17,7 @@ import psutil
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.utils import distributed
 
 from recipe.bapo.cpu_settings import ENVIRONMENT
 
@@ -134,6 +136,10 @@ def install() -> None:
     """Register the platform, and what hangs on it, in this process."""
     os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
+    # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
+    distributed.initialize_global_process_group_ray = functools.partial(
+        distributed.initialize_global_process_group_ray, backend="gloo"
+    )
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

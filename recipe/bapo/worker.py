@@ -7,10 +7,8 @@ from pathlib import Path
 
 import ray
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.device import get_device_id
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
@@ -130,25 +128,16 @@ class BAPOTrainingWorker(TrainingWorker):
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
 
-class _BAPOActor:
-    """What both of verl's actor workers need to train with BAPO."""
+class BAPOActorRolloutRefWorker(ActorRolloutRefWorker):
+    """For the modes in which trainer and rollout share their devices."""
 
     actor_worker_cls = BAPOTrainingWorker
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self):
-        if get_device_name() == "cpu":
-            # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses; its own call then finds the group in place.
-            initialize_global_process_group_ray(backend="gloo")
-        super().init_model()
 
-
-class BAPOActorRolloutRefWorker(_BAPOActor, ActorRolloutRefWorker):
-    """For the modes in which trainer and rollout share their devices."""
-
-
-class BAPODetachActorWorker(_BAPOActor, DetachActorWorker):
+class BAPODetachActorWorker(DetachActorWorker):
     """For ``separate_async``, which saves and restores weights between updates."""
+
+    actor_worker_cls = BAPOTrainingWorker
 
 
 _REPLACEMENT = {ActorRolloutRefWorker: BAPOActorRolloutRefWorker, DetachActorWorker: BAPODetachActorWorker}

@@ -1,0 +1,116 @@
+"""Draw the dynamics of one run, or of several over each other.
+
+    .venv/bin/python -m recipe.bapo.plot runs/a                        # runs/a/dynamics.png
+    .venv/bin/python -m recipe.bapo.plot GRPO=runs/g1,runs/g2 BAPO=runs/b1,runs/b2 --out compare.png
+
+Runs joined by commas are seeds of one method: their mean is a line, their range a band.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from recipe.bapo.console import read_metrics  # noqa: E402
+
+# Each panel: title, label of the y axis, and its curves (metric, name, line style).
+PANELS = [
+    ("Reward", "mean training reward", [("critic/rewards/mean", "", "-")]),
+    ("Entropy", "nats a token", [("actor/entropy", "", "-")]),
+    (
+        "Positive contribution",
+        "rho = P / (P + N)",
+        [
+            ("actor/bapo/positive_contribution_start", "start", "--"),
+            ("actor/bapo/positive_contribution", "at the bounds", "-"),
+        ],
+    ),
+    ("Upper bound", "c_high on the ratio", [("actor/bapo/clip_high", "", "-")]),
+    ("Lower bound", "c_low on the ratio", [("actor/bapo/clip_low", "", "-")]),
+    ("Target out of reach", "share of updates", [("actor/bapo/saturated", "", "-")]),
+    ("Gradient norm", "before clipping", [("actor/grad_norm", "", "-")]),
+    (
+        "Clipped tokens",
+        "share of their sign",
+        [("actor/bapo/clipfrac_positive", "positive", "-"), ("actor/bapo/clipfrac_negative", "negative", "--")],
+    ),
+    ("Response length", "tokens", [("response_length/mean", "", "-")]),
+]
+# From the Okabe-Ito palette, in an order whose lightness differs enough to tell in greyscale; line widths differ too.
+COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00"]
+
+
+def series(runs: list[Path], metric: str) -> tuple[list[int], list[list[float]]]:
+    """Steps, and at each the values of the runs that have the metric there."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        for step, data in read_metrics(run):
+            if metric in data and "training/global_step" in data:
+                values[step].append(data[metric])
+    return sorted(values), [values[step] for step in sorted(values)]
+
+
+def draw(methods: dict[str, list[Path]], out: Path, target: float | None = None) -> None:
+    """Write the picture.
+
+    Args:
+        methods: the runs (folders with ``metrics.jsonl``) of each method, by its name.
+        out: path of the PNG.
+        target: rho0, drawn as a line in the panel of the positive contribution; None: no line.
+
+    Raises:
+        ValueError: a run has no metrics.
+    """
+    for run in (run for runs in methods.values() for run in runs):
+        if not series([run], "critic/rewards/mean")[0]:
+            raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
+    figure, axes = plt.subplots(3, 3, figsize=(13, 10), constrained_layout=True)
+    for axis, (title, label, curves) in zip(axes.flat, PANELS, strict=True):
+        for (name, runs), colour, width in zip(methods.items(), COLOURS, (2.2, 1.6, 1.6, 1.6, 1.6, 1.6), strict=False):
+            for metric, part, style in curves:
+                steps, values = series(runs, metric)
+                means = [sum(at) / len(at) for at in values]
+                text = ", ".join(word for word in (name if len(methods) > 1 else "", part) if word)
+                axis.plot(steps, means, style, color=colour, linewidth=width, label=text or None)
+                if len(runs) > 1:
+                    axis.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15)
+        if title == "Positive contribution" and target is not None:
+            axis.axhline(target, color="0.5", linestyle=":", label=f"target {target:g}")
+        axis.set_title(title, fontsize=14)
+        axis.set_xlabel("training step", fontsize=12)
+        axis.set_ylabel(label, fontsize=12)
+        axis.tick_params(labelsize=11)
+        axis.grid(alpha=0.25)
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=11)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="a run's folder, or NAME=folder,folder,...")
+    parser.add_argument("--out", type=Path, help="the picture (default: dynamics.png in the run's folder)")
+    parser.add_argument("--target", type=float, help="rho0, drawn as a line")
+    arguments = parser.parse_args()
+    methods = {}
+    for argument in arguments.runs:
+        name, _, folders = argument.rpartition("=")
+        methods[name or Path(folders).name] = [Path(folder) for folder in folders.split(",")]
+    out = arguments.out or Path(arguments.runs[0].rpartition("=")[2].split(",")[0]) / "dynamics.png"
+    try:
+        draw(methods, out, arguments.target)
+    except (ValueError, FileNotFoundError) as error:
+        parser.exit(1, f"Error: {error}\n")
+    print(f"Picture: {out}")
+
+
+if __name__ == "__main__":
+    main()
