@@ -87,12 +87,15 @@ def sequential_search(old, log_prob, advantages, mask, config, group=None):
             return low, high
 
 
-def half_way_target(batch, config):
-    """The target that Algorithm 1 reaches half way up the grid of c_high."""
+def half_way_target(batch, config, group):
+    """The target, the same on all ranks, that Algorithm 1 reaches half way up the grid of c_high."""
     old, log_prob, advantages, mask = batch
     middle = (config.ratio_upper_start + config.ratio_upper_max) / 2
     ratio, weight = (log_prob.float() - old.float()).exp(), old.float().exp()
-    p, n = contribution(ratio, weight, advantages, mask, config.ratio_lower_start, middle).tolist()
+    sums = contribution(ratio, weight, advantages, mask, config.ratio_lower_start, middle)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    p, n = sums.tolist()
     return p / (p + n) if p + n else 0.5
 
 
@@ -127,7 +130,7 @@ def make_variants(batch, ratio_grid, group) -> dict[str, Callable]:
     def config(**changes):
         return BAPOPolicyLossConfig(**{**ratio_grid, **changes})
 
-    targets = {name: target or half_way_target(batch, BAPOConfig()) for name, target in TARGETS.items()}
+    targets = {name: target or half_way_target(batch, BAPOConfig(), group) for name, target in TARGETS.items()}
     variants = {"vanilla": lambda: step(compute_policy_loss_vanilla, actor_config(PolicyLossConfig()))}
     for name, target in targets.items():
         variants[f"sequential, {name}"] = partial(sequential, config(positive_contribution_target=target))

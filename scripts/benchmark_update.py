@@ -9,8 +9,10 @@ over the mini-batch and the statistics), the search with its all-reduce and read
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,7 +76,8 @@ def main():
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: measure(folder, *size, arguments.repeats) for name, size in SIZES.items()}
+        with contextlib.redirect_stdout(sys.stderr):  # what verl prints is not the table
+            found = {name: measure(folder, *size, arguments.repeats) for name, size in SIZES.items()}
     parts = [part for part in next(iter(found.values())) if part != "weights"]
     print("| model | weights | " + " | ".join(f"{part}, s" for part in parts) + " | pass / marked update |")
     print("|---|---|" + "---|" * (len(parts) + 1))

@@ -106,6 +106,7 @@ def test_the_console_has_a_line_per_step_and_a_summary(example):
     for text in ("training reward", "entropy", "positive contribution", "mean bounds", str(output)):
         assert text in summary
     assert len(stdout.splitlines()) < 60
+    assert (output / "dynamics.png").stat().st_size > 10_000
 
 
 def test_two_ranks_hold_bit_identical_bounds(tmp_path):
@@ -118,11 +119,10 @@ def test_two_ranks_hold_bit_identical_bounds(tmp_path):
     assert len({json.loads(line)["high"] for line in records[0].splitlines()}) > 1
 
 
-def test_any_verl_run_can_use_the_loss(tmp_path):
+def test_any_verl_run_can_use_the_loss(tmp_path, task):
     """verl's own entry point: the package is installed, so ``loss_mode=bapo`` and its ``_target_`` are enough."""
     from recipe.bapo.cpu_settings import ENVIRONMENT, OVERRIDES
 
-    task = ROOT / "runs" / "example_task"
     run = subprocess.run(
         [
             sys.executable,

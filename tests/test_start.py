@@ -79,6 +79,19 @@ def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
     assert warning.startswith("algorithm.rollout_correction.bypass_mode=false in an asynchronous mode")
 
 
+def test_without_flash_attn_attention_falls_back_and_says_so(monkeypatch, capsys):
+    from recipe.bapo import main_bapo
+
+    monkeypatch.setenv("VERL_PLATFORM", "")
+    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: None)
+    assert main_bapo.machine_overrides() == main_bapo.WITHOUT_FLASH_ATTN
+    assert "falls back to sdpa" in capsys.readouterr().out
+    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: object())
+    assert main_bapo.machine_overrides() == () and capsys.readouterr().out == ""
+    user = ["--config-name", "x", "a=1"]
+    assert main_bapo.with_overrides(user, ("b=2",)) == ["--config-name", "x", "b=2", "a=1"]
+
+
 def run_script(*overrides, **environment):
     """The main job's script with ``environment`` on top of this one's; it is expected to end at once."""
     kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}

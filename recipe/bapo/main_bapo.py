@@ -5,6 +5,7 @@ The console gets a line per step and a summary; what verl and Ray print goes to 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -20,7 +21,7 @@ logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
-from recipe.bapo import checks, console, cpu_settings  # noqa: E402
+from recipe.bapo import checks, console, cpu_settings, plot  # noqa: E402
 
 logging.disable(logging.NOTSET)
 
@@ -41,6 +42,9 @@ def main(config):
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
         sys.exit(1)
     print(console.summary(run_dir))
+    target = config.actor_rollout_ref.actor.policy_loss.get("positive_contribution_target")
+    plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png", target)
+    print(f"Picture: {run_dir}/dynamics.png")
 
 
 def run(config, run_dir: Path, out) -> str | None:
@@ -79,13 +83,33 @@ def reason_of(error: Exception) -> str:
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
 
 
-def add_cpu_overrides(arguments: list[str]) -> list[str]:
-    """``arguments`` with the CPU path's overrides before the user's own, which win."""
+# What runs without flash-attn in the place of what needs it.
+WITHOUT_FLASH_ATTN = (
+    "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.use_remove_padding=False",
+)
+
+
+def machine_overrides() -> tuple[str, ...]:
+    """What this machine needs of the config: the CPU path's settings, or sdpa attention without flash-attn."""
+    if on_cpu():
+        return cpu_settings.OVERRIDES
+    if importlib.util.find_spec("flash_attn") is None:
+        print(
+            "Warning: flash-attn is not installed: attention falls back to sdpa without padding removal, which is "
+            "slower. verl's log-probs, and with them every ratio, are bfloat16 unless actor_rollout_ref.actor."
+            "fsdp_config.mixed_precision says fp32."
+        )
+        return WITHOUT_FLASH_ATTN
+    return ()
+
+
+def with_overrides(arguments: list[str], overrides: tuple[str, ...]) -> list[str]:
+    """The command line with ``overrides`` before the user's own, which win."""
     first = next((i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-")), len(arguments))
-    return [*arguments[:first], *cpu_settings.OVERRIDES, *arguments[first:]]
+    return [*arguments[:first], *overrides, *arguments[first:]]
 
 
 if __name__ == "__main__":
-    if on_cpu():
-        sys.argv[1:] = add_cpu_overrides(sys.argv[1:])
+    sys.argv[1:] = with_overrides(sys.argv[1:], machine_overrides())
     main()
