@@ -99,7 +99,7 @@ def half_way_target(batch, config, group):
     return p / (p + n) if p + n else 0.5
 
 
-def make_variants(batch, ratio_grid, group) -> dict[str, Callable]:
+def make_variants(batch, group) -> dict[str, Callable]:
     """The losses to time, forward and backward, and the two searches alone."""
     old, log_prob, advantages, mask = batch
 
@@ -127,8 +127,10 @@ def make_variants(batch, ratio_grid, group) -> dict[str, Callable]:
     def search(config):
         find_clip_bounds(*batch, config, process_group=group, clip_ratio_c=3.0)
 
-    def config(**changes):
-        return BAPOPolicyLossConfig(**{**ratio_grid, **changes})
+    def config(candidates=52, **changes):
+        steps = (candidates - 1) // 2
+        grid = {"ratio_upper_step": 1.8 / steps, "ratio_lower_step": 0.3 / steps} if candidates != 52 else {}
+        return BAPOPolicyLossConfig(**grid, **changes)
 
     targets = {name: target or half_way_target(batch, BAPOConfig(), group) for name, target in TARGETS.items()}
     variants = {"vanilla": lambda: step(compute_policy_loss_vanilla, actor_config(PolicyLossConfig()))}
@@ -141,6 +143,10 @@ def make_variants(batch, ratio_grid, group) -> dict[str, Callable]:
         *batch, config(positive_contribution_target=never), group
     )
     variants["search alone: bapo, value"] = partial(search, config(positive_contribution_target=never))
+    for count in (500, 5000):
+        many = config(count, positive_contribution_target=never)
+        variants[f"bapo, value, {count} candidates"] = partial(ours, many)
+        variants[f"search alone: bapo, value, {count} candidates"] = partial(search, many)
     return variants
 
 
@@ -268,13 +274,7 @@ def run_rank(rank, size, cases, repeats, store, results):
         )
         if device.type == "cuda":
             check_no_sync(batch)
-        grid = {}
-        if case["candidates"] != 52:
-            steps = (case["candidates"] - 1) // 2
-            grid = {"ratio_upper_step": 1.8 / steps, "ratio_lower_step": 0.3 / steps}
-        variants = make_variants(batch, grid, group)
-        if case["candidates"] != 52:
-            variants = {name: run for name, run in variants.items() if "sequential" not in name}
+        variants = make_variants(batch, group)
         found.append({**case, "ranks": size, "device": str(device), "rows": measure(variants, repeats, device)})
     if size > 1:
         dist.destroy_process_group()
@@ -298,7 +298,7 @@ def table(results) -> str:
     lines = []
     for case in results:
         lines.append(
-            f"\n**{case['shape']} tokens, {case['dtype']}, {case['candidates']} candidates, {case['ranks']} "
+            f"\n**{case['shape']} tokens, {case['dtype']}, {case['ranks']} "
             f"rank{'s' * (case['ranks'] > 1)}, {case['device']}**\n\n"
             "| variant | ms | x vanilla | peak MB | collectives | host reads |\n|---|---|---|---|---|---|"
         )
@@ -317,16 +317,13 @@ def main():
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
-    base = {"dtype": "float32", "candidates": 52}
     if arguments.quick:
-        plan = [(1, [{"shape": "64 x 8k", **base}])]
+        plan = [(1, [{"shape": "64 x 8k", "dtype": "float32"}])]
     else:
-        one_rank = [{"shape": shape, **base} for shape in SHAPES]
-        one_rank.append({"shape": "64 x 8k", "dtype": "bfloat16", "candidates": 52})
-        one_rank += [{"shape": "64 x 8k", "dtype": "float32", "candidates": count} for count in (500, 5000)]
-        plan = [(1, one_rank)]
+        one_rank = [{"shape": shape, "dtype": "float32"} for shape in SHAPES]
+        plan = [(1, [*one_rank, {"shape": "64 x 8k", "dtype": "bfloat16"}])]
         if not torch.cuda.is_available():
-            plan += [(ranks, [{"shape": "16 x 8k", **base}]) for ranks in (2, 4)]
+            plan += [(ranks, [{"shape": "64 x 8k", "dtype": "float32"}]) for ranks in (2, 4)]
     results = []
     for ranks, cases in plan:
         results += run_cases(cases, ranks, 5 if arguments.quick else arguments.repeats)

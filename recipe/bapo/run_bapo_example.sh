@@ -14,6 +14,10 @@
 #   CONFIG          a file of configs/ without .yaml (example_gpu; example_cpu)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 set -euo pipefail
+for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
+    value=${!name:-}
+    if [[ -n $value && $value != /* && ( $name != MODEL_PATH || -e $value ) ]]; then export "$name=$PWD/$value"; fi
+done
 cd "$(dirname "$0")/../.."
 
 fail() { echo "Error: $*" >&2; exit 1; }
