@@ -127,12 +127,13 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     pos_above = _suffix_sums(positive)[:, 1:]
     neg_below = negative.cumsum(1)[:, :-2]
     neg_above = _suffix_sums(negative)[:, 1:-1]
+    neg_kept = _suffix_sums(negative[:, :-1])[:, 1:]  # without the last bucket: the dual clip took its gradient
     if config.contribution == "value":
         p = pos_below[1] + high * pos_above[0]
         n = low * neg_below[0] + neg_above[1]
     else:
         p = pos_below[1]
-        n = neg_above[1] - negative[1, -1]  # the last bucket has no gradient: the dual clip took it
+        n = neg_kept[1]
 
     candidates = _Path(config)
     p, n = candidates.upper(p), candidates.lower(n)

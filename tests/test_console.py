@@ -2,8 +2,7 @@
 
 import json
 
-from recipe.bapo.console import read_metrics, step_line, summary
-from recipe.bapo.trainer import start_metrics_file
+from recipe.bapo.console import keep_earlier, read_metrics, step_line, summary
 
 
 def record(step, **data):
@@ -23,7 +22,7 @@ def step_data(step, reward):
 
 def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     for steps in ((1, 2, 3), (3, 4)):
-        path = start_metrics_file(tmp_path)
+        path = keep_earlier(tmp_path / "metrics.jsonl")
         path.write_text("".join(record(step, **step_data(step, steps[0])) for step in steps))
     steps = read_metrics(tmp_path)
     assert [step for step, _ in steps] == [1, 2, 3, 4]
@@ -46,6 +45,13 @@ def test_the_summary_says_before_and_after(tmp_path):
     text = summary(tmp_path)
     assert "10 steps, mean of the first and the last 2" in text
     assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
+
+
+def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
+    data = {**step_data(1, 0.5), "actor/grad_norm": None}
+    (tmp_path / "metrics.jsonl").write_text(record(1, **data))
+    ((_, read),) = read_metrics(tmp_path)
+    assert "grad norm nan" in step_line(1, 2, read, pace=1.0) and "nan" in summary(tmp_path)
 
 
 def test_a_run_without_a_step_says_so(tmp_path):

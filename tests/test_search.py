@@ -57,6 +57,22 @@ def test_the_dual_clip_takes_its_tokens_out_of_the_gradient_only():
     assert value.positive_contribution_start.item() == pytest.approx(1 / 5)
 
 
+def test_what_the_dual_clip_takes_leaves_no_rounding_behind():
+    # A clipped token of r = e^20 beside tokens of 1e-6: added and taken away again, it would leave more than they are.
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    log_prob = torch.tensor([[0.0, 0.0, 20.0]], dtype=torch.float64)
+    batch = old, log_prob, torch.tensor([[1e-6, -1e-6, -1.0]], dtype=torch.float64), torch.ones(1, 3)
+    config = BAPOConfig(contribution="gradient", token_weight="uniform")
+    bounds = find_clip_bounds(*batch, config, clip_ratio_c=3.0)
+    assert bounds.positive_contribution.item() == 0.5 and bounds.search_steps.item() == 0
+
+
+@pytest.mark.parametrize("clip_ratio_c", [0.5, -1.0, math.nan])
+def test_a_dual_clip_below_1_is_refused(clip_ratio_c):
+    with pytest.raises(ValueError, match="clip_ratio_c"):
+        find_clip_bounds(*make_batch(0), BAPOConfig(), clip_ratio_c=clip_ratio_c)
+
+
 @settings(max_examples=3000)
 @given(configs(), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.7, 3.0]), st.sampled_from([None, 1.5, 3.0]))
 def test_the_search_is_algorithm_1(config, seed, spread, clip_ratio_c):

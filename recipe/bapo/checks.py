@@ -8,8 +8,6 @@ import pyarrow.parquet
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-COLUMNS = ("data_source", "prompt", "reward_model")
-
 
 def check(config) -> list[str]:
     """Raise a ValueError for what cannot run, and return warnings about what can.
@@ -37,9 +35,21 @@ def check(config) -> list[str]:
         "each micro-batch's padded width",
         actor.loss_scale_factor,
     )
-    check_model(config.actor_rollout_ref.model.path)
+    _require(
+        actor.clip_ratio_c > 1,
+        "actor_rollout_ref.actor.clip_ratio_c",
+        "a number above 1 (dual clip)",
+        actor.clip_ratio_c,
+    )
+    _require(
+        actor.policy_loss.get("loss_mode") is not None and "BAPOPolicyLossConfig" in str(actor.policy_loss._target_),
+        "actor_rollout_ref.actor.policy_loss._target_",
+        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
+        actor.policy_loss._target_,
+    )
+    check_model(config.actor_rollout_ref.model)
     for field in ("train_files", "val_files"):
-        check_data(config.data[field], f"data.{field}")
+        check_data(config.data[field], f"data.{field}", config.data.prompt_key)
     check_batches(config)
     try:
         omega_conf_to_dataclass(actor.policy_loss)
@@ -61,42 +71,52 @@ def _innermost(error):
     return str(error) or type(error).__name__
 
 
-def check_model(path) -> None:
-    """Raise a ValueError unless the model's config and tokenizer can be read."""
+def check_model(model) -> None:
+    """Raise a ValueError unless the config and the tokenizer of ``actor_rollout_ref.model`` can be read."""
     from transformers import AutoConfig, AutoTokenizer
 
-    field = "actor_rollout_ref.model.path (MODEL_PATH)"
-    if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+    field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
+    local = Path(path).expanduser()
+    if path.startswith(("/", ".", "~")) and not local.is_dir():
         raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
+    source = str(local) if local.is_dir() else path
+    trust = bool(model.get("trust_remote_code", False))
     try:
-        AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        AutoConfig.from_pretrained(model.get("hf_config_path") or source, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(model.get("tokenizer_path") or source, trust_remote_code=trust)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{field}={path} cannot be read as a Hugging Face model: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set chat_template.")
+    if tokenizer.chat_template is None and not model.get("custom_chat_template"):
+        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set model.custom_chat_template.")
 
 
-def check_data(files, field) -> None:
-    """Raise a ValueError unless every file is a parquet file with rows and verl's columns."""
+def check_data(files, field, prompt_key) -> None:
+    """Raise a ValueError unless every local parquet file has rows and verl's columns; other kinds are left to verl."""
+    if not files:
+        raise ValueError(f"{field} is not set: give a parquet file in verl's schema.")
     for name in [files] if isinstance(files, str) else files:
         path = Path(name).expanduser()
+        if "://" in name:
+            continue
         if not path.is_file():
             raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
-        try:
-            table = pyarrow.parquet.ParquetFile(path)
-        except Exception as error:
-            raise ValueError(f"{field}={name} is not a readable parquet file: {error}") from error
-        missing = [column for column in COLUMNS if column not in table.schema_arrow.names]
-        if missing:
-            raise ValueError(
-                f"{field}={name} lacks the columns {missing}: it has {table.schema_arrow.names}; see docs/data.md."
-            )
-        if table.metadata.num_rows == 0:
-            raise ValueError(f"{field}={name} has no rows.")
+        if path.suffix == ".parquet":
+            _check_parquet(path, f"{field}={name}", ("data_source", prompt_key, "reward_model"))
+
+
+def _check_parquet(path, what, columns):
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+    except Exception as error:
+        raise ValueError(f"{what} is not a readable parquet file: {error}") from error
+    missing = [column for column in columns if column not in table.schema_arrow.names]
+    if missing:
+        raise ValueError(f"{what} lacks the columns {missing}: it has {table.schema_arrow.names}; see docs/data.md.")
+    if table.metadata.num_rows == 0:
+        raise ValueError(f"{what} has no rows.")
 
 
 def ranks_of(config) -> int:
@@ -121,6 +141,7 @@ def check_batches(config) -> None:
     ranks = ranks_of(config)
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     _divides("data.train_batch_size", batch, "actor_rollout_ref.actor.ppo_mini_batch_size", mini)
+    _divides("actor_rollout_ref.rollout.n", n, "1", 1)
     per_rank = f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n (={mini * n})"
     _divides(per_rank, mini * n, "the number of data-parallel ranks", ranks)
     if not actor.use_dynamic_bsz:
@@ -129,15 +150,18 @@ def check_batches(config) -> None:
         if micro is None:
             raise ValueError(f"{field} is not set: set it to a divisor of {mini * n // ranks}.")
         _divides(f"a rank's share of the mini-batch (={mini * n // ranks})", mini * n // ranks, field, micro)
+    if not config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:
         field = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
         micro = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
         if micro is not None:
-            share = batch * n // ranks
-            _divides(f"a rank's share of the batch (={share})", share, field, micro)
+            _divides(f"a rank's share of the batch (={batch * n // ranks})", batch * n // ranks, field, micro)
 
 
 def _divides(whole_name, whole, part_name, part):
-    if part <= 0 or whole % part:
+    for name, value in ((whole_name, whole), (part_name, part)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
+    if whole % part:
         raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
 
 
@@ -150,6 +174,4 @@ def warnings_of(config) -> list[str]:
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
         )
-    if config.actor_rollout_ref.actor.policy_loss.get("loss_mode") != "bapo":
-        found.append("actor_rollout_ref.actor.policy_loss.loss_mode is not bapo: this run trains without BAPO.")
     return found

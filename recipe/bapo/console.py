@@ -27,7 +27,20 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
 def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
     """``(step, metrics)`` of each complete line of a metrics file."""
     lines = text.split("\n")[:-1]  # what follows the last newline is still being written
-    return [(record["step"], record["data"]) for record in map(json.loads, lines)]
+    # verl's file logger writes NaN and infinity as null.
+    nan = float("nan")
+    return [
+        (record["step"], {key: nan if value is None else value for key, value in record["data"].items()})
+        for record in map(json.loads, lines)
+    ]
+
+
+def keep_earlier(path: Path) -> Path:
+    """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.jsonl`` and so on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.rename(path.with_suffix(f".{1 + len(list(path.parent.glob(f'{path.stem}.*.jsonl')))}.jsonl"))
+    return path
 
 
 def validation_reward(data: dict[str, float]) -> float | None:

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import hydra
 from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
-from recipe.bapo import checks, console, cpu_settings, plot  # noqa: E402
+from recipe.bapo import checks, console, cpu_settings, plugin  # noqa: E402, F401
 
 logging.disable(logging.NOTSET)
 
@@ -42,24 +41,36 @@ def main(config):
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
         sys.exit(1)
     print(console.summary(run_dir))
-    target = config.actor_rollout_ref.actor.policy_loss.get("positive_contribution_target")
-    plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png", target)
-    print(f"Picture: {run_dir}/dynamics.png")
+    draw(run_dir, config.actor_rollout_ref.actor.policy_loss.positive_contribution_target)
+
+
+def draw(run_dir: Path, target: float) -> None:
+    """The run's picture; a run that trained well does not fail for want of one."""
+    try:
+        from recipe.bapo import plot
+
+        plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png", target)
+        print(f"Picture: {run_dir}/dynamics.png")
+    except (ImportError, ValueError, OSError) as error:
+        print(f"No picture: {error}")
 
 
 def run(config, run_dir: Path, out) -> str | None:
     """Check the config, then run verl's trainer; what a person should see goes to ``out``. Returns what went wrong."""
     from recipe.bapo.trainer import TaskRunnerOnThisNode
 
+    config.run_dir = str(run_dir)  # absolute, and before it is resolved: workers may run in another folder
     try:
         OmegaConf.resolve(config)
         warnings = checks.check(config)
-    except (ValueError, OmegaConfBaseException) as error:
-        return str(error)
-    config.run_dir = str(run_dir)  # absolute: the trainer may run in another folder
+    except Exception as error:
+        traceback.print_exc()
+        return str(error) or type(error).__name__
     if on_cpu():
         with open_dict(config):
-            config.ray_kwargs.ray_init.runtime_env.env_vars = cpu_settings.ENVIRONMENT
+            runtime_env = config.ray_kwargs.ray_init.runtime_env
+            ours = {name: os.environ.get(name, value) for name, value in cpu_settings.ENVIRONMENT.items()}
+            runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
     for warning in warnings:
         print(f"Warning: {warning}", file=out)
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
@@ -67,7 +78,7 @@ def run(config, run_dir: Path, out) -> str | None:
     printer = console.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
     printer.start()
     try:
-        run_ppo(config, TaskRunnerOnThisNode)
+        run_ppo(config, TaskRunnerOnThisNode())
     except Exception as error:
         traceback.print_exc()
         return f"Training failed: {reason_of(error)}"

@@ -67,12 +67,14 @@ def draw(methods: dict[str, list[Path]], out: Path, target: float | None = None)
     Raises:
         ValueError: a run has no metrics.
     """
+    if len(methods) > len(COLOURS):
+        raise ValueError(f"{len(methods)} methods in one picture: draw at most {len(COLOURS)}.")
     for run in (run for runs in methods.values() for run in runs):
         if not series([run], "critic/rewards/mean")[0]:
             raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
     figure, axes = plt.subplots(3, 3, figsize=(13, 10), constrained_layout=True)
     for axis, (title, label, curves) in zip(axes.flat, PANELS, strict=True):
-        for (name, runs), colour, width in zip(methods.items(), COLOURS, (2.2, 1.6, 1.6, 1.6, 1.6, 1.6), strict=False):
+        for (name, runs), colour, width in zip(methods.items(), COLOURS, (2.2, *5 * [1.6]), strict=False):
             for metric, part, style in curves:
                 steps, values = series(runs, metric)
                 means = [sum(at) / len(at) for at in values]

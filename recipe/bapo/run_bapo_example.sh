@@ -11,44 +11,54 @@
 #   NNODES          nodes (1)
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/ without .yaml (example_gpu; example_cpu)
+#   CONFIG          a file of configs/ without .yaml (example_gpu; on a CPU example_cpu, or own_cpu with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 set -euo pipefail
 for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
     value=${!name:-}
     if [[ -n $value && $value != /* && ( $name != MODEL_PATH || -e $value ) ]]; then export "$name=$PWD/$value"; fi
 done
-cd "$(dirname "$0")/../.."
+script=$(realpath "$0")
+cd "$(dirname "$script")/../.."
 
 fail() { echo "Error: $*" >&2; exit 1; }
 positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-if [ "$gpus" = 0 ]; then export VERL_PLATFORM=cpu; fi
+if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
+    # A cluster's head node often has no GPU, so several nodes are taken at their word.
+    [ "${NNODES:-1}" = 1 ] || fail "NNODES=$NNODES but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+    export VERL_PLATFORM=cpu
+fi
 if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus}
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
-CONFIG=${CONFIG:-$([ "${VERL_PLATFORM:-}" = cpu ] && echo example_cpu || echo example_gpu)}
+if [ "${VERL_PLATFORM:-}" != cpu ]; then default=example_gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=own_cpu; else default=example_cpu; fi
+CONFIG=${CONFIG:-$default}
 [ -f "configs/$CONFIG.yaml" ] || fail "CONFIG=$CONFIG is not usable: choose from $(cd configs; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"
 if [ "${VERL_PLATFORM:-}" != cpu ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
-        [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$0")."
+        [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."
     done
 fi
 for name in TRAIN_FILE TEST_FILE; do
     [ -z "${!name:-}" ] || [ -f "${!name}" ] || fail "$name=${!name} does not exist: give a parquet file in verl's schema."
 done
 
+[[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
+
 bash scripts/setup.sh
+python=.venv/bin/python
+[ "${VERL_PLATFORM:-}" = cpu ] || python=.venv-cuda/bin/python
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
-    task=runs/example_task
+    task=$PWD/runs/example_task
     if [ -z "${MODEL_PATH:-}" ] || [ -z "${TRAIN_FILE:-}" ] || [ -z "${TEST_FILE:-}" ]; then
-        HF_HUB_OFFLINE=1 .venv/bin/python -m recipe.bapo.example.task "$task"
+        HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task"
     fi
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
-export OUTPUT_DIR=${OUTPUT_DIR:-runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
-exec .venv/bin/python -m recipe.bapo.main_bapo --config-path "$PWD/configs" --config-name "$CONFIG" \
-    run_dir="$OUTPUT_DIR" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@"
+export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
+exec "$python" -m recipe.bapo.main_bapo --config-path "$PWD/configs" --config-name "$CONFIG" \
+    run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@"

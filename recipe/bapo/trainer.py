@@ -12,6 +12,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+from recipe.bapo.console import keep_earlier
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 
 
@@ -20,7 +21,9 @@ class _BAPOTrainer:
 
     def _build_replay_buffer(self):
         buffer = super()._build_replay_buffer()
-        buffer.poll_interval = self.config.trainer.v1.sampler.sampler_kwargs.get("poll_interval", buffer.poll_interval)
+        poll_interval = self.config.trainer.v1.sampler.sampler_kwargs.get("poll_interval")
+        if poll_interval is not None:
+            buffer.poll_interval = poll_interval
         return buffer
 
     def _init_resource_pool_mgr(self):
@@ -53,24 +56,12 @@ def bapo_trainer_for(mode: str) -> type:
     return type(f"BAPO{parent.__name__}", (_BAPOTrainer, parent), {})
 
 
-def start_metrics_file(run_dir: Path) -> Path:
-    """The path of this start's ``metrics.jsonl``; an earlier start's is kept as ``metrics.1.jsonl`` and so on.
-
-    verl's file logger would write over it when a run is resumed.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "metrics.jsonl"
-    if path.exists():
-        path.rename(run_dir / f"metrics.{1 + len(list(run_dir.glob('metrics.*.jsonl')))}.jsonl")
-    return path
-
-
 class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
     """verl's task runner with our trainer in the place of verl's, and a metrics file in the run's folder."""
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(start_metrics_file(Path(config.run_dir)))
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / "metrics.jsonl"))
         mode = config.trainer.v1.trainer_mode
         TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
         super().run(config)
@@ -82,8 +73,14 @@ class TaskRunnerOnThisNode:
     The metrics file, which the console follows, is then on this machine.
     """
 
-    @staticmethod
-    def remote():
+    def __init__(self, **options):
+        self._options = options
+
+    def options(self, **options):
+        """As of a Ray actor class."""
+        return TaskRunnerOnThisNode(**{**self._options, **options})
+
+    def remote(self):
         """Start the task runner; Ray is up by now."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here).remote()
+        return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here, **self._options).remote()

@@ -14,6 +14,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from bapo import collect_clip_statistics, search_clip_bounds
+from recipe.bapo.console import keep_earlier
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
 
 # Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
@@ -33,6 +34,7 @@ class BAPOTrainingWorker(TrainingWorker):
         super().__init__(config)
         self.updates = 0
         self.ratios_are_1 = False  # in the next update
+        self.record_file = None
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss, a partial that carries the actor's config, and with it ours."""
@@ -122,9 +124,10 @@ class BAPOTrainingWorker(TrainingWorker):
         folder = self.loss_config.bounds_record_dir
         if folder is None:
             return
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        if self.record_file is None:
+            self.record_file = keep_earlier(Path(folder) / f"rank{self.rank}.jsonl")
         bits = {name: float(value).hex() for name, value in values.items()}
-        with open(Path(folder) / f"rank{self.rank}.jsonl", "a") as file:
+        with open(self.record_file, "a") as file:
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
 
