@@ -1,5 +1,9 @@
 """Settings and data shared by the tests."""
 
+import os
+
+os.environ["VERL_PLATFORM"] = "cpu"  # before anything imports verl
+
 import pytest
 import torch
 from hypothesis import settings
