@@ -38,8 +38,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         BAPOConfig.__post_init__(self)
         if self.loss_mode != "bapo":
             raise ValueError(
-                f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With fixed "
-                "bounds (start equal to max) it is verl's vanilla loss; other losses start with verl.trainer.main_ppo."
+                f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
+                "fixed bounds (start equal to max) it is verl's vanilla loss; others start with verl.trainer.main_ppo."
             )
 
 
