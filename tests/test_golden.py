@@ -15,21 +15,33 @@ ARRAYS = np.load(FOLDER / "authors_small.npz")
 RANGES = ("lower_start", "lower_max", "lower_step", "upper_start", "upper_max", "upper_step")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
-def test_the_authors_code_is_a_config(case):
-    old, log_prob, advantages, mask = (
-        torch.tensor(ARRAYS[f"{case['case']}_{name}"]) for name in ("old", "lp", "adv", "mask")
-    )
+def golden_batch(case):
+    """Old log-probs, log-probs, advantages and mask of a case."""
+    return [torch.tensor(ARRAYS[f"{case['case']}_{name}"]) for name in ("old", "lp", "adv", "mask")]
+
+
+def golden_gradient(case):
+    """The authors' gradient with respect to the log-probs."""
+    return torch.tensor(ARRAYS[f"{case['case']}_grad"])
+
+
+def authors_config(case):
+    """The authors' code as a set of values; their target t on P/N is the share t / (1 + t)."""
     ratio = case["pos_neg_target"]
-    config = BAPOConfig(
+    return BAPOConfig(
         positive_contribution_target=ratio / (1 + ratio),
         token_weight="uniform",
         search_order="lower_first",
         bound_scope="micro_batch",
         **{f"ratio_{name}": case[name] for name in RANGES},
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_the_authors_code_is_a_config(case):
+    old, log_prob, advantages, mask = golden_batch(case)
     log_prob.requires_grad_()
-    bounds = find_clip_bounds(old, log_prob, advantages, mask, config)
+    bounds = find_clip_bounds(old, log_prob, advantages, mask, authors_config(case))
     assert bounds.low.item() == pytest.approx(case["clip_low"], abs=1e-6)
     assert bounds.high.item() == pytest.approx(case["clip_high"], abs=1e-6)
     ratio_found = float(case["pos_neg_ratio"])
@@ -44,6 +56,6 @@ def test_the_authors_code_is_a_config(case):
     )
     result.loss.backward()
     np.testing.assert_allclose(result.loss.item(), case["loss"], rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(log_prob.grad.numpy(), ARRAYS[f"{case['case']}_grad"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(log_prob.grad, golden_gradient(case), rtol=1e-5, atol=1e-7)
     for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"):
         np.testing.assert_allclose(getattr(result, name).item(), case[name], rtol=1e-5, atol=1e-7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import verl  # noqa: F401  loads the plugin
 from conftest import make_batch
+from test_golden import CASES, authors_config, golden_batch, golden_gradient
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -80,6 +81,16 @@ def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-8)
     for name, value in expected[2].items():
         assert found[2][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_the_registered_loss_with_the_authors_config_gives_the_authors_figures(case):
+    config = actor_config(BAPOPolicyLossConfig(**vars(authors_config(case))), clip_ratio_c=case["clip_ratio_c"])
+    loss, gradient, metrics = run_loss(get_policy_loss_fn("bapo"), config, golden_batch(case))
+    assert metrics["actor/bapo/clip_low"] == pytest.approx(case["clip_low"], abs=1e-6)
+    assert metrics["actor/bapo/clip_high"] == pytest.approx(case["clip_high"], abs=1e-6)
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(gradient, golden_gradient(case), rtol=1e-5, atol=1e-7)
 
 
 def test_the_metrics_have_the_same_keys_on_every_path():

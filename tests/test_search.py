@@ -131,6 +131,18 @@ def test_raising_c_low_never_helps_the_value_and_never_harms_the_gradient(seed):
     assert rho["value"][0] > rho["value"][-1] and rho["gradient"][0] < rho["gradient"][-1]
 
 
+@pytest.mark.parametrize("longer, rho", [(1, 0.5), (3, 0.25)])
+def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longer(longer, rho):
+    # A group of 2 right (reward 1) and 2 wrong: advantages of equal size, so that rho is the share of right tokens.
+    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    advantages = ((rewards - rewards.mean()) / rewards.std()).view(4, 1).expand(4, 30)
+    lengths = torch.tensor([10, 10, 10 * longer, 10 * longer]).view(4, 1)
+    mask = torch.arange(30).expand(4, 30) < lengths
+    old = torch.full((4, 30), -0.3)
+    bounds = find_clip_bounds(old, old, advantages, mask, BAPOConfig())
+    assert bounds.positive_contribution_start.item() == pytest.approx(rho)
+
+
 def test_the_signed_form_of_eq_8_has_a_pole_and_leaves_0_to_1():
     # Why the absolute form: sum over all tokens of the signed surrogate is P - N.
     signed = [p / (p - 1.0) for p in (0.5, 0.9, 1.1, 2.0)]
