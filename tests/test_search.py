@@ -46,6 +46,23 @@ def test_three_tokens_by_hand_gradient():
     assert bounds.clipfrac_negative.item() == 0.5
 
 
+def test_a_ratio_exactly_at_a_bound_carries_no_gradient():
+    # P_g counts r < c_high, N_g counts r > c_low: one positive token at a+, one negative at a-, one of each inside.
+    log_ratio = torch.tensor([[0.3, -0.4, 0.1, -0.1]])
+    ratio = log_ratio.exp()
+    config = BAPOConfig(
+        contribution="gradient",
+        token_weight="uniform",
+        ratio_upper_start=ratio[0, 0].item(),
+        ratio_lower_start=ratio[0, 1].item(),
+    )
+    batch = torch.zeros(1, 4), log_ratio, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), torch.ones(1, 4)
+    start = find_clip_bounds(*batch, config).positive_contribution_start.item()
+    p, n = ratio[0, 2].item(), ratio[0, 3].item()
+    assert start == pytest.approx(p / (p + n), rel=1e-12)
+    assert start == pytest.approx(sequential_search(*batch, config)[3], rel=1e-12)
+
+
 def test_the_dual_clip_takes_its_tokens_out_of_the_gradient_only():
     batch = tokens([1.0, 4.0], [1.0, -1.0])
     gradient = BAPOConfig(contribution="gradient")
