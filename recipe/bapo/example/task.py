@@ -137,7 +137,7 @@ def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> 
     model.save_pretrained(unfinished / "model")
     tokenizer.save_pretrained(unfinished / "model")
     make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
-    make_rows("test", repeats=2).to_parquet(unfinished / "test.parquet")
+    make_rows("test", repeats=8).to_parquet(unfinished / "test.parquet")
     os.replace(unfinished, folder)
     weights = sum(p.numel() for p in model.parameters())
     print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")
