@@ -54,10 +54,12 @@ def test_the_example_learns(example):
     _, _, steps, records = example
     assert len(steps) == 24
     rewards = [data["critic/rewards/mean"] for data in steps]
-    # 768 samples at either end; runs seen so far gained 0.15 to 0.3.
-    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.04
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
-    assert len(validations) == 2 and validations[1] > validations[0]  # 288 samples each
+    assert len(validations) == 2
+    # Sampling is not seeded: 768 training samples at either end, 288 validation samples each. Runs seen so far gained
+    # 0.1 to 0.3 in each; without learning the sum has a standard deviation of 0.05.
+    gains = mean(rewards[-6:]) - mean(rewards[:6]), validations[1] - validations[0]
+    assert sum(gains) > 0.08, gains
 
 
 def test_the_bounds_stay_in_their_ranges_and_move(example):
