@@ -16,7 +16,8 @@ def check(config) -> list[str]:
         ValueError: one message of a few lines.
     """
     actor = config.actor_rollout_ref.actor
-    _require(config.trainer.use_v1, "trainer.use_v1", "true: verl's legacy trainer would drop the BAPO loss")
+    use_v1 = config.trainer.use_v1
+    _require(use_v1, "trainer.use_v1", "true: verl's legacy trainer would drop the BAPO loss", use_v1)
     modes = ("sync", "colocate_async", "separate_async")
     mode = config.trainer.v1.trainer_mode
     _require(mode in modes, "trainer.v1.trainer_mode", f"one of {', '.join(modes)}", mode)
@@ -36,13 +37,13 @@ def check(config) -> list[str]:
         actor.loss_scale_factor,
     )
     _require(
-        actor.clip_ratio_c > 1,
+        isinstance(actor.clip_ratio_c, int | float) and actor.clip_ratio_c > 1,
         "actor_rollout_ref.actor.clip_ratio_c",
         "a number above 1 (dual clip)",
-        actor.clip_ratio_c,
+        str(actor.clip_ratio_c),
     )
     _require(
-        actor.policy_loss.get("loss_mode") is not None and "BAPOPolicyLossConfig" in str(actor.policy_loss._target_),
+        "BAPOPolicyLossConfig" in str(actor.policy_loss._target_),
         "actor_rollout_ref.actor.policy_loss._target_",
         "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
         actor.policy_loss._target_,
