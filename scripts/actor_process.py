@@ -14,7 +14,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, config_name="example_cpu"):
+def make_actor(overrides, rank=0, size=1, port=0, config_name="example"):
     """The actor's worker as verl builds it, from our example's config with ``overrides``."""
     from recipe.bapo.cpu_settings import ENVIRONMENT, OVERRIDES
 
@@ -37,7 +37,7 @@ def make_actor(overrides, rank=0, size=1, port=0, config_name="example_cpu"):
     torch.manual_seed(0)
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         config = compose(
-            config_name, [*OVERRIDES, "actor_rollout_ref.actor.optim.total_training_steps=100", *overrides]
+            config_name, ["size=cpu", *OVERRIDES, "actor_rollout_ref.actor.optim.total_training_steps=100", *overrides]
         )
     worker = BAPOActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
     worker.init_model()

@@ -35,7 +35,7 @@ def composed(task, *overrides):
         f"data.val_files={task}/test.parquet",
     ]
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return compose("example_cpu", [*cpu_settings.OVERRIDES, *inputs, *overrides])
+        return compose("example", ["size=cpu", *cpu_settings.OVERRIDES, *inputs, *overrides])
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 
 from bapo import BAPOConfig
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
@@ -32,3 +33,28 @@ ConfigStore.instance().store(
         "bounds_record_dir": BAPOPolicyLossConfig.bounds_record_dir,
     },
 )
+
+
+def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
+    """Prompts per update so that a rollout batch makes ``staleness`` updates: ``train_batch_size * epochs / staleness``.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    for name, value in (
+        ("data.train_batch_size", train_batch_size),
+        ("ppo_epochs", ppo_epochs),
+        ("staleness", staleness),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
+    size, rest = divmod(train_batch_size * ppo_epochs, staleness)
+    if rest:
+        raise ValueError(
+            f"staleness={staleness} does not divide data.train_batch_size * actor_rollout_ref.actor.ppo_epochs = "
+            f"{train_batch_size * ppo_epochs}: choose a divisor."
+        )
+    return size
+
+
+OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)

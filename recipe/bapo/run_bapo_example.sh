@@ -11,7 +11,8 @@
 #   NNODES          nodes (1)
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/ without .yaml (example_gpu; on a CPU example_cpu, or own_cpu with a TRAIN_FILE)
+#   CONFIG          a file of configs/ without .yaml (example)
+#   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 set -euo pipefail
 for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
@@ -34,9 +35,12 @@ if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus}
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
-if [ "${VERL_PLATFORM:-}" != cpu ]; then default=example_gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=own_cpu; else default=example_cpu; fi
-CONFIG=${CONFIG:-$default}
-[ -f "configs/$CONFIG.yaml" ] || fail "CONFIG=$CONFIG is not usable: choose from $(cd configs; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"
+CONFIG=${CONFIG:-example}
+if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; else default=cpu; fi
+SIZE=${SIZE:-$default}
+choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
+choose CONFIG "$CONFIG" configs
+choose SIZE "$SIZE" configs/size
 if [ "${VERL_PLATFORM:-}" != cpu ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
         [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."
@@ -61,4 +65,4 @@ if [ "${VERL_PLATFORM:-}" = cpu ]; then
 fi
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 exec "$python" -m recipe.bapo.main_bapo --config-path "$PWD/configs" --config-name "$CONFIG" \
-    run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@"
+    size="$SIZE" run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@"

@@ -1,0 +1,165 @@
+"""The study behind docs/results.md: which of the paper's claims hold at the scale of the example's task.
+
+    bash scripts/study.sh           everything: sets up, runs what is missing, writes docs/results.md's tables and pictures
+    bash scripts/study.sh loop      the cheap part alone: one process, every method, three stalenesses, five seeds
+    bash scripts/study.sh stack     the real stack alone: three methods, one staleness, three seeds
+    bash scripts/study.sh report    tables and pictures from what is in docs/results/
+
+A finished run is a file in docs/results/; a study that was stopped goes on with the next missing one. Plan, analysis and
+seeds stand in docs/results.md, written before the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+TASK = ROOT / "runs" / "study" / "task"
+METHODS = ["grpo", "clip_higher", "authors_code", "widest", "bapo", "bapo_gradient"]
+LOOP = {"prompts": 16, "samples": 8, "learning_rate": 1e-3, "updates": 320}
+LOOP_STALENESS, LOOP_SEEDS = [1, 8, 32], [1, 2, 3, 4, 5]
+STACK_METHODS, STACK_SEEDS = ["grpo", "bapo", "bapo_gradient"], [1, 2, 3]
+STACK = {"prompts": 16, "samples": 8, "learning_rate": 1e-3, "staleness": 16, "steps": 10}
+WINDOW = 8  # updates; the series of a run are means over so many, but for the gradient norm
+
+
+def run_path(part: str, method: str, staleness: int, seed: int) -> Path:
+    """Where a finished run is."""
+    return RESULTS / part / f"{method}-staleness{staleness}-seed{seed}.json"
+
+
+def write(path: Path, record: dict) -> None:
+    """Write a run's record, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record) + "\n")
+    os.replace(unfinished, path)
+
+
+def is_done(path: Path, settings: dict) -> bool:
+    """Whether the run is there.
+
+    Raises:
+        ValueError: it was made with other settings.
+    """
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text())["settings"]
+    if found != settings:
+        raise ValueError(f"{path} was made with {found}, not {settings}: remove it to run it anew.")
+    return True
+
+
+def windows(values: list[float], size: int) -> list[float]:
+    """Means over ``size`` values each, to five significant digits."""
+    return [float(f"{sum(values[i : i + size]) / size:.5g}") for i in range(0, len(values), size)]
+
+
+def run_loop() -> None:
+    """The cheap part."""
+    todo = [(s, seed, m) for seed in LOOP_SEEDS for s in reversed(LOOP_STALENESS) for m in METHODS]
+    for number, (staleness, seed, method) in enumerate(todo, 1):
+        path, settings = run_path("loop", method, staleness, seed), {**LOOP, "staleness": staleness}
+        if is_done(path, settings):
+            continue
+        import torch
+        from study_loop import Settings, train
+
+        torch.set_num_threads(1)  # the same sums on every machine, and a core left for other work
+        began = time.time()
+        weights = hashlib.sha256()
+        updates = list(train(TASK / "model", method, seed, Settings(**settings), weights))
+        series = {key: windows([u[key] for u in updates], WINDOW) for key in updates[0] if key != "grad_norm"}
+        series["grad_norm"] = windows([u["grad_norm"] for u in updates], 1)
+        write(
+            path,
+            {"method": method, "seed": seed, "settings": settings, "weights": weights.hexdigest(), "series": series},
+        )
+        print(f"loop {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
+
+
+def run_stack() -> None:
+    """The real stack."""
+    sys.path.insert(0, str(ROOT))
+    from recipe.bapo.console import read_metrics
+
+    todo = [(seed, method) for seed in STACK_SEEDS for method in STACK_METHODS]
+    for number, (seed, method) in enumerate(todo, 1):
+        path = run_path("stack", method, STACK["staleness"], seed)
+        if is_done(path, STACK):
+            continue
+        began = time.time()
+        output = ROOT / "runs" / "study" / path.stem
+        subprocess.run(["rm", "-rf", str(output)], check=True)  # an earlier try that did not finish
+        command = [
+            "bash",
+            "recipe/bapo/run_bapo_example.sh",
+            f"method={method}",
+            f"staleness={STACK['staleness']}",
+            f"data.train_batch_size={STACK['prompts'] * STACK['staleness']}",
+            f"actor_rollout_ref.rollout.n={STACK['samples']}",
+            f"actor_rollout_ref.actor.optim.lr={STACK['learning_rate']}",
+            f"trainer.total_training_steps={STACK['steps']}",
+            f"data.seed={seed}",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+        ]
+        environment = {
+            "CONFIG": "replay",
+            "SIZE": "cpu",
+            "VERL_PLATFORM": "cpu",
+            "OUTPUT_DIR": str(output),
+            "MODEL_PATH": str(TASK / "model"),
+            "TRAIN_FILE": str(TASK / "train.parquet"),
+            "TEST_FILE": str(TASK / "test.parquet"),
+        }
+        subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
+        steps = [data for _, data in read_metrics(output) if "training/global_step" in data]
+        names = {
+            "reward": "critic/rewards/mean",
+            "entropy": "actor/entropy",
+            "grad_norm": "actor/grad_norm",
+            "length": "response_length/mean",
+            **{key: f"actor/bapo/{key}" for key in BAPO_METRICS},
+        }
+        series = {key: windows([data[name] for data in steps], 1) for key, name in names.items()}
+        write(path, {"method": method, "seed": seed, "settings": STACK, "series": series})
+        print(f"stack {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
+
+
+BAPO_METRICS = (
+    "clip_low",
+    "clip_high",
+    "positive_contribution",
+    "positive_contribution_start",
+    "saturated",
+    "clipfrac_positive",
+    "clipfrac_negative",
+)
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="all", choices=["all", "loop", "stack", "report"])
+    part = parser.parse_args().part
+    if part in ("all", "loop"):
+        run_loop()
+    if part in ("all", "stack"):
+        run_stack()
+    if part in ("all", "report"):
+        from study_report import report
+
+        report()
+
+
+if __name__ == "__main__":
+    main()
