@@ -1,12 +1,12 @@
 """The study behind docs/results.md: which of the paper's claims hold at the scale of the example's task.
 
-    bash scripts/study.sh           everything: sets up, runs what is missing, writes docs/results.md's tables and pictures
+    bash scripts/study.sh           everything: runs what is missing, writes the tables and pictures of docs/results.md
     bash scripts/study.sh loop      the cheap part alone: one process, every method, three stalenesses, five seeds
     bash scripts/study.sh stack     the real stack alone: three methods, one staleness, three seeds
     bash scripts/study.sh report    tables and pictures from what is in docs/results/
 
-A finished run is a file in docs/results/; a study that was stopped goes on with the next missing one. Plan, analysis and
-seeds stand in docs/results.md, written before the runs.
+A finished run is a file in docs/results/; a study that was stopped goes on with the next missing one. Plan, analysis
+and seeds stand in docs/results.md, written before the runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A reinforcement-learning loop in one process: the study's cheap part.
 
-It shares with a real run the bound search and the loss (``bapo/``), the methods (``configs/method``), the task, the model
-and verl's group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per update:
-one model samples and trains in float32, the mini-batch is one forward, and the old log-probs are the trainer's own.
+It shares with a real run the bound search and the loss (``bapo/``), the methods (``configs/method``), the task, the
+model and verl's group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per
+update: one model samples and trains in float32, the mini-batch is one forward, the old log-probs are the trainer's own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ import json
 import pytest
 from matplotlib import image
 
-from recipe.bapo.plot import PANELS, draw, series
+from bapo import BAPOConfig
+from recipe.bapo.plot import PANELS, draw, marks_of, series
 
 
 def make_run(folder, rewards):
@@ -25,8 +26,16 @@ def test_a_series_joins_the_seeds(tmp_path):
 
 def test_a_picture_of_several_methods(tmp_path):
     runs = [make_run(tmp_path / str(seed), [0.1 * seed, 0.2 * seed]) for seed in (1, 2, 3)]
-    draw({"GRPO": runs[:2], "BAPO": runs[2:]}, tmp_path / "out.png", target=0.5)
+    draw({"GRPO": runs[:2], "BAPO": runs[2:]}, tmp_path / "out.png")
     assert image.imread(tmp_path / "out.png").shape[0] > 500
+
+
+def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
+    loss = {name: getattr(BAPOConfig(), name) for name in BAPOConfig.__dataclass_fields__}
+    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
+    assert marks_of(tmp_path)["Upper bound"] == {"start": 1.2, "max": 3.0}
+    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.5}
+    assert marks_of(tmp_path / "none") == {}
 
 
 def test_a_run_without_metrics_is_named(tmp_path):
@@ -38,5 +47,11 @@ def test_every_panel_shows_a_metric_that_a_run_logs():
     from test_policy_loss import METRICS
 
     shown = {metric for _, _, curves in PANELS for metric, _, _ in curves}
-    known = {"critic/rewards/mean", "actor/entropy", "actor/grad_norm", "response_length/mean"}
+    staleness = {"trajectory_staleness/mean", "resumed_fraction"}  # tests/test_stack.py sees them logged
+    known = {
+        "critic/rewards/mean",
+        "actor/entropy",
+        "actor/grad_norm",
+        *(f"training/off_policy/{s}" for s in staleness),
+    }
     assert shown <= METRICS | known

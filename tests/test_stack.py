@@ -52,7 +52,7 @@ def example(tmp_path_factory):
 
 def test_the_example_learns(example):
     _, _, steps, records = example
-    assert len(steps) == 24
+    assert len(steps) == 16
     rewards = [data["critic/rewards/mean"] for data in steps]
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
     assert len(validations) == 2
@@ -65,8 +65,8 @@ def test_the_example_learns(example):
 def test_the_bounds_stay_in_their_ranges_and_move(example):
     _, output, steps, _ = example
     lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == list(range(24 * 8))  # 8 updates per rollout batch
-    assert [line["source"] for line in lines] == (["ratio 1"] + 7 * ["pass"]) * 24  # the trainer's mark arrives
+    assert [line["update"] for line in lines] == list(range(16 * 8))  # 8 updates per rollout batch
+    assert [line["source"] for line in lines] == (["ratio 1"] + 7 * ["pass"]) * 16  # the trainer's mark arrives
     low = [float.fromhex(line["low"]) for line in lines]
     high = [float.fromhex(line["high"]) for line in lines]
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
@@ -104,8 +104,8 @@ def test_the_weights_reach_vllm(example):
 
 def test_the_console_has_a_line_per_step_and_a_summary(example):
     stdout, output, _, _ = example
-    assert re.findall(r"^step +(\d+)/24 ", stdout, re.M) == [str(i) for i in range(1, 25)]
-    summary = stdout[stdout.index("24 steps, mean") :]
+    assert re.findall(r"^step +(\d+)/16 ", stdout, re.M) == [str(i) for i in range(1, 17)]
+    summary = stdout[stdout.index("16 steps, mean") :]
     for text in ("training reward", "entropy", "positive contribution", "mean bounds", str(output)):
         assert text in summary
     assert len(stdout.splitlines()) < 60

@@ -33,6 +33,10 @@ class Trainer(_BAPOTrainer, Parent):
     pass
 
 
+def make_batch():
+    return SimpleNamespace(extra_info={}, tags=[{"min_global_steps": 3, "max_global_steps": 3}])
+
+
 @pytest.mark.parametrize(
     "mode, bypass, local_trigger_step, marked",
     [
@@ -46,15 +50,23 @@ class Trainer(_BAPOTrainer, Parent):
     ],
 )
 def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):
-    batch = Trainer(mode, bypass, local_trigger_step)._update_actor(SimpleNamespace(extra_info={}), {})
+    batch = Trainer(mode, bypass, local_trigger_step)._update_actor(make_batch(), {})
     assert batch.extra_info[RATIOS_START_AT_1] is marked
 
 
 def test_the_entropy_is_filled_where_verl_skipped_it():
     trainer = Trainer("sync", True, 0)
     for before, after in (({}, 0.7), ({"actor/entropy": 0.4}, 0.4)):
-        trainer._update_actor(SimpleNamespace(extra_info={}), before)
+        trainer._update_actor(make_batch(), before)
         assert before["actor/entropy"] == after
+
+
+def test_the_share_of_resumed_responses_leaves_out_padding():
+    versions = [(3, 3, False), (3, 4, False), (2, 2, False), (1, 4, False), (1, 4, True)]
+    tags = [{"min_global_steps": a, "max_global_steps": b, "is_padding": padding} for a, b, padding in versions]
+    metrics = {}
+    Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
+    assert metrics["training/off_policy/resumed_fraction"] == 0.5
 
 
 def test_the_polling_interval_is_the_configs():

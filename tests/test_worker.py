@@ -1,11 +1,15 @@
 """One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from actor_process import free_port, make_actor, make_mini_batch, run_update
+
+from bapo import BAPOConfig
+from recipe.bapo.replay import search, statistics_of
 
 ROWS = 16
 CUTS = {
@@ -69,6 +73,7 @@ def updates_of_rank(rank, size, port, task, folder):
                 f"actor_rollout_ref.model.path={task}/model",
                 *COMMON,
                 f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+                f"actor_rollout_ref.actor.policy_loss.token_dump_dir='{record}/dump'",
                 *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
             ],
             rank,
@@ -125,6 +130,7 @@ def ranks(request, task, tmp_path_factory):
         for name in CUTS:
             lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
             result[name]["record"] = [json.loads(line) for line in lines]
+            result[name]["dump"] = folder / name / "dump"
     return results
 
 
@@ -143,6 +149,16 @@ def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
 def test_all_ranks_hold_bit_identical_bounds(ranks):
     for name in CUTS:
         assert all(rank[name]["record"] == ranks[0][name]["record"] for rank in ranks), name
+
+
+def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
+    config = BAPOConfig(positive_contribution_target=0.45)
+    for name in CUTS.keys() - {"micro_batch scope"}:
+        definition = replace(config, contribution="gradient" if "gradient" in name else "value")
+        statistics = statistics_of(ranks[0][name]["dump"], config, 3.0)[definition.contribution, "rollout_prob"]
+        (recorded,) = ranks[0][name]["record"]
+        found = search(statistics, definition)
+        assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
 
 
 def test_one_collective_and_one_pass_an_update(ranks):

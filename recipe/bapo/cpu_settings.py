@@ -14,7 +14,7 @@ ENVIRONMENT = {
 # What the CPU path needs of the config, before the user's own overrides. Why each: docs/cpu.md.
 OVERRIDES = (
     "trainer.device=cpu",
-    "++ray_kwargs.ray_init.num_gpus=${trainer.n_gpus_per_node}",
+    "++ray_kwargs.ray_init.num_gpus=16",
     "ray_kwargs.ray_init.num_cpus=16",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
@@ -32,5 +32,7 @@ OVERRIDES = (
     "++actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.bapo.cpu_checkpoint_engine",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.bapo.cpu_vllm.CPUWorkerExtension",
 )

@@ -31,12 +31,13 @@ ConfigStore.instance().store(
         "loss_mode": BAPOPolicyLossConfig.loss_mode,
         **asdict(BAPOConfig()),
         "bounds_record_dir": BAPOPolicyLossConfig.bounds_record_dir,
+        "token_dump_dir": BAPOPolicyLossConfig.token_dump_dir,
     },
 )
 
 
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
-    """Prompts per update so that a rollout batch makes ``staleness`` updates: ``train_batch_size * epochs / staleness``.
+    """Prompts per update so that a rollout batch makes ``staleness`` updates.
 
     Raises:
         ValueError: it is not a whole number.

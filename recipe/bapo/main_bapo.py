@@ -41,15 +41,15 @@ def main(config):
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
         sys.exit(1)
     print(console.summary(run_dir))
-    draw(run_dir, config.actor_rollout_ref.actor.policy_loss.positive_contribution_target)
+    draw(run_dir)
 
 
-def draw(run_dir: Path, target: float) -> None:
+def draw(run_dir: Path) -> None:
     """The run's picture; a run that trained well does not fail for want of one."""
     try:
         from recipe.bapo import plot
 
-        plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png", target)
+        plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png")
         print(f"Picture: {run_dir}/dynamics.png")
     except (ImportError, ValueError, OSError) as error:
         print(f"No picture: {error}")
@@ -66,6 +66,7 @@ def run(config, run_dir: Path, out) -> str | None:
     except Exception as error:
         traceback.print_exc()
         return str(error) or type(error).__name__
+    OmegaConf.save(config, run_dir / "config.yaml")
     if on_cpu():
         with open_dict(config):
             runtime_env = config.ray_kwargs.ray_init.runtime_env

@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 
 from recipe.bapo.console import read_metrics  # noqa: E402
 
@@ -23,6 +24,7 @@ from recipe.bapo.console import read_metrics  # noqa: E402
 PANELS = [
     ("Reward", "mean training reward", [("critic/rewards/mean", "", "-")]),
     ("Entropy", "nats a token", [("actor/entropy", "", "-")]),
+    ("Gradient norm", "before clipping", [("actor/grad_norm", "", "-")]),
     (
         "Positive contribution",
         "rho = P / (P + N)",
@@ -33,14 +35,20 @@ PANELS = [
     ),
     ("Upper bound", "c_high on the ratio", [("actor/bapo/clip_high", "", "-")]),
     ("Lower bound", "c_low on the ratio", [("actor/bapo/clip_low", "", "-")]),
-    ("Target out of reach", "share of updates", [("actor/bapo/saturated", "", "-")]),
-    ("Gradient norm", "before clipping", [("actor/grad_norm", "", "-")]),
     (
         "Clipped tokens",
         "share of their sign",
         [("actor/bapo/clipfrac_positive", "positive", "-"), ("actor/bapo/clipfrac_negative", "negative", "--")],
     ),
-    ("Response length", "tokens", [("response_length/mean", "", "-")]),
+    ("Target out of reach", "share of updates", [("actor/bapo/saturated", "", "-")]),
+    (
+        "Staleness",
+        "mean over responses",
+        [
+            ("training/off_policy/trajectory_staleness/mean", "weight versions behind", "-"),
+            ("training/off_policy/resumed_fraction", "share cut and resumed", "--"),
+        ],
+    ),
 ]
 # From the Okabe-Ito palette, in an order whose lightness differs enough to tell in greyscale; line widths differ too.
 COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00"]
@@ -56,13 +64,25 @@ def series(runs: list[Path], metric: str) -> tuple[list[int], list[list[float]]]
     return sorted(values), [values[step] for step in sorted(values)]
 
 
-def draw(methods: dict[str, list[Path]], out: Path, target: float | None = None) -> None:
-    """Write the picture.
+def marks_of(run: Path) -> dict[str, dict[str, float]]:
+    """Horizontal lines by panel, from the ``config.yaml`` of a run: the target and the ranges of the bounds."""
+    path = run / "config.yaml"
+    if not path.exists():
+        return {}
+    loss = OmegaConf.load(path).actor_rollout_ref.actor.policy_loss
+    return {
+        "Positive contribution": {"target": loss.positive_contribution_target},
+        "Upper bound": {"start": loss.ratio_upper_start, "max": loss.ratio_upper_max},
+        "Lower bound": {"start": loss.ratio_lower_start, "max": loss.ratio_lower_max},
+    }
+
+
+def draw(methods: dict[str, list[Path]], out: Path) -> None:
+    """Write the picture. Target and ranges are drawn as dotted lines where there is one method.
 
     Args:
         methods: the runs (folders with ``metrics.jsonl``) of each method, by its name.
         out: path of the PNG.
-        target: rho0, drawn as a line in the panel of the positive contribution; None: no line.
 
     Raises:
         ValueError: a run has no metrics.
@@ -72,6 +92,7 @@ def draw(methods: dict[str, list[Path]], out: Path, target: float | None = None)
     for run in (run for runs in methods.values() for run in runs):
         if not series([run], "critic/rewards/mean")[0]:
             raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
+    marks = marks_of(next(iter(methods.values()))[0]) if len(methods) == 1 else {}
     figure, axes = plt.subplots(3, 3, figsize=(13, 10), constrained_layout=True)
     for axis, (title, label, curves) in zip(axes.flat, PANELS, strict=True):
         for (name, runs), colour, width in zip(methods.items(), COLOURS, (2.2, *5 * [1.6]), strict=False):
@@ -82,8 +103,11 @@ def draw(methods: dict[str, list[Path]], out: Path, target: float | None = None)
                 axis.plot(steps, means, style, color=colour, linewidth=width, label=text or None)
                 if len(runs) > 1:
                     axis.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15)
-        if title == "Positive contribution" and target is not None:
-            axis.axhline(target, color="0.5", linestyle=":", label=f"target {target:g}")
+        for name, value in marks.get(title, {}).items():
+            axis.axhline(value, color="0.4", linestyle=":", linewidth=1.8)
+            axis.annotate(
+                f"{name} {value:g}", (0.02, value), xycoords=("axes fraction", "data"), fontsize=11, va="bottom"
+            )
         axis.set_title(title, fontsize=14)
         axis.set_xlabel("training step", fontsize=12)
         axis.set_ylabel(label, fontsize=12)
@@ -100,7 +124,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="a run's folder, or NAME=folder,folder,...")
     parser.add_argument("--out", type=Path, help="the picture (default: dynamics.png in the run's folder)")
-    parser.add_argument("--target", type=float, help="rho0, drawn as a line")
     arguments = parser.parse_args()
     methods = {}
     for argument in arguments.runs:
@@ -108,7 +131,7 @@ def main():
         methods[name or Path(folders).name] = [Path(folder) for folder in folders.split(",")]
     out = arguments.out or Path(arguments.runs[0].rpartition("=")[2].split(",")[0]) / "dynamics.png"
     try:
-        draw(methods, out, arguments.target)
+        draw(methods, out)
     except (ValueError, FileNotFoundError) as error:
         parser.exit(1, f"Error: {error}\n")
     print(f"Picture: {out}")

@@ -19,6 +19,7 @@ from verl.workers.config import PolicyLossConfig
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
 from bapo.search import unpack
+from recipe.bapo.token_dump import write_dump
 
 
 @dataclass
@@ -29,10 +30,13 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         loss_mode: ``bapo``.
         bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
             (``rank<N>.jsonl``). None: no record.
+        token_dump_dir: folder in which every call of the loss leaves its tokens' log-probs and advantages for
+            ``recipe.bapo.replay``, 12 bytes a response token; for runs of a few steps. None: no dump.
     """
 
     loss_mode: str = "bapo"
     bounds_record_dir: str | None = None
+    token_dump_dir: str | None = None
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
@@ -89,6 +93,8 @@ def compute_policy_loss_bapo(
     sees_all = _sees_mini_batch(log_prob, config.global_batch_info)
     _refuse_padded_width(loss_agg_mode, config, sees_all)
     tensors = (old_log_prob, log_prob, advantages, response_mask)
+    if bapo_config.token_dump_dir is not None:
+        write_dump(bapo_config.token_dump_dir, *tensors, config.global_batch_info)
     found = update.found if update is not None else None
     if found is None:
         if update is None and bapo_config.bound_scope == "mini_batch" and not sees_all:

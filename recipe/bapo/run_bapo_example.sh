@@ -10,6 +10,7 @@
 #   TEST_FILE       the same, for validation           GPU: required   CPU: the example's own data
 #   NNODES          nodes (1)
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
+#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async: those that sample and do not train (half of all; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/ without .yaml (example)
 #   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
@@ -31,11 +32,17 @@ if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     [ "${NNODES:-1}" = 1 ] || fail "NNODES=$NNODES but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
     export VERL_PLATFORM=cpu
 fi
+CONFIG=${CONFIG:-example}
 if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
-export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus}
+rollout_gpus=1
+if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
+    [ "$gpus" -gt 1 ] || fail "CONFIG=separate_async needs 2 GPUs or more, and there is $gpus: choose CONFIG=partial_rollout."
+    rollout_gpus=$((gpus / 2)) gpus=$((gpus - gpus / 2))
+fi
+export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
-CONFIG=${CONFIG:-example}
+positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
 if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; else default=cpu; fi
 SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }

@@ -42,12 +42,19 @@ class _BAPOTrainer:
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
     def _update_actor(self, batch, metrics):
+        metrics["training/off_policy/resumed_fraction"] = resumed_fraction(batch.tags)
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
+
+
+def resumed_fraction(tags: list[dict]) -> float:
+    """Share of the responses that were cut at an update and resumed under other weights, from verl's tags on them."""
+    real = [tag for tag in tags if not tag.get("is_padding", False)]
+    return sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in real) / len(real)
 
 
 def bapo_trainer_for(mode: str) -> type:
