@@ -47,7 +47,11 @@ def test_every_panel_shows_a_metric_that_a_run_logs():
     from test_policy_loss import METRICS
 
     shown = {metric for _, _, curves in PANELS for metric, _, _ in curves}
-    staleness = {"trajectory_staleness/mean", "resumed_fraction"}  # tests/test_stack.py sees them logged
+    staleness = {
+        "trajectory_staleness/mean",
+        "resumed_fraction",
+        "updates_per_rollout_batch",
+    }  # tests/test_stack.py sees them logged
     known = {
         "critic/rewards/mean",
         "actor/entropy",

@@ -135,7 +135,9 @@ def run_regime(tmp_path, config, steps, *overrides):
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
         assert len([key for key in metrics if key.startswith("actor/bapo/")]) == 9
-        assert "training/off_policy/resumed_fraction" in metrics
+        assert {f"training/off_policy/{name}" for name in ("resumed_fraction", "updates_per_rollout_batch")} <= set(
+            metrics
+        )
     records = (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()
     assert len({json.loads(line)["high"] for line in records}) > 1  # the bounds move
     return data, [json.loads(line) for line in records]

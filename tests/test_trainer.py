@@ -16,6 +16,8 @@ class Parent:
         self.trainer_mode, self.local_trigger_step = mode, local_trigger_step
         self.config = OmegaConf.create(
             {
+                "data": {"train_batch_size": 32},
+                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2}},
                 "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
                 "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
             }
@@ -67,6 +69,7 @@ def test_the_share_of_resumed_responses_leaves_out_padding():
     metrics = {}
     Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
     assert metrics["training/off_policy/resumed_fraction"] == 0.5
+    assert metrics["training/off_policy/updates_per_rollout_batch"] == 32 / 8 * 2
 
 
 def test_the_polling_interval_is_the_configs():

@@ -40,13 +40,20 @@ PANELS = [
         "share of their sign",
         [("actor/bapo/clipfrac_positive", "positive", "-"), ("actor/bapo/clipfrac_negative", "negative", "--")],
     ),
-    ("Target out of reach", "share of updates", [("actor/bapo/saturated", "", "-")]),
+    (
+        "Out of reach, resumed",
+        "share",
+        [
+            ("actor/bapo/saturated", "updates that missed the target", "-"),
+            ("training/off_policy/resumed_fraction", "responses cut and resumed", "--"),
+        ],
+    ),
     (
         "Staleness",
-        "mean over responses",
+        "updates, weight versions",
         [
+            ("training/off_policy/updates_per_rollout_batch", "updates per rollout batch", "--"),
             ("training/off_policy/trajectory_staleness/mean", "weight versions behind", "-"),
-            ("training/off_policy/resumed_fraction", "share cut and resumed", "--"),
         ],
     ),
 ]
@@ -105,6 +112,7 @@ def draw(methods: dict[str, list[Path]], out: Path) -> None:
                     axis.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15)
         for name, value in marks.get(title, {}).items():
             axis.axhline(value, color="0.4", linestyle=":", linewidth=1.8)
+            axis.margins(y=0.15)
             axis.annotate(
                 f"{name} {value:g}", (0.02, value), xycoords=("axes fraction", "data"), fontsize=11, va="bottom"
             )

@@ -41,8 +41,14 @@ class _BAPOTrainer:
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
+    def _updates_per_rollout_batch(self) -> float:
+        """Optimizer updates between two that start on fresh weights, in every mode."""
+        actor = self.config.actor_rollout_ref.actor
+        return self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+
     def _update_actor(self, batch, metrics):
         metrics["training/off_policy/resumed_fraction"] = resumed_fraction(batch.tags)
+        metrics["training/off_policy/updates_per_rollout_batch"] = self._updates_per_rollout_batch()
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
