@@ -109,6 +109,9 @@ def run_stack() -> None:
             f"actor_rollout_ref.actor.optim.lr={STACK['learning_rate']}",
             f"trainer.total_training_steps={STACK['steps']}",
             f"data.seed={seed}",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",  # one micro-batch an update, and larger ones
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",  # for the old log-probs: faster
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
             "trainer.val_before_train=false",
             "trainer.test_freq=-1",
         ]

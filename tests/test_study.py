@@ -1,0 +1,93 @@
+"""The study: its loop is what it claims to be, its figures follow from its runs, and it resumes."""
+
+import hashlib
+import json
+
+import pytest
+from study import LOOP, LOOP_SEEDS, LOOP_STALENESS, METHODS, ROOT, STACK, STACK_METHODS, STACK_SEEDS, is_done, run_path
+from study_loop import Settings, read_method, train
+from study_report import control, generated, interval, measures, read_runs
+
+from bapo import BAPOConfig
+
+
+def train_a_little(task, method, staleness, seed=1):
+    weights = hashlib.sha256()
+    settings = Settings(staleness=staleness, updates=8, prompts=4, samples=4, learning_rate=5e-3)
+    return list(train(task / "model", method, seed, settings, weights)), weights.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def warm_task(tmp_path_factory):
+    """The example's task after a warm-up long enough that a few responses are right."""
+    from recipe.bapo.example.task import make_task
+
+    folder = tmp_path_factory.mktemp("warm") / "task"
+    make_task(folder, steps=150, layers=2, hidden=64, seed=1)
+    return folder
+
+
+def test_at_staleness_1_all_methods_make_the_same_updates(warm_task):
+    runs = {method: train_a_little(warm_task, method, staleness=1) for method in METHODS}
+    assert any(update["grad_norm"] > 0 for update in runs["grpo"][0])
+    assert len({weights for _, weights in runs.values()}) == 1
+    assert train_a_little(warm_task, "grpo", staleness=1, seed=2)[1] != runs["grpo"][1]
+
+
+def test_at_a_higher_staleness_they_differ(warm_task):
+    runs = {method: train_a_little(warm_task, method, staleness=8) for method in ("grpo", "bapo", "widest")}
+    assert len({weights for _, weights in runs.values()}) > 1
+    for updates, _ in runs.values():
+        assert updates[0]["clipfrac_negative"] == 0  # every ratio is 1 in the first update
+    assert all(update["clip_high"] == 1.2 for update in runs["grpo"][0])
+
+
+def test_methods_are_read_from_the_configs():
+    assert read_method("bapo") == (BAPOConfig(), 3.0)
+    assert read_method("grpo")[0].ratio_upper_max == 1.2 and read_method("paper")[1] > 1e6
+
+
+def test_a_finished_run_is_kept_and_one_with_other_settings_is_named(tmp_path):
+    path = tmp_path / "run.json"
+    assert not is_done(path, LOOP)
+    path.write_text(json.dumps({"settings": LOOP}))
+    assert is_done(path, LOOP)
+    with pytest.raises(ValueError, match="remove it to run it anew"):
+        is_done(path, {**LOOP, "updates": 1})
+
+
+def test_measures_by_hand():
+    record = {
+        "series": {
+            "reward": [0.1, 0.2, 0.3, 0.4, 0.5],
+            "entropy": [2.0, 1.0, 1.0, 1.0, 0.5],
+            "grad_norm": [1.0, 1.0, 6.0, 1.0, 2.0],
+            **{
+                key: [0.5] * 5
+                for key in ("positive_contribution", "positive_contribution_start", "clip_low", "clip_high")
+            },
+            **{key: [0.0] * 5 for key in ("saturated", "clipfrac_positive", "clipfrac_negative")},
+        }
+    }
+    found = measures(record)
+    assert found["final reward"] == 0.5 and found["mean reward"] == pytest.approx(0.3)
+    assert found["entropy kept"] == 0.25 and found["spikes"] == 1 and found["largest/median norm"] == 6.0
+
+
+def test_an_interval_by_hand():
+    # Differences 1, 2, 3: mean 2, standard deviation 1, t = 4.303 at 2 degrees of freedom.
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / 3**0.5))
+
+
+def test_the_figures_in_the_document_follow_from_the_runs():
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert generated() in text
+    for part, staleness in (*(("loop", s) for s in LOOP_STALENESS), ("stack", STACK["staleness"])):
+        assert (ROOT / "docs" / "results" / f"{part}-staleness{staleness}.png").exists()
+
+
+def test_every_planned_run_is_there_and_the_control_holds():
+    loop = [("loop", method, s, seed) for method in METHODS for s in LOOP_STALENESS for seed in LOOP_SEEDS]
+    stack = [("stack", method, STACK["staleness"], seed) for method in STACK_METHODS for seed in STACK_SEEDS]
+    assert [run for run in loop + stack if not run_path(*run).exists()] == []
+    assert control(read_runs("loop")[1]).endswith("in 5 of 5 seeds.")
