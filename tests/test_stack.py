@@ -127,8 +127,9 @@ def test_two_ranks_hold_bit_identical_bounds(tmp_path):
 def run_regime(tmp_path, config, steps, *overrides):
     """A few steps of one of ``configs/``; returns their metrics, after what holds in every regime."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
-    # With gradient the search stops on its way; with value it may run to its end in each of so few updates.
-    run = run_example(tmp_path / "run", "method=bapo_gradient", *length, *overrides, CONFIG=config)
+    # With gradient and a lower target the search stops on its way; else it may run to its end in all of so few updates.
+    method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
+    run = run_example(tmp_path / "run", *method, *length, *overrides, CONFIG=config)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     data = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert len(data) == steps
@@ -152,7 +153,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
     assert all(metrics["actor/bapo/clipfrac_negative"] > 0 for metrics in data)
     # What the command line says about the dump is what the run did, but for the updates at ratio 1, where the training
     # forward's log-probs differ from the recomputed ones in their last bits and may sit on a tie.
-    definition = BAPOConfig(contribution="gradient")
+    definition = BAPOConfig(contribution="gradient", positive_contribution_target=0.4)
     found = search(statistics_of(dump, definition, 3.0)["gradient", "rollout_prob"], definition)
     assert len(found["low"]) == 64
     for update, record in enumerate(records):

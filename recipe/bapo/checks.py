@@ -10,13 +10,19 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 
 def check(config) -> list[str]:
-    """Raise a ValueError for what cannot run, and return warnings about what can.
+    """Raise a ValueError for the first thing that cannot run, and return warnings about what can.
 
     Raises:
         ValueError: one message of a few lines.
     """
-    actor = config.actor_rollout_ref.actor
-    use_v1 = config.trainer.use_v1
+    for _, function in CHECKS:
+        function(config)
+    return warnings_of(config)
+
+
+def check_trainer(config) -> str:
+    """The trainer's mode and the actor's strategy."""
+    actor, use_v1 = config.actor_rollout_ref.actor, config.trainer.use_v1
     _require(use_v1, "trainer.use_v1", "true: verl's legacy trainer would drop the BAPO loss", use_v1)
     modes = ("sync", "colocate_async", "separate_async")
     mode = config.trainer.v1.trainer_mode
@@ -27,6 +33,38 @@ def check(config) -> list[str]:
         "fsdp or fsdp2: in pipelines only the last stage calls the loss, and its collective would hang",
         actor.strategy,
     )
+    if mode == "separate_async":
+        _check_separate(config)
+    return f"{mode}, {actor.strategy}"
+
+
+def _check_separate(config):
+    # What verl asserts after Ray has started.
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("nnodes", "n_gpus_per_node"):
+        _require(rollout[name] > 0, f"actor_rollout_ref.rollout.{name}", "1 or more: those that sample", rollout[name])
+    backend = rollout.checkpoint_engine.backend
+    _require(
+        backend != "naive",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
+        "nccl (on a CPU gloo): naive cannot send weights to other devices",
+        backend,
+    )
+    steps, mini = (
+        config.trainer.v1.separate_async.parameter_sync_step,
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+    )
+    _require(
+        config.data.train_batch_size == steps * mini,
+        "data.train_batch_size",
+        f"trainer.v1.separate_async.parameter_sync_step * ppo_mini_batch_size = {steps * mini}",
+        config.data.train_batch_size,
+    )
+
+
+def check_loss(config) -> str:
+    """The loss, its switches and its aggregation."""
+    actor = config.actor_rollout_ref.actor
     _require(
         actor.loss_agg_mode != "seq-mean-token-sum-norm"
         or actor.loss_scale_factor is not None
@@ -48,16 +86,24 @@ def check(config) -> list[str]:
         "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
         actor.policy_loss._target_,
     )
-    check_model(config.actor_rollout_ref.model)
-    for field in ("train_files", "val_files"):
-        check_data(config.data[field], f"data.{field}", config.data.prompt_key)
-    check_batches(config)
     try:
-        omega_conf_to_dataclass(actor.policy_loss)
-        validate_config(config, need_reference_policy(config), need_critic(config))
-    except Exception as error:  # hydra wraps what the dataclasses raise, verl asserts
+        loss = omega_conf_to_dataclass(actor.policy_loss)
+    except Exception as error:  # hydra wraps what the dataclass raises
         raise ValueError(_innermost(error)) from error
-    return warnings_of(config)
+    return (
+        f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
+        f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
+        f"{loss.token_weight}), per {loss.bound_scope.replace('_', '-')}"
+    )
+
+
+def check_verls_rules(config) -> str:
+    """What verl itself asks of a config."""
+    try:
+        validate_config(config, need_reference_policy(config), need_critic(config))
+    except Exception as error:  # verl asserts
+        raise ValueError(_innermost(error)) from error
+    return "hold"
 
 
 def _require(holds, field, fix, value=None):
@@ -72,10 +118,11 @@ def _innermost(error):
     return str(error) or type(error).__name__
 
 
-def check_model(model) -> None:
-    """Raise a ValueError unless the config and the tokenizer of ``actor_rollout_ref.model`` can be read."""
+def check_model(config) -> str:
+    """The config and the tokenizer of ``actor_rollout_ref.model``: readable, with all that training needs."""
     from transformers import AutoConfig, AutoTokenizer
 
+    model = config.actor_rollout_ref.model
     field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
     local = Path(path).expanduser()
     if path.startswith(("/", ".", "~")) and not local.is_dir():
@@ -83,7 +130,7 @@ def check_model(model) -> None:
     source = str(local) if local.is_dir() else path
     trust = bool(model.get("trust_remote_code", False))
     try:
-        AutoConfig.from_pretrained(model.get("hf_config_path") or source, trust_remote_code=trust)
+        hf_config = AutoConfig.from_pretrained(model.get("hf_config_path") or source, trust_remote_code=trust)
         tokenizer = AutoTokenizer.from_pretrained(model.get("tokenizer_path") or source, trust_remote_code=trust)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -92,10 +139,29 @@ def check_model(model) -> None:
         raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
     if tokenizer.chat_template is None and not model.get("custom_chat_template"):
         raise ValueError(f"{field}={path}: its tokenizer has no chat template; set model.custom_chat_template.")
+    vocabulary = hf_config.get_text_config().vocab_size
+    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
+    if highest >= vocabulary:
+        raise ValueError(
+            f"{field}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
+            "the two do not belong together."
+        )
+    return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 
-def check_data(files, field, prompt_key) -> None:
+def check_train_data(config) -> str:
+    """The training files: readable, with verl's columns and with rows."""
+    return check_data(config.data.train_files, "data.train_files", config.data.prompt_key)
+
+
+def check_val_data(config) -> str:
+    """The validation files."""
+    return check_data(config.data.val_files, "data.val_files", config.data.prompt_key)
+
+
+def check_data(files, field, prompt_key) -> str:
     """Raise a ValueError unless every local parquet file has rows and verl's columns; other kinds are left to verl."""
+    rows = 0
     if not files:
         raise ValueError(f"{field} is not set: give a parquet file in verl's schema.")
     for name in [files] if isinstance(files, str) else files:
@@ -105,7 +171,8 @@ def check_data(files, field, prompt_key) -> None:
         if not path.is_file():
             raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
         if path.suffix == ".parquet":
-            _check_parquet(path, f"{field}={name}", ("data_source", prompt_key, "reward_model"))
+            rows += _check_parquet(path, f"{field}={name}", ("data_source", prompt_key, "reward_model"))
+    return f"{rows:,} rows"
 
 
 def _check_parquet(path, what, columns):
@@ -118,6 +185,7 @@ def _check_parquet(path, what, columns):
         raise ValueError(f"{what} lacks the columns {missing}: it has {table.schema_arrow.names}; see docs/data.md.")
     if table.metadata.num_rows == 0:
         raise ValueError(f"{what} has no rows.")
+    return table.metadata.num_rows
 
 
 def ranks_of(config) -> int:
@@ -136,7 +204,7 @@ def one_micro_batch(config) -> bool:
     return not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu == share
 
 
-def check_batches(config) -> None:
+def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     ranks = ranks_of(config)
@@ -156,6 +224,10 @@ def check_batches(config) -> None:
         micro = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
         if micro is not None:
             _divides(f"a rank's share of the batch (={batch * n // ranks})", batch * n // ranks, field, micro)
+    updates = batch // mini * actor.ppo_epochs
+    return (
+        f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
+    )
 
 
 def _divides(whole_name, whole, part_name, part):
@@ -176,3 +248,14 @@ def warnings_of(config) -> list[str]:
             "contribution, is measured against the recomputed policy, not the one that sampled."
         )
     return found
+
+
+CHECKS = (
+    ("trainer", check_trainer),
+    ("loss", check_loss),
+    ("model", check_model),
+    ("training data", check_train_data),
+    ("validation data", check_val_data),
+    ("batches", check_batches),
+    ("verl's rules", check_verls_rules),
+)

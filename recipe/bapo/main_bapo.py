@@ -1,16 +1,20 @@
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-path DIR --config-name NAME] [key=value ...]``.
 
+With ``--preflight`` (and ``--json``) the config and the machine are only checked.
 The console gets a line per step and a summary; what verl and Ray print goes to ``train.log`` in the run's folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import sys
 import time
 import traceback
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 
 import hydra
@@ -20,7 +24,7 @@ logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
-from recipe.bapo import checks, console, cpu_settings, plugin  # noqa: E402, F401
+from recipe.bapo import console, cpu_settings, plugin, preflight  # noqa: E402, F401
 
 logging.disable(logging.NOTSET)
 
@@ -62,18 +66,23 @@ def run(config, run_dir: Path, out) -> str | None:
     config.run_dir = str(run_dir)  # absolute, and before it is resolved: workers may run in another folder
     try:
         OmegaConf.resolve(config)
-        warnings = checks.check(config)
+        lines = preflight.run(config)
     except Exception as error:
         traceback.print_exc()
         return str(error) or type(error).__name__
+    print(preflight.table(lines))
+    for line in lines:
+        if line.status == "warning":
+            print(f"Warning: {line.detail}", file=out)
+    failed = [line.detail for line in lines if line.status == "failed"]
+    if failed:
+        return "\nError: ".join(failed)
     OmegaConf.save(config, run_dir / "config.yaml")
     if on_cpu():
         with open_dict(config):
             runtime_env = config.ray_kwargs.ray_init.runtime_env
             ours = {name: os.environ.get(name, value) for name, value in cpu_settings.ENVIRONMENT.items()}
             runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
-    for warning in warnings:
-        print(f"Warning: {warning}", file=out)
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
     out.flush()
     printer = console.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
@@ -107,11 +116,6 @@ def machine_overrides() -> tuple[str, ...]:
     if on_cpu():
         return cpu_settings.OVERRIDES
     if importlib.util.find_spec("flash_attn") is None:
-        print(
-            "Warning: flash-attn is not installed: attention falls back to sdpa without padding removal, which is "
-            "slower. verl's log-probs, and with them every ratio, are bfloat16 unless actor_rollout_ref.actor."
-            "fsdp_config.mixed_precision says fp32."
-        )
         return WITHOUT_FLASH_ATTN
     return ()
 
@@ -122,6 +126,23 @@ def with_overrides(arguments: list[str], overrides: tuple[str, ...]) -> list[str
     return [*arguments[:first], *overrides, *arguments[first:]]
 
 
+def check_only(as_json: bool) -> None:
+    """Print the table of the checks, or JSON, and end with exit code 0 or 1; nothing is written or started."""
+
+    @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
+    def task(config):
+        with redirect_stdout(sys.stderr):  # verl prints while it validates
+            OmegaConf.resolve(config)
+            lines = preflight.run(config)
+        print(json.dumps([asdict(line) for line in lines], indent=1) if as_json else preflight.table(lines))
+        sys.exit(any(line.status == "failed" for line in lines))
+
+    task()
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = with_overrides(sys.argv[1:], machine_overrides())
+    flags = [argument for argument in sys.argv if argument in ("--preflight", "--json")]
+    sys.argv[1:] = with_overrides([a for a in sys.argv[1:] if a not in flags], machine_overrides())
+    if "--preflight" in flags:
+        check_only(as_json="--json" in flags)
     main()

@@ -3,6 +3,7 @@
 # minutes on 2 cores. With GPUs: your model on your data.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
+#   bash recipe/bapo/run_bapo_example.sh --preflight [--json]   only check machine, files and config; exit code 0 or 1
 #
 # From the environment:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: required   CPU: the example's own model
@@ -59,13 +60,13 @@ done
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
-bash scripts/setup.sh
+bash scripts/setup.sh >&2
 python=.venv/bin/python
 [ "${VERL_PLATFORM:-}" = cpu ] || python=.venv-cuda/bin/python
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
     task=$PWD/runs/example_task
     if [ -z "${MODEL_PATH:-}" ] || [ -z "${TRAIN_FILE:-}" ] || [ -z "${TEST_FILE:-}" ]; then
-        HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task"
+        HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task" >&2
     fi
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}

@@ -1,0 +1,129 @@
+"""The preflight: every line on its own, failures name the fix, the command's table and JSON."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_start import composed
+
+from recipe.bapo import preflight
+
+ROOT = Path(__file__).parent.parent
+
+
+def lines_of(config):
+    return {line.name: line for line in preflight.run(config)}
+
+
+def test_the_example_passes(task, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    lines = lines_of(composed(task, "++trainer.default_local_dir=/tmp"))
+    assert [line for line in lines.values() if line.status != "ok"] == []
+    names = ["Python", "stack", "verl", "plugin", "flash-attn", "devices", "shared memory", "trainer", "loss", "model"]
+    assert list(lines)[:10] == names
+    assert lines["batches"].detail == (
+        "32 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
+    )
+    assert lines["training data"].detail == "2,160 rows"
+    assert "9.91e-05 billion weights" in lines["memory"].detail
+
+
+def test_several_failures_are_all_shown(task):
+    config = composed(task, "data.train_files=/no.parquet", "data.train_batch_size=7", "trainer.use_v1=false")
+    failed = {name for name, line in lines_of(config).items() if line.status == "failed"}
+    assert {"training data", "batches", "trainer"} <= failed and "model" not in failed
+
+
+def test_an_unreadable_model_fails_once(task):
+    lines = lines_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
+    assert lines["model"].status == "failed" and "memory" not in lines
+
+
+def test_a_tokenizer_beyond_the_models_vocabulary(task, tmp_path):
+    import shutil
+
+    shutil.copytree(task / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    line = lines_of(composed(task, f"actor_rollout_ref.model.path={tmp_path}/model"))["model"]
+    assert line.status == "failed" and "the model's vocabulary ends at 99" in line.detail
+
+
+def test_memory_that_is_not_there(task, monkeypatch):
+    monkeypatch.setattr(preflight, "count_weights", lambda config: 70_000_000_000)
+    line = lines_of(composed(task))["memory"]
+    assert line.status == "failed" and "GiB are needed, and this machine has" in line.detail
+
+
+def test_disk_that_is_not_there(task, monkeypatch):
+    config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", "run_dir=/tmp/x")
+    monkeypatch.setattr(preflight, "count_weights", lambda config: 10**15)
+    with pytest.raises(ValueError, match="choose another, or lower trainer.max_actor_ckpt_to_keep"):
+        preflight.check_disk(config)
+
+
+def test_a_missing_gpu_is_a_warning_and_too_few_are_a_failure(task, monkeypatch):
+    config = composed(task, "trainer.device=cuda", "trainer.n_gpus_per_node=8")
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(preflight.Concern, match="each node of the cluster needs 8"):
+        preflight.check_devices(config)
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight.torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="asks for 8 GPUs, and there are 4"):
+        preflight.check_devices(config)
+
+
+def test_another_verl_and_a_broken_plugin(task, monkeypatch):
+    config = composed(task)
+    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "0.8.0")
+    with pytest.raises(preflight.Concern, match="verl 0.8.0: the recipe is written for"):
+        preflight.check_verl(config)
+
+    class Broken:
+        name = "bapo"
+
+        def load(self):
+            raise ImportError("no module named x")
+
+    monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda group: [Broken()])
+    with pytest.raises(ValueError, match="raises ImportError: no module named x"):
+        preflight.check_plugin(config)
+    monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(ValueError, match="is not installed"):
+        preflight.check_plugin(config)
+
+
+def test_without_flash_attn_and_fp32_the_ratios_precision_is_warned_about(task, monkeypatch):
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    assert "ratios are float32" in preflight.check_flash_attn(composed(task))
+    bf16 = composed(task, "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}")
+    with pytest.raises(preflight.Concern, match="falls back to sdpa, and verl's log-probs, hence every ratio, are bfl"):
+        preflight.check_flash_attn(bf16)
+
+
+def run_preflight(*arguments, **environment):
+    return subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", "--preflight", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_the_command_prints_a_table_and_writes_nothing(tmp_path):
+    run = run_preflight(OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(line.startswith("ok ") for line in run.stdout.splitlines()) and len(run.stdout.splitlines()) > 12
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_fails_with_json(tmp_path):
+    run = run_preflight("--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 1
+    failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
+    assert [line["name"] for line in failed][0] == "batches"
+    assert "does not divide data.train_batch_size=7" in failed[0]["detail"]
