@@ -15,8 +15,8 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -88,7 +88,6 @@ def run_loop() -> None:
 
 def run_stack() -> None:
     """The real stack."""
-    sys.path.insert(0, str(ROOT))
     from recipe.bapo.console import read_metrics
 
     todo = [(seed, method) for seed in STACK_SEEDS for method in STACK_METHODS]
@@ -98,7 +97,7 @@ def run_stack() -> None:
             continue
         began = time.time()
         output = ROOT / "runs" / "study" / path.stem
-        subprocess.run(["rm", "-rf", str(output)], check=True)  # an earlier try that did not finish
+        shutil.rmtree(output, ignore_errors=True)  # an earlier try that did not finish
         command = [
             "bash",
             "recipe/bapo/run_bapo_example.sh",

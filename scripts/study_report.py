@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from study import METHODS, RESULTS, ROOT, WINDOW  # noqa: E402
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by the number of seeds, two-sided
+FIXED = ("grpo", "clip_higher", "widest")  # no search, so no target to be out of reach of
 SPIKE = 5  # times the run's median gradient norm
 BEGIN, END = "<!-- made by scripts/study_report.py: begin -->", "<!-- end -->"
 COLOURS = ["#000000", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00"]
@@ -61,7 +62,7 @@ def measures(record: dict) -> dict[str, float]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation over seeds."""
     deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
     return f"{form.format(statistics.mean(values))} ± {form.format(deviation)}"
 
@@ -79,20 +80,23 @@ def rows_of(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def tables(runs: dict[str, list[dict]]) -> list[str]:
     """The three tables of one staleness: outcome, differences from ``grpo``, and what the search did."""
-    found = {method: [measures(record) for record in records] for method, records in runs.items()}
+    found = {method: {r["seed"]: measures(r) for r in records} for method, records in runs.items()}
     lines = []
     for columns in (MEASURES, SEARCH):
         rows = [
-            [f"`{method}`", *(spread([m[name] for m in of_method], form) for name, form in columns.items())]
+            [f"`{method}`", *(_cell(method, name, list(of_method.values()), form) for name, form in columns.items())]
             for method, of_method in found.items()
         ]
         lines += [*rows_of(["method", *columns], rows), ""]
     rows = []
-    for method in found.keys() - {"grpo"}:
+    for method in found.keys() - {"grpo"} if "grpo" in found else ():
         cells = []
         for name, form in MEASURES.items():
-            pairs = zip(found[method], found["grpo"], strict=False)
-            mean, half = interval([ours[name] - base[name] for ours, base in pairs])
+            seeds = found[method].keys() & found["grpo"].keys()
+            if len(seeds) < 2:
+                cells.append("too few seeds")
+                continue
+            mean, half = interval([found[method][seed][name] - found["grpo"][seed][name] for seed in sorted(seeds)])
             mark = "**" if abs(mean) > half else ""
             cells.append(f"{mark}{form.format(mean)} ± {form.format(half)}{mark}")
         rows.append([f"`{method}`", *cells])
@@ -104,10 +108,18 @@ def tables(runs: dict[str, list[dict]]) -> list[str]:
     return [*lines, *rows_of(["method", *MEASURES], rows), ""]
 
 
+def _cell(method, name, of_method, form):
+    if name == "out of reach" and method in FIXED:
+        return "-"
+    return spread([measured[name] for measured in of_method], form)
+
+
 def control(runs: dict[str, list[dict]]) -> str:
     """Whether all methods ended with the same weights at staleness 1, seed by seed."""
-    seeds = zip(*runs.values(), strict=True)
-    same = [len({record["weights"] for record in records}) == 1 for records in seeds]
+    weights: dict[int, list[str]] = defaultdict(list)
+    for record in (record for records in runs.values() for record in records):
+        weights[record["seed"]].append(record["weights"])
+    same = [len(set(of_seed)) == 1 for of_seed in weights.values() if len(of_seed) == len(METHODS)]
     return f"Control: at staleness 1 all methods end with bit-identical weights in {sum(same)} of {len(same)} seeds."
 
 

@@ -108,7 +108,7 @@ def test_staleness_is_updates_per_rollout_batch(staleness, size):
 
 def test_a_staleness_that_does_not_divide_is_named():
     config = compose_in("configs", "replay", ["staleness=7"])
-    with pytest.raises(Exception, match="staleness=7 does not divide"):
+    with pytest.raises(Exception, match="7, do not divide data.train_batch_size"):
         OmegaConf.resolve(config)
 
 

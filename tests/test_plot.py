@@ -36,6 +36,10 @@ def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
     assert marks_of(tmp_path)["Upper bound"] == {"start": 1.2, "max": 3.0}
     assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.5}
     assert marks_of(tmp_path / "none") == {}
+    for side, bound in (("lower", 0.8), ("upper", 1.2)):
+        loss |= {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
+    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
+    assert marks_of(tmp_path) == {"Upper bound": {"fixed": 1.2}, "Lower bound": {"fixed": 0.8}}
 
 
 def test_a_run_without_metrics_is_named(tmp_path):
@@ -49,7 +53,7 @@ def test_every_panel_shows_a_metric_that_a_run_logs():
     shown = {metric for _, _, curves in PANELS for metric, _, _ in curves}
     staleness = {
         "trajectory_staleness/mean",
-        "resumed_fraction",
+        "cut_fraction",
         "updates_per_rollout_batch",
     }  # tests/test_stack.py sees them logged
     known = {

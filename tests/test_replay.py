@@ -12,19 +12,21 @@ from oracle import sequential_search
 from safetensors.torch import save_file
 
 from bapo import BAPOConfig
+from recipe.bapo import token_dump
 from recipe.bapo.replay import DEFINITIONS, outcomes, search, statistics_of
-from recipe.bapo.token_dump import read_dump, write_dump
+from recipe.bapo.token_dump import about_dump, read_dump, write_dump
 
 CONFIG = BAPOConfig(positive_contribution_target=0.45)
 
 
-def dump(folder, seeds, cuts=1, ranks=1, info=True):
+def dump(folder, seeds, cuts=1, ranks=1, **about):
     """Updates of 8 sequences, each cut into micro-batches and spread over ranks, as those ranks would write them."""
-    for seed in seeds:
-        batch = make_batch(seed, rows=8, zero_advantage=0.0)
-        for rank, part in enumerate(zip(*(t.chunk(ranks) for t in batch), strict=True)):
+    for rank in range(ranks):
+        token_dump._written.clear()  # each rank is a process of its own
+        for seed in seeds:
+            part = [tensor.chunk(ranks)[rank] for tensor in make_batch(seed, rows=8, zero_advantage=0.0)]
             for micro_batch in zip(*(t.chunk(cuts) for t in part), strict=True):
-                known = {"dp_size": ranks, "global_batch_size": 8, "batch_num_tokens": 5} if info else {}
+                known = {"dp_size": ranks, "global_batch_size": 8, **about}
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(torch.distributed, "is_initialized", lambda: True)
                     patch.setattr(torch.distributed, "get_rank", partial(int, rank))
@@ -49,6 +51,34 @@ def test_an_update_that_was_cut_off_is_left_out(tmp_path):
     assert [len(update) for update in read_dump(tmp_path)] == [4]
 
 
+def test_a_second_run_does_not_mix_with_an_earlier_dump(tmp_path):
+    dump(tmp_path, seeds=(1,))
+    with pytest.raises(ValueError, match="token_dump_dir=.* holds an earlier dump: remove it"):
+        dump(tmp_path, seeds=(2,))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def remove_rank_1(folder):
+    dump(folder, seeds=(1,), ranks=2)
+    for path in folder.glob("rank1-*"):
+        path.unlink()
+
+
+def leave_part_of_an_update(folder):
+    dump(folder, seeds=(1,), cuts=4)
+    max(folder.glob("*")).unlink()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [(remove_rank_1, "holds 4 of the 8 sequences of update 0"), (leave_part_of_an_update, "holds no whole update yet")],
+)
+def test_an_incomplete_dump_is_named(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        list(read_dump(tmp_path))
+
+
 def test_files_of_another_origin_are_an_update_each(tmp_path):
     for seed, name in ((1, "a"), (2, "b")):
         batch = make_batch(seed)
@@ -57,6 +87,11 @@ def test_files_of_another_origin_are_an_update_each(tmp_path):
     updates = list(read_dump(tmp_path))
     assert [len(update) for update in updates] == [1, 1]
     assert torch.equal(updates[1][0]["log_prob"], batch[1][batch[3]])
+
+
+def test_the_dump_knows_the_runs_dual_clip(tmp_path):
+    dump(tmp_path, seeds=(1,), clip_ratio_c=1e9, bound_scope="mini_batch")
+    assert float(about_dump(tmp_path)["clip_ratio_c"]) == 1e9
 
 
 def test_outcomes_are_shares_of_the_updates():
@@ -71,10 +106,12 @@ def run_replay(*arguments):
 
 
 def test_the_command_prints_a_table_and_draws(tmp_path):
-    dump(tmp_path, seeds=(1, 2))
+    dump(tmp_path, seeds=(1, 2), clip_ratio_c=1e9, bound_scope="micro_batch")
     run = run_replay(tmp_path, "--targets", 0.4, 0.6, "--lower", 0.8, 0.9, 0.05)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("2 updates.") and len(run.stdout.splitlines()) == 2 + 4 * 2 + 1
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith("The run found its bounds per micro-batch")
+    assert lines[1].startswith("2 updates.") and len(lines) == 3 + 4 * 2 + 1
     assert (tmp_path / "replay.png").stat().st_size > 10_000
 
 

@@ -136,9 +136,7 @@ def run_regime(tmp_path, config, steps, *overrides):
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
         assert len([key for key in metrics if key.startswith("actor/bapo/")]) == 9
-        assert {f"training/off_policy/{name}" for name in ("resumed_fraction", "updates_per_rollout_batch")} <= set(
-            metrics
-        )
+        assert {f"training/off_policy/{name}" for name in ("cut_fraction", "updates_per_rollout_batch")} <= set(metrics)
     records = (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()
     assert len({json.loads(line)["high"] for line in records}) > 1  # the bounds move
     return data, [json.loads(line) for line in records]
@@ -163,7 +161,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
 
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
     data, _ = run_regime(tmp_path, "partial_rollout", 4)
-    assert max(metrics["training/off_policy/resumed_fraction"] for metrics in data) > 0
+    assert max(metrics["training/off_policy/cut_fraction"] for metrics in data) > 0
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
 

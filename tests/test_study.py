@@ -4,9 +4,9 @@ import hashlib
 import json
 
 import pytest
-from study import LOOP, LOOP_SEEDS, LOOP_STALENESS, METHODS, ROOT, STACK, STACK_METHODS, STACK_SEEDS, is_done, run_path
+from study import BAPO_METRICS, LOOP, METHODS, is_done, write
 from study_loop import Settings, read_method, train
-from study_report import control, generated, interval, measures, read_runs
+from study_report import control, draw, generated, interval, measures, read_runs, tables
 
 from bapo import BAPOConfig
 
@@ -79,15 +79,38 @@ def test_an_interval_by_hand():
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / 3**0.5))
 
 
-def test_the_figures_in_the_document_follow_from_the_runs():
-    text = (ROOT / "docs" / "results.md").read_text()
-    assert generated() in text
-    for part, staleness in (*(("loop", s) for s in LOOP_STALENESS), ("stack", STACK["staleness"])):
-        assert (ROOT / "docs" / "results" / f"{part}-staleness{staleness}.png").exists()
+def write_runs(folder, rewards, staleness=32):
+    """One run per method and seed with a constant reward, as ``study.py`` writes them."""
+    for (method, seed), reward in rewards.items():
+        series = {key: [0.5] * 5 for key in ("entropy", "length", *BAPO_METRICS)}
+        series |= {"reward": [reward] * 5, "grad_norm": [1.0] * 40}
+        record = {"method": method, "seed": seed, "settings": {"staleness": staleness}, "series": series}
+        write(folder / "loop" / f"{method}-{staleness}-{seed}.json", {**record, "weights": str(seed)})
 
 
-def test_every_planned_run_is_there_and_the_control_holds():
-    loop = [("loop", method, s, seed) for method in METHODS for s in LOOP_STALENESS for seed in LOOP_SEEDS]
-    stack = [("stack", method, STACK["staleness"], seed) for method in STACK_METHODS for seed in STACK_SEEDS]
-    assert [run for run in loop + stack if not run_path(*run).exists()] == []
-    assert control(read_runs("loop")[1]).endswith("in 5 of 5 seeds.")
+def test_differences_are_paired_by_seed(tmp_path):
+    # bapo lacks seed 1; on seeds 2 and 3 it is 0.1 better. Paired by position it would be 0.2 better, then 0.1.
+    rewards = {("grpo", 1): 0.1, ("grpo", 2): 0.2, ("grpo", 3): 0.3, ("bapo", 2): 0.3, ("bapo", 3): 0.4}
+    write_runs(tmp_path, rewards)
+    text = "\n".join(tables(read_runs("loop", tmp_path)[32]))
+    assert "| `bapo` | **0.100 ± 0.000** |" in text
+    assert "| `grpo` | 0.200 ± 0.100 |" in text
+
+
+def test_a_partial_study_is_reported(tmp_path):
+    write_runs(tmp_path, {("grpo", 1): 0.1, ("bapo", 1): 0.2})
+    assert "too few seeds" in generated(tmp_path)
+    write_runs(tmp_path, {(method, 1): 0.1 for method in METHODS} | {("grpo", 2): 0.1}, staleness=1)
+    assert control(read_runs("loop", tmp_path)[1]).endswith("in 1 of 1 seeds.")
+
+
+def test_a_fixed_method_has_no_target_to_miss(tmp_path):
+    write_runs(tmp_path, {(method, seed): 0.1 for method in ("grpo", "bapo") for seed in (1, 2)})
+    rows = [line for line in tables(read_runs("loop", tmp_path)[32]) if line.startswith("| `grpo` |")]
+    assert rows[1].split(" | ")[5] == "-"
+
+
+def test_curves_are_drawn(tmp_path):
+    write_runs(tmp_path, {(method, seed): 0.1 for method in METHODS for seed in (1, 2)})
+    draw(read_runs("loop", tmp_path)[32], "a title", "update", tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 10_000

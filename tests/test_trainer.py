@@ -68,9 +68,23 @@ def test_the_share_of_resumed_responses_leaves_out_padding():
     tags = [{"min_global_steps": a, "max_global_steps": b, "is_padding": padding} for a, b, padding in versions]
     metrics = {}
     Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
-    assert metrics["training/off_policy/resumed_fraction"] == 0.5
+    assert metrics["training/off_policy/cut_fraction"] == 0.5
     assert metrics["training/off_policy/updates_per_rollout_batch"] == 32 / 8 * 2
 
 
 def test_the_polling_interval_is_the_configs():
     assert Trainer("sync", False, 0)._build_replay_buffer().poll_interval == 0.25
+
+
+def test_verl_averages_our_metrics_over_the_updates_of_a_step():
+    """verl sums a metric whose name holds "sum" or "total", and takes the largest or smallest for "max" or "min"."""
+    from test_policy_loss import METRICS
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    metrics = {}
+    Trainer("separate_async", True, 0)._update_actor(make_batch(), metrics)
+    aggregator = MetricsAggregator()
+    for value in (0.2, 0.4):
+        aggregator.add_step_metrics({name: value for name in (*metrics, *METRICS)}, sample_count=8)
+    for name, value in aggregator.get_aggregated_metrics().items():
+        assert value == pytest.approx(0.3), name

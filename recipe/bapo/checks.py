@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pyarrow.parquet
+from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.import_utils import import_external_libs
+
+from recipe.bapo.token_dump import refuse_earlier
 
 
 def check(config) -> list[str]:
@@ -43,13 +47,16 @@ def _check_separate(config):
     rollout = config.actor_rollout_ref.rollout
     for name in ("nnodes", "n_gpus_per_node"):
         _require(rollout[name] > 0, f"actor_rollout_ref.rollout.{name}", "1 or more: those that sample", rollout[name])
-    backend = rollout.checkpoint_engine.backend
+    engine = rollout.checkpoint_engine
+    backend = engine.backend
     _require(
         backend != "naive",
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         "nccl (on a CPU gloo): naive cannot send weights to other devices",
         backend,
     )
+    import_external_libs(engine.custom_backend_module or None)
+    CheckpointEngineRegistry.get(backend)  # raises a ValueError that names what could not be imported
     steps, mini = (
         config.trainer.v1.separate_async.parameter_sync_step,
         config.actor_rollout_ref.actor.ppo_mini_batch_size,
@@ -86,6 +93,8 @@ def check_loss(config) -> str:
         "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
         actor.policy_loss._target_,
     )
+    if actor.policy_loss.get("token_dump_dir"):
+        refuse_earlier(Path(actor.policy_loss.token_dump_dir))
     try:
         loss = omega_conf_to_dataclass(actor.policy_loss)
     except Exception as error:  # hydra wraps what the dataclass raises

@@ -52,8 +52,8 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     size, rest = divmod(train_batch_size * ppo_epochs, staleness)
     if rest:
         raise ValueError(
-            f"staleness={staleness} does not divide data.train_batch_size * actor_rollout_ref.actor.ppo_epochs = "
-            f"{train_batch_size * ppo_epochs}: choose a divisor."
+            f"The updates per rollout batch (staleness, or parameter_sync_step), {staleness}, do not divide "
+            f"data.train_batch_size * ppo_epochs = {train_batch_size * ppo_epochs}: choose a divisor."
         )
     return size
 

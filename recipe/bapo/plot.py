@@ -45,7 +45,7 @@ PANELS = [
         "share",
         [
             ("actor/bapo/saturated", "updates that missed the target", "-"),
-            ("training/off_policy/resumed_fraction", "responses cut and resumed", "--"),
+            ("training/off_policy/cut_fraction", "responses cut and resumed", "--"),
         ],
     ),
     (
@@ -77,11 +77,18 @@ def marks_of(run: Path) -> dict[str, dict[str, float]]:
     if not path.exists():
         return {}
     loss = OmegaConf.load(path).actor_rollout_ref.actor.policy_loss
-    return {
+    marks = {
         "Positive contribution": {"target": loss.positive_contribution_target},
-        "Upper bound": {"start": loss.ratio_upper_start, "max": loss.ratio_upper_max},
-        "Lower bound": {"start": loss.ratio_lower_start, "max": loss.ratio_lower_max},
+        "Upper bound": _range(loss.ratio_upper_start, loss.ratio_upper_max),
+        "Lower bound": _range(loss.ratio_lower_start, loss.ratio_lower_max),
     }
+    if "fixed" in marks["Upper bound"] and "fixed" in marks["Lower bound"]:
+        del marks["Positive contribution"]  # nothing is searched
+    return marks
+
+
+def _range(start, maximum):
+    return {"fixed": start} if start == maximum else {"start": start, "max": maximum}
 
 
 def draw(methods: dict[str, list[Path]], out: Path) -> None:

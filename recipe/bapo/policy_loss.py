@@ -94,7 +94,9 @@ def compute_policy_loss_bapo(
     _refuse_padded_width(loss_agg_mode, config, sees_all)
     tensors = (old_log_prob, log_prob, advantages, response_mask)
     if bapo_config.token_dump_dir is not None:
-        write_dump(bapo_config.token_dump_dir, *tensors, config.global_batch_info)
+        about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
+        about |= {"clip_ratio_c": config.clip_ratio_c, "bound_scope": bapo_config.bound_scope}
+        write_dump(bapo_config.token_dump_dir, *tensors, about)
     found = update.found if update is not None else None
     if found is None:
         if update is None and bapo_config.bound_scope == "mini_batch" and not sees_all:

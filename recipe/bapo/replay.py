@@ -18,30 +18,31 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, search_clip_bounds  # noqa: E402
-from recipe.bapo.token_dump import read_dump  # noqa: E402
+from recipe.bapo.token_dump import about_dump, read_dump  # noqa: E402
 
 DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in ("rollout_prob", "uniform")]
 TARGETS = (0.4, 0.45, 0.5, 0.55)
+VERLS_CLIP_RATIO_C = 3.0
 CURVE = [0.25 + 0.01 * k for k in range(51)]  # targets of the picture
 
 
 def statistics_of(folder: Path, config: BAPOConfig, clip_ratio_c: float | None) -> dict[tuple[str, str], list]:
-    """For each definition the ``ClipStatistics`` of every update of a dump; the target does not enter them.
+    """For each definition the ``ClipStatistics`` of every update of a dump; measure and target do not enter them.
 
     Raises:
         ValueError: the dump cannot be read or holds non-finite values.
     """
-    found: dict[tuple[str, str], list[ClipStatistics]] = {definition: [] for definition in DEFINITIONS}
+    by_weight: dict[str, list[ClipStatistics]] = {"rollout_prob": [], "uniform": []}
     for update in read_dump(folder):
-        for contribution, token_weight in DEFINITIONS:
-            measured = replace(config, contribution=contribution, token_weight=token_weight)
+        for token_weight, of_weight in by_weight.items():
+            measured = replace(config, token_weight=token_weight)
             total = ClipStatistics.zeros(measured)
             for tokens in update:
                 rows = [tokens[name].unsqueeze(0) for name in ("old_log_prob", "log_prob", "advantages")]
                 mask = torch.ones_like(rows[0], dtype=torch.bool)
                 total = total + collect_clip_statistics(*rows, mask, measured, clip_ratio_c)
-            found[contribution, token_weight].append(total)
-    return found
+            of_weight.append(total)
+    return {(contribution, token_weight): by_weight[token_weight] for contribution, token_weight in DEFINITIONS}
 
 
 def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, list[float]]:
@@ -124,7 +125,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", type=Path, help="the folder that token_dump_dir named")
     parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="values of rho0 in the table")
-    parser.add_argument("--clip-ratio-c", type=float, default=3.0, help="the run's dual clip (verl's default 3.0)")
+    parser.add_argument("--clip-ratio-c", type=float, help="the run's dual clip (default: as the dump says, else 3.0)")
     parser.add_argument("--out", type=Path, help="the picture (default: replay.png in the dump's folder)")
     for name in ("lower", "upper"):
         parser.add_argument(
@@ -141,7 +142,11 @@ def main():
         config = BAPOConfig(**ranges)
         for target in arguments.targets:
             replace(config, positive_contribution_target=target)
-        measured = statistics_of(arguments.dump, config, arguments.clip_ratio_c)
+        about = about_dump(arguments.dump)
+        clip_ratio_c = arguments.clip_ratio_c or float(about.get("clip_ratio_c", VERLS_CLIP_RATIO_C))
+        measured = statistics_of(arguments.dump, config, clip_ratio_c)
+        if about.get("bound_scope") == "micro_batch":
+            print("The run found its bounds per micro-batch; what follows is per update, so the run's own differ.")
         print(table(measured, config, tuple(arguments.targets)))
         draw(measured, config, out)
     except (ValueError, OSError) as error:

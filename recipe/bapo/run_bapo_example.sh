@@ -11,7 +11,7 @@
 #   TEST_FILE       the same, for validation           GPU: required   CPU: the example's own data
 #   NNODES          nodes (1)
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
-#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async: those that sample and do not train (half of all; 1 on a CPU)
+#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/ without .yaml (example)
 #   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
@@ -37,8 +37,11 @@ CONFIG=${CONFIG:-example}
 if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
 rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
-    [ "$gpus" -gt 1 ] || fail "CONFIG=separate_async needs 2 GPUs or more, and there is $gpus: choose CONFIG=partial_rollout."
-    rollout_gpus=$((gpus / 2)) gpus=$((gpus - gpus / 2))
+    train_gpus=${GPUS_PER_NODE:-$((gpus - ${ROLLOUT_GPUS_PER_NODE:-$((gpus / 2))}))}
+    rollout_gpus=${ROLLOUT_GPUS_PER_NODE:-$((gpus - train_gpus))}
+    [ "$train_gpus" -ge 1 ] && [ "$rollout_gpus" -ge 1 ] && [ $((train_gpus + rollout_gpus)) -le "$gpus" ] || fail \
+        "CONFIG=separate_async with GPUS_PER_NODE=$train_gpus to train and ROLLOUT_GPUS_PER_NODE=$rollout_gpus to sample, and there are $gpus: lower them, or choose CONFIG=partial_rollout."
+    gpus=$train_gpus
 fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive NNODES "$NNODES"
@@ -49,6 +52,7 @@ SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs
 choose SIZE "$SIZE" configs/size
+[[ $CONFIG != paper_* || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
 if [ "${VERL_PLATFORM:-}" != cpu ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
         [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
+_written: dict[Path, int] = {}  # files of this process by folder
 
 
 def write_dump(
@@ -20,28 +21,53 @@ def write_dump(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    batch_info: dict,
+    about: dict,
 ) -> None:
     """Add a micro-batch to a dump: its response tokens alone, 12 bytes each. This copies to the host.
 
     Args:
-        folder: of the dump.
+        folder: of the dump; a process starts with one that is empty of its rank's files.
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``.
-        batch_info: verl's ``global_batch_info``, from which a reader knows which micro-batches made an update.
+        about: ``dp_size`` and ``global_batch_size`` of verl's batch, from which a reader knows which micro-batches made
+            an update, ``clip_ratio_c`` and ``bound_scope``; what is None is left out.
+
+    Raises:
+        ValueError: the folder holds an earlier dump.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    path = folder / f"rank{rank}-{len(list(folder.glob(f'rank{rank}-*.safetensors'))):06d}.safetensors"
+    if folder not in _written:
+        refuse_earlier(folder, f"rank{rank}-*.safetensors")
+    number = _written[folder] = _written.get(folder, -1) + 1
+    path = folder / f"rank{rank}-{number:06d}.safetensors"
     mask = response_mask.bool()
     tensors = {
         name: tensor.detach()[mask].float().cpu().contiguous()
         for name, tensor in zip(TENSORS, (old_log_prob, log_prob, advantages), strict=True)
     }
-    known = {key: str(batch_info[key]) for key in ("dp_size", "global_batch_size") if batch_info.get(key) is not None}
+    known = {key: str(value) for key, value in about.items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
     os.replace(unfinished, path)
+
+
+def refuse_earlier(folder: Path, pattern: str = "*.safetensors") -> None:
+    """Raise a ValueError if the folder holds a dump: two runs in one would be read as one."""
+    if any(folder.glob(pattern)):
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder} holds an earlier dump: remove it, or name "
+            "another folder."
+        )
+
+
+def about_dump(folder: str | Path) -> dict[str, str]:
+    """What the first file of a dump says about its run; empty for files of another origin.
+
+    Raises:
+        ValueError: as ``read_dump``.
+    """
+    return _read(_paths_of(folder)[0])[1]
 
 
 def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
@@ -51,30 +77,47 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     file without our metadata is an update of its own.
 
     Raises:
-        ValueError: the folder holds no dump, or a file is unreadable, lacks a tensor or has unequal shapes.
+        ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
+            lacks a tensor or has unequal shapes.
     """
+    ranks: dict[str, list[Path]] = {}
+    for path in _paths_of(folder):
+        ranks.setdefault(path.stem.partition("-")[0] if path.stem.startswith("rank") else "", []).append(path)
+    found = 0
+    for parts in zip(*(_updates_of_rank(of_rank) for of_rank in ranks.values()), strict=False):
+        sequences, wanted = sum(part[1] for part in parts), parts[0][2]
+        if sequences < wanted:
+            raise ValueError(
+                f"{folder} holds {sequences} of the {wanted} sequences of update {found}: bring the files of all ranks "
+                f"together (here: {', '.join(sorted(ranks))})."
+            )
+        found += 1
+        yield [micro_batch for part in parts for micro_batch in part[0]]
+    if not found:
+        raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
+
+
+def _paths_of(folder):
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
         raise ValueError(
             f"{folder} holds no .safetensors file: set actor_rollout_ref.actor.policy_loss.token_dump_dir."
         )
-    ranks: dict[str, list[Path]] = {}
-    for path in paths:
-        ranks.setdefault(path.stem.partition("-")[0] if path.stem.startswith("rank") else "", []).append(path)
-    for parts in zip(*(_updates_of_rank(of_rank) for of_rank in ranks.values()), strict=False):
-        yield [micro_batch for part in parts for micro_batch in part]
+    return paths
 
 
-def _updates_of_rank(paths: list[Path]) -> Iterator[list[dict[str, Tensor]]]:
+def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
+    # Of each update this rank's micro-batches, how many sequences they hold and how many all ranks should.
     update: list[dict[str, Tensor]] = []
     sequences = 0
     for path in paths:
         tensors, metadata = _read(path)
         update.append(tensors)
         sequences += int(metadata.get("sequences", 0))
-        # The share of this rank; an update that was cut off has fewer and is left out.
-        if sequences * int(metadata.get("dp_size", 1)) >= int(metadata.get("global_batch_size", 0)):
-            yield update
+        wanted = int(metadata.get("global_batch_size", 0))
+        # An update that was cut off has fewer and is left out.
+        if sequences * int(metadata.get("dp_size", 1)) >= wanted:
+            yield update, sequences, wanted
             update, sequences = [], 0
 
 

@@ -42,12 +42,12 @@ class _BAPOTrainer:
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
     def _updates_per_rollout_batch(self) -> float:
-        """Optimizer updates between two that start on fresh weights, in every mode."""
+        """Optimizer updates on one batch of ``data.train_batch_size`` prompts: the staleness of sample replay."""
         actor = self.config.actor_rollout_ref.actor
         return self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
 
     def _update_actor(self, batch, metrics):
-        metrics["training/off_policy/resumed_fraction"] = resumed_fraction(batch.tags)
+        metrics["training/off_policy/cut_fraction"] = cut_fraction(batch.tags)
         metrics["training/off_policy/updates_per_rollout_batch"] = self._updates_per_rollout_batch()
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         batch = super()._update_actor(batch, metrics)
@@ -57,7 +57,7 @@ class _BAPOTrainer:
         return batch
 
 
-def resumed_fraction(tags: list[dict]) -> float:
+def cut_fraction(tags: list[dict]) -> float:
     """Share of the responses that were cut at an update and resumed under other weights, from verl's tags on them."""
     real = [tag for tag in tags if not tag.get("is_padding", False)]
     return sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in real) / len(real)

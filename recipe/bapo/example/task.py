@@ -1,9 +1,10 @@
 """The example's task, made on the spot: a tokenizer, a warmed-up tiny model and a data set in verl's parquet schema.
 
 "Guess, check, guess again": asked for the sum of two dice, ``3+6=``, the model guesses until right: ``07 no 09 yes``.
-A right answer ends early; a wrong one runs until the response is full. So failures are longer than successes, as with
-reasoning models, and stay longer while the model learns. The warm-up teaches the format, honest checking and guesses of
-which few are right; learning to guess well is left to reinforcement learning.
+A right answer ends early; a wrong one runs until the response is full, unless the model claims that it is right. So
+failures are longer than successes, as with reasoning models, and get shorter as reinforcement learning teaches the
+model to claim more. The warm-up teaches the format, honest checking and guesses of which few are right; learning to
+guess well is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DICE = range(1, 7)
 PAIRS = [(a, b) for a in DICE for b in DICE]
 SUMS = range(2, 13)
 # Share of the teacher's guesses that are right: first half of them, to teach the sums and honest checking fast; then
-# few, so that about a third of the responses succeed.
+# few, so that about a fifth of the responses succeed.
 LESSONS = ((2 / 3, 0.5), (1 / 3, 0.08))  # (share of the steps, share of right guesses)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
