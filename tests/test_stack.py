@@ -176,6 +176,16 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
     assert all(abs(metrics["actor/ppo_kl"]) < 0.1 for metrics in data)
 
 
+def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
+    run = run_example(tmp_path / "run", "actor_rollout_ref.rollout.val_kwargs.n=4", CONFIG="evaluate")
+    assert run.returncode == 0, explain(run, tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "validation" / "step_0.json").read_text())["sources"]["bapo/guess"]
+    assert (found["problems"], found["n"]) == (288, 4) and found["std"] > 0
+    assert 0 < found["lowest"] <= found["mean"] <= found["highest"] < 1
+    assert re.search(rf"^bapo/guess +288 +4 +{found['mean']:.4f} ", run.stdout, re.M)
+    assert not (tmp_path / "run" / "bounds").exists()
+
+
 def test_any_verl_run_can_use_the_loss(tmp_path, task):
     """verl's own entry point: the package is installed, so ``loss_mode=bapo`` and its ``_target_`` are enough."""
     from recipe.bapo.cpu_settings import ENVIRONMENT, OVERRIDES

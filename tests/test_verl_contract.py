@@ -93,6 +93,12 @@ def test_the_worker_that_verl_chose_is_the_parent_of_ours():
         bapo_worker_for(ray.remote(engine_workers.TrainingWorker))
 
 
+def test_validation_hands_over_every_response():
+    names = ["self", "data_sources", "sample_uids", "reward_extra_infos_dict"]
+    assert parameters(trainer_base.PPOTrainer._val_metrics_update)[:4] == names
+    assert 'reward_extra_infos_dict["reward"]' in inspect.getsource(trainer_base.PPOTrainer._validate)
+
+
 def test_the_task_runner():
     source = inspect.getsource(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class.run)
     assert "get_trainer_cls(config.trainer.v1.trainer_mode)" in source

@@ -24,7 +24,7 @@ logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
-from recipe.bapo import console, cpu_settings, plugin, preflight  # noqa: E402, F401
+from recipe.bapo import console, cpu_settings, evaluation, plugin, preflight  # noqa: E402, F401
 
 logging.disable(logging.NOTSET)
 
@@ -44,6 +44,9 @@ def main(config):
     if message is not None:
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
         sys.exit(1)
+    if config.trainer.val_only:
+        print(evaluation.table(max((run_dir / "validation").glob("step_*.json"), key=os.path.getmtime)))
+        return
     print(console.summary(run_dir))
     draw(run_dir)
 

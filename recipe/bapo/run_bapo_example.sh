@@ -34,6 +34,7 @@ if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     export VERL_PLATFORM=cpu
 fi
 CONFIG=${CONFIG:-example}
+if [ "$CONFIG" = evaluate ] && [ -n "${TEST_FILE:-}" ]; then export TRAIN_FILE=${TRAIN_FILE:-$TEST_FILE}; fi
 if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
 rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then

@@ -12,6 +12,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+from recipe.bapo import evaluation
 from recipe.bapo.console import keep_earlier
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 
@@ -55,6 +56,12 @@ class _BAPOTrainer:
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
+
+    def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):
+        accuracies = reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])
+        summary = evaluation.summarise(data_sources, sample_uids, accuracies)
+        evaluation.write(Path(self.config.run_dir) / "validation", self.global_steps, summary)
+        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
 
 def cut_fraction(tags: list[dict]) -> float:
