@@ -1,6 +1,8 @@
 """Checkpoints of the real actor worker: what is restored, how training goes on from it, and the export."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -132,3 +134,19 @@ def test_the_export_is_a_hugging_face_model(runs):
     if results[0]["weights"] is not None:
         for name, value in model.state_dict().items():
             assert torch.equal(value, results[0]["weights"][name]), name
+
+
+def test_verls_merger_exports_a_sharded_checkpoint_without_hf_model(runs):
+    from transformers import AutoModelForCausalLM
+
+    results, folder = runs
+    actor, target = folder / "global_step_2" / "actor", folder / "merged"
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    run = subprocess.run(
+        [*command, "--local_dir", str(actor), "--target_dir", str(target)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    merged = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype=torch.float32)
+    for (name, value), other in zip(merged.state_dict().items(), exported.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, other.bfloat16().float(), msg=name)

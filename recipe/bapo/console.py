@@ -1,12 +1,10 @@
-"""What a run shows a person: a line per step while verl's and Ray's output goes to a file, and a screen at the end."""
+"""What a run shows a person, as text: a line per step, and a screen at the end. verl's and Ray's output goes to a file."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import threading
-import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,46 +66,6 @@ def step_line(step: int, total: int | None, data: dict[str, float], pace: float)
     if total:
         parts.append(f"left {timedelta(seconds=round(pace * max(0, total - step)))}")
     return "  ".join(parts)
-
-
-class StepPrinter(threading.Thread):
-    """Follows ``metrics.jsonl`` and prints a line per step to ``out``."""
-
-    def __init__(self, run_dir: Path, total: int | None, out, since: float):
-        super().__init__(daemon=True)
-        self.path = run_dir / "metrics.jsonl"
-        self.since = since  # an older file is an earlier run's
-        self.total, self.out = total, out
-        self.done = threading.Event()
-        self.offset = 0
-        self.began: tuple[float, int] | None = None
-
-    def run(self):
-        """Look for new lines until told to stop, then once more."""
-        while not self.done.wait(0.3):
-            self.print_new()
-        self.print_new()
-
-    def print_new(self):
-        """Print what has been appended since the last look."""
-        if not self.path.exists() or self.path.stat().st_mtime < self.since:
-            return
-        with open(self.path) as file:
-            file.seek(self.offset)
-            text = file.read()
-        self.offset += len(text[: text.rfind("\n") + 1].encode())
-        for step, data in parse_lines(text[: text.rfind("\n") + 1]):
-            print(self.line(step, data), file=self.out, flush=True)
-
-    def line(self, step, data):
-        """The line of one record, with the time left at the pace so far."""
-        validation = validation_reward(data)
-        if "training/global_step" not in data:
-            return f"before training: validation {validation:.3f}" if validation is not None else f"step {step}"
-        if self.began is None:
-            self.began = time.time() - data.get("timing_s/step", 0.0), step - 1
-        pace = (time.time() - self.began[0]) / (step - self.began[1])
-        return step_line(step, self.total, data, pace)
 
 
 def summary(run_dir: Path) -> str:

@@ -24,7 +24,7 @@ logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
-from recipe.bapo import console, cpu_settings, evaluation, plugin, preflight  # noqa: E402, F401
+from recipe.bapo import console, cpu_settings, evaluation, live, plugin, preflight  # noqa: E402, F401
 
 logging.disable(logging.NOTSET)
 
@@ -88,7 +88,7 @@ def run(config, run_dir: Path, out) -> str | None:
             runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
     out.flush()
-    printer = console.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
+    printer = live.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
     printer.start()
     try:
         run_ppo(config, TaskRunnerOnThisNode())
