@@ -1,4 +1,4 @@
-"""What a run shows a person, as text: a line per step, and a screen at the end. verl's and Ray's output goes to a file."""
+"""What a run shows a person, as text: a line per step, a screen at the end; verl's and Ray's output goes to a file."""
 
 from __future__ import annotations
 
