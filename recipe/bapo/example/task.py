@@ -27,9 +27,9 @@ MAX_RESPONSE = 6 * TRIES  # "07 no " is six bytes, each a token
 DICE = range(1, 7)
 PAIRS = [(a, b) for a in DICE for b in DICE]
 SUMS = range(2, 13)
-# Share of the teacher's guesses that are right: first half of them, to teach the sums and honest checking fast; then
-# few, so that about a fifth of the responses succeed.
-LESSONS = ((2 / 3, 0.5), (1 / 3, 0.08))  # (share of the steps, share of right guesses)
+# Share of the teacher's guesses that are right: half of them in the first two thirds of the warm-up, to teach the sums
+# and honest checking fast; then few, so that few responses succeed.
+FIRST_LESSON, RIGHT_THEN, RIGHT_LATER = 2 / 3, 0.5, 0.08
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -93,9 +93,11 @@ def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int)
     return ids, torch.tensor([row + [-100] * (width - len(row)) for row in labels])
 
 
-def warm_up(model, tokenizer, steps: int, rng: random.Random) -> float:
-    """Supervised steps on the teacher's responses. Returns the last loss in nats a token."""
-    shares = [right for part, right in LESSONS for _ in range(round(part * steps))]
+def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> float:
+    """Supervised steps on the teacher's responses, at last with a share of ``right`` right guesses. Returns the last
+    loss in nats a token."""
+    first = round(FIRST_LESSON * steps)
+    shares = [RIGHT_THEN] * first + [right] * (steps - first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=len(shares))
     model.train()
@@ -124,7 +126,7 @@ def make_rows(split: str, repeats: int) -> pd.DataFrame:
     )
 
 
-def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> None:
+def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, right: float = RIGHT_LATER) -> None:
     """Write ``model/``, ``train.parquet`` and ``test.parquet`` to ``folder``, which appears complete or not at all."""
     disable_progress_bar()
     torch.manual_seed(seed)
@@ -134,7 +136,7 @@ def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int) -> 
     unfinished.mkdir(parents=True)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, layers, hidden)
-    loss = warm_up(model, tokenizer, steps, rng)
+    loss = warm_up(model, tokenizer, steps, right, rng)
     model.save_pretrained(unfinished / "model")
     tokenizer.save_pretrained(unfinished / "model")
     make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
@@ -149,6 +151,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=450, help="supervised steps of the warm-up")
+    parser.add_argument("--right", type=float, default=RIGHT_LATER, help="share of right guesses it ends with")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64, help="a multiple of 32")
     parser.add_argument("--seed", type=int, default=1)
