@@ -157,6 +157,8 @@ def test_sample_replay_at_staleness_32(tmp_path):
     for update, record in enumerate(records):
         if record["source"] != "ratio 1":
             assert (found["low"][update].hex(), found["high"][update].hex()) == (record["low"], record["high"])
+        for key in ("positive_contribution_start", "positive_token_fraction"):
+            assert found[key][update] == pytest.approx(float.fromhex(record[key]), abs=1e-5), key
 
 
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):

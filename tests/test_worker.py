@@ -159,6 +159,8 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
         (recorded,) = ranks[0][name]["record"]
         found = search(statistics, definition)
         assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
+        for key, (value,) in found.items():
+            assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
 
 
 def test_one_collective_and_one_pass_an_update(ranks):
