@@ -12,13 +12,15 @@ and seeds stand in docs/results.md, written before the runs.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
+
+from study_loop import SEARCH_METRICS, Settings, train
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -59,8 +61,9 @@ def is_done(path: Path, settings: dict) -> bool:
 
 
 def windows(values: list[float], size: int) -> list[float]:
-    """Means over ``size`` values each, to five significant digits."""
-    return [float(f"{sum(values[i : i + size]) / size:.5g}") for i in range(0, len(values), size)]
+    """Means over ``size`` values each, to five significant digits; NaN is left out, and None where nothing else is."""
+    parts = [[v for v in values[i : i + size] if not math.isnan(v)] for i in range(0, len(values), size)]
+    return [float(f"{sum(part) / len(part):.5g}") if part else None for part in parts]
 
 
 def run_loop() -> None:
@@ -71,24 +74,20 @@ def run_loop() -> None:
         if is_done(path, settings):
             continue
         import torch
-        from study_loop import Settings, train
 
         torch.set_num_threads(1)  # the same sums on every machine, and a core left for other work
         began = time.time()
-        weights = hashlib.sha256()
-        updates = list(train(TASK / "model", method, seed, Settings(**settings), weights))
-        series = {key: windows([u[key] for u in updates], WINDOW) for key in updates[0] if key != "grad_norm"}
-        series["grad_norm"] = windows([u["grad_norm"] for u in updates], 1)
-        write(
-            path,
-            {"method": method, "seed": seed, "settings": settings, "weights": weights.hexdigest(), "series": series},
-        )
+        result = train(TASK / "model", method, seed, Settings(**settings))
+        columns = {key: [update[key] for update in result.updates] for key in result.updates[0]}
+        series = {key: windows(values, 1 if key == "grad_norm" else WINDOW) for key, values in columns.items()}
+        record = {"method": method, "seed": seed, "settings": settings, "series": series}
+        write(path, {**record, "final_reward": result.final_reward, "weights": result.weights})
         print(f"loop {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
 
 
 def run_stack() -> None:
     """The real stack."""
-    from recipe.bapo.console import read_metrics
+    from recipe.bapo.console import read_metrics, validation_reward
 
     todo = [(seed, method) for seed in STACK_SEEDS for method in STACK_METHODS]
     for number, (seed, method) in enumerate(todo, 1):
@@ -112,7 +111,8 @@ def run_stack() -> None:
             "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",  # for the old log-probs: faster
             "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
             "trainer.val_before_train=false",
-            "trainer.test_freq=-1",
+            f"trainer.test_freq={STACK['steps']}",
+            "actor_rollout_ref.rollout.val_kwargs.n=8",
         ]
         environment = {
             "CONFIG": "replay",
@@ -129,23 +129,12 @@ def run_stack() -> None:
             "reward": "critic/rewards/mean",
             "entropy": "actor/entropy",
             "grad_norm": "actor/grad_norm",
-            "length": "response_length/mean",
-            **{key: f"actor/bapo/{key}" for key in BAPO_METRICS},
+            **{key: f"actor/bapo/{key}" for key in ("clip_low", "clip_high", *SEARCH_METRICS)},
         }
         series = {key: windows([data[name] for data in steps], 1) for key, name in names.items()}
-        write(path, {"method": method, "seed": seed, "settings": STACK, "series": series})
+        record = {"method": method, "seed": seed, "settings": STACK, "series": series}
+        write(path, {**record, "final_reward": validation_reward(steps[-1])})
         print(f"stack {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
-
-
-BAPO_METRICS = (
-    "clip_low",
-    "clip_high",
-    "positive_contribution",
-    "positive_contribution_start",
-    "saturated",
-    "clipfrac_positive",
-    "clipfrac_negative",
-)
 
 
 def main():

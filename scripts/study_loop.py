@@ -7,7 +7,7 @@ update: one model samples and trains in float32, the mini-batch is one forward, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,14 @@ from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
 
 ROOT = Path(__file__).parent.parent
 DUAL_CLIP = 3.0  # bapo_trainer.yaml's
+FINAL_SAMPLES = 64  # of each problem, after the last update
+SEARCH_METRICS = (
+    "positive_contribution",
+    "positive_contribution_start",
+    "saturated",
+    "clipfrac_positive",
+    "clipfrac_negative",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,22 @@ class Settings:
     prompts: int
     samples: int
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave.
+
+    Attributes:
+        updates: the metrics of every update. ``rho_value`` and ``rho_gradient`` are the positive contribution at the
+            bounds that were used, by one definition each for every method; the others are as in a real run.
+        final_reward: of responses sampled after the last update.
+        weights: hash of the weights after the last update.
+    """
+
+    updates: list[dict[str, float]]
+    final_reward: float
+    weights: str
 
 
 @dataclass
@@ -97,15 +121,27 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     return chosen, -(log_probs.exp() * log_probs).sum(-1).detach()
 
 
-def train(model_folder: Path, method: str, seed: int, settings: Settings, weights) -> Iterator[dict[str, float]]:
-    """Train, and yield the metrics of every update; at the end add the model's weights to the hash ``weights``."""
+def rho_at(low: float, high: float, contribution: str, tensors, clip_ratio_c: float) -> float:
+    """The positive contribution at these bounds, by the paper's token weight."""
+    ranges = dict(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+    config = BAPOConfig(contribution=contribution, **ranges)
+    return find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c).positive_contribution.item()
+
+
+def mean_length(rollouts: Rollouts, chosen: Tensor) -> float:
+    """Mean number of tokens of the chosen responses; NaN if there are none."""
+    return rollouts.mask[chosen].sum(1).float().mean().item()
+
+
+def train(model_folder: Path, method: str, seed: int, settings: Settings) -> Result:
+    """Train from the model in a folder."""
     config, clip_ratio_c = read_method(method)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    group = settings.samples
+    group, updates = settings.samples, []
     for _ in range(settings.updates // settings.staleness):
         draw = torch.randint(len(PAIRS), (settings.prompts * settings.staleness,), generator=generator)
         pairs = [PAIRS[i] for i in draw.repeat_interleave(group)]
@@ -122,7 +158,7 @@ def train(model_folder: Path, method: str, seed: int, settings: Settings, weight
             rows = rollouts.rows(part)
             log_prob, entropy = log_probs_of(model, rows)
             tensors = (old_log_prob, log_prob, advantages[part], rows.mask)
-            bounds = find_clip_bounds(*tensors, config, process_group=None, clip_ratio_c=clip_ratio_c)
+            bounds = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
             surrogate = clipped_surrogate_loss(
                 *tensors,
                 low=bounds.low,
@@ -135,24 +171,20 @@ def train(model_folder: Path, method: str, seed: int, settings: Settings, weight
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             found = bounds.read()
-            yield {
-                "reward": rows.rewards.mean().item(),
-                "entropy": entropy[rows.mask].mean().item(),
-                "grad_norm": grad_norm.item(),
-                "length": rows.mask.sum(1).float().mean().item(),
-                "loss": surrogate.loss.item(),
-                "clip_low": found["low"],
-                "clip_high": found["high"],
-                **{
-                    key: found[key]
-                    for key in (
-                        "positive_contribution",
-                        "positive_contribution_start",
-                        "saturated",
-                        "clipfrac_positive",
-                        "clipfrac_negative",
-                    )
-                },
-            }
-    for parameter in model.parameters():
-        weights.update(parameter.detach().numpy().tobytes())
+            updates.append(
+                {
+                    "reward": rows.rewards.mean().item(),
+                    "entropy": entropy[rows.mask].mean().item(),
+                    "grad_norm": grad_norm.item(),
+                    "length_of_successes": mean_length(rows, rows.rewards > 0),
+                    "length_of_failures": mean_length(rows, rows.rewards <= 0),
+                    "rho_value": rho_at(found["low"], found["high"], "value", tensors, clip_ratio_c),
+                    "rho_gradient": rho_at(found["low"], found["high"], "gradient", tensors, clip_ratio_c),
+                    "clip_low": found["low"],
+                    "clip_high": found["high"],
+                    **{key: found[key] for key in SEARCH_METRICS},
+                }
+            )
+    final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return Result(updates, final, hashlib.sha256(weights).hexdigest())

@@ -28,6 +28,13 @@ MEASURES = {
 }
 SEARCH = {"rho at start": "{:.3f}", "rho at bounds": "{:.3f}", "c_low": "{:.3f}", "c_high": "{:.3f}"}
 SEARCH |= {"out of reach": "{:.2f}", "clipped +": "{:.3f}", "clipped -": "{:.3f}"}
+# Of the loop alone: the contribution at the bounds by one definition each for all methods, and the lengths at the end.
+COMMON = {
+    "rho, value": "{:.3f}",
+    "rho, gradient": "{:.3f}",
+    "successes, tokens": "{:.1f}",
+    "failures, tokens": "{:.1f}",
+}
 
 
 def read_runs(part: str, folder: Path = RESULTS) -> dict[int, dict[str, list[dict]]]:
@@ -42,11 +49,17 @@ def read_runs(part: str, folder: Path = RESULTS) -> dict[int, dict[str, list[dic
 def measures(record: dict) -> dict[str, float]:
     """What the plan names, of one run."""
     series = record["series"]
-    mean = {key: sum(values) / len(values) for key, values in series.items()}
+    mean = {key: _mean(values) for key, values in series.items()}
     last = {key: values[-max(1, len(values) // 5) :] for key, values in series.items()}
     norm = statistics.median(series["grad_norm"])
+    common = {}
+    if "rho_value" in series:
+        lengths = {name: last[f"length_of_{name}"] for name in ("successes", "failures")}
+        common = {"rho, value": mean["rho_value"], "rho, gradient": mean["rho_gradient"]}
+        common |= {f"{name}, tokens": _mean(values) for name, values in lengths.items()}
     return {
-        "final reward": sum(last["reward"]) / len(last["reward"]),
+        **common,
+        "final reward": record["final_reward"],
         "mean reward": mean["reward"],
         "entropy kept": sum(last["entropy"]) / len(last["entropy"]) / series["entropy"][0],
         "spikes": sum(value > SPIKE * norm for value in series["grad_norm"]),
@@ -59,6 +72,11 @@ def measures(record: dict) -> dict[str, float]:
         "clipped +": mean["clipfrac_positive"],
         "clipped -": mean["clipfrac_negative"],
     }
+
+
+def _mean(values):
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else float("nan")
 
 
 def spread(values: list[float], form: str) -> str:
@@ -82,7 +100,8 @@ def tables(runs: dict[str, list[dict]]) -> list[str]:
     """The three tables of one staleness: outcome, differences from ``grpo``, and what the search did."""
     found = {method: {r["seed"]: measures(r) for r in records} for method, records in runs.items()}
     lines = []
-    for columns in (MEASURES, SEARCH):
+    with_common = all(set(COMMON) <= measured.keys() for of_method in found.values() for measured in of_method.values())
+    for columns in (MEASURES, SEARCH, COMMON) if with_common else (MEASURES, SEARCH):
         rows = [
             [f"`{method}`", *(_cell(method, name, list(of_method.values()), form) for name, form in columns.items())]
             for method, of_method in found.items()
@@ -127,7 +146,7 @@ PANELS = [
     ("reward", "mean reward"),
     ("entropy", "entropy (nats a token)"),
     ("grad_norm", "gradient norm"),
-    ("positive_contribution", "rho at the bounds"),
+    ("positive_contribution", "rho at the bounds, by the method's own measure"),
     ("clip_high", "c_high"),
     ("clip_low", "c_low"),
 ]

@@ -1,20 +1,18 @@
 """The study: its loop is what it claims to be, its figures follow from its runs, and it resumes."""
 
-import hashlib
 import json
 
 import pytest
-from study import BAPO_METRICS, LOOP, METHODS, is_done, write
-from study_loop import Settings, read_method, train
+from study import LOOP, METHODS, is_done, windows, write
+from study_loop import SEARCH_METRICS, Settings, read_method, train
 from study_report import control, draw, generated, interval, measures, read_runs, tables
 
 from bapo import BAPOConfig
 
 
 def train_a_little(task, method, staleness, seed=1):
-    weights = hashlib.sha256()
     settings = Settings(staleness=staleness, updates=8, prompts=4, samples=4, learning_rate=5e-3)
-    return list(train(task / "model", method, seed, settings, weights)), weights.hexdigest()
+    return train(task / "model", method, seed, settings)
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +27,23 @@ def warm_task(tmp_path_factory):
 
 def test_at_staleness_1_all_methods_make_the_same_updates(warm_task):
     runs = {method: train_a_little(warm_task, method, staleness=1) for method in METHODS}
-    assert any(update["grad_norm"] > 0 for update in runs["grpo"][0])
-    assert len({weights for _, weights in runs.values()}) == 1
-    assert train_a_little(warm_task, "grpo", staleness=1, seed=2)[1] != runs["grpo"][1]
+    assert any(update["grad_norm"] > 0 for update in runs["grpo"].updates)
+    assert len({run.weights for run in runs.values()}) == len({run.final_reward for run in runs.values()}) == 1
+    assert train_a_little(warm_task, "grpo", staleness=1, seed=2).weights != runs["grpo"].weights
 
 
 def test_at_a_higher_staleness_they_differ(warm_task):
     runs = {method: train_a_little(warm_task, method, staleness=8) for method in ("grpo", "bapo", "widest")}
-    assert len({weights for _, weights in runs.values()}) > 1
-    for updates, _ in runs.values():
-        assert updates[0]["clipfrac_negative"] == 0  # every ratio is 1 in the first update
-    assert all(update["clip_high"] == 1.2 for update in runs["grpo"][0])
+    assert len({run.weights for run in runs.values()}) > 1
+    for run in runs.values():
+        assert run.updates[0]["clipfrac_negative"] == 0  # every ratio is 1 in the first update
+    assert all(update["clip_high"] == 1.2 for update in runs["grpo"].updates)
+    for update in runs["bapo"].updates:  # its own measure is the common one
+        assert update["rho_value"] == pytest.approx(update["positive_contribution"], abs=1e-9)
+
+
+def test_windows_leave_out_what_is_not_there():
+    assert windows([1.0, 2.0, float("nan"), 4.0, float("nan"), float("nan")], 2) == [1.5, 4.0, None]
 
 
 def test_methods_are_read_from_the_configs():
@@ -58,6 +62,7 @@ def test_a_finished_run_is_kept_and_one_with_other_settings_is_named(tmp_path):
 
 def test_measures_by_hand():
     record = {
+        "final_reward": 0.6,
         "series": {
             "reward": [0.1, 0.2, 0.3, 0.4, 0.5],
             "entropy": [2.0, 1.0, 1.0, 1.0, 0.5],
@@ -67,10 +72,10 @@ def test_measures_by_hand():
                 for key in ("positive_contribution", "positive_contribution_start", "clip_low", "clip_high")
             },
             **{key: [0.0] * 5 for key in ("saturated", "clipfrac_positive", "clipfrac_negative")},
-        }
+        },
     }
     found = measures(record)
-    assert found["final reward"] == 0.5 and found["mean reward"] == pytest.approx(0.3)
+    assert found["final reward"] == 0.6 and found["mean reward"] == pytest.approx(0.3)
     assert found["entropy kept"] == 0.25 and found["spikes"] == 1 and found["largest/median norm"] == 6.0
 
 
@@ -82,9 +87,10 @@ def test_an_interval_by_hand():
 def write_runs(folder, rewards, staleness=32):
     """One run per method and seed with a constant reward, as ``study.py`` writes them."""
     for (method, seed), reward in rewards.items():
-        series = {key: [0.5] * 5 for key in ("entropy", "length", *BAPO_METRICS)}
+        series = {key: [0.5] * 5 for key in ("entropy", "clip_low", "clip_high", *SEARCH_METRICS)}
         series |= {"reward": [reward] * 5, "grad_norm": [1.0] * 40}
         record = {"method": method, "seed": seed, "settings": {"staleness": staleness}, "series": series}
+        record["final_reward"] = reward
         write(folder / "loop" / f"{method}-{staleness}-{seed}.json", {**record, "weights": str(seed)})
 
 

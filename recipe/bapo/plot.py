@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from recipe.bapo.console import read_metrics  # noqa: E402
@@ -125,11 +126,12 @@ def draw(methods: dict[str, list[Path]], out: Path) -> None:
             )
         axis.set_title(title, fontsize=14)
         axis.set_xlabel("training step", fontsize=12)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel(label, fontsize=12)
         axis.tick_params(labelsize=11)
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[1]:
-            axis.legend(fontsize=11)
+            axis.legend(fontsize=11, framealpha=0.6)
     figure.savefig(out, dpi=110)
     plt.close(figure)
 
