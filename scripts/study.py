@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from study_loop import SEARCH_METRICS, Settings, train
@@ -26,10 +27,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 TASK = ROOT / "runs" / "study" / "task"
 METHODS = ["grpo", "clip_higher", "authors_code", "widest", "bapo", "bapo_gradient"]
-LOOP = {"prompts": 16, "samples": 8, "learning_rate": 1e-3, "updates": 320}
+LOOP = {"prompts": 16, "samples": 8, "learning_rate": 5e-4, "updates": 320}
 LOOP_STALENESS, LOOP_SEEDS = [1, 8, 32], [1, 2, 3, 4, 5]
 STACK_METHODS, STACK_SEEDS = ["grpo", "bapo", "bapo_gradient"], [1, 2, 3]
-STACK = {"prompts": 16, "samples": 8, "learning_rate": 1e-3, "staleness": 16, "steps": 10}
+STACK = {"prompts": 16, "samples": 8, "learning_rate": 5e-4, "staleness": 16, "steps": 16}
 WINDOW = 8  # updates; the series of a run are means over so many, but for the gradient norm
 
 
@@ -67,22 +68,28 @@ def windows(values: list[float], size: int) -> list[float]:
 
 
 def run_loop() -> None:
-    """The cheap part."""
-    todo = [(s, seed, m) for seed in LOOP_SEEDS for s in reversed(LOOP_STALENESS) for m in METHODS]
-    for number, (staleness, seed, method) in enumerate(todo, 1):
-        path, settings = run_path("loop", method, staleness, seed), {**LOOP, "staleness": staleness}
-        if is_done(path, settings):
-            continue
-        import torch
+    """The cheap part, a run on each core."""
+    todo = [(m, s, seed) for seed in LOOP_SEEDS for s in reversed(LOOP_STALENESS) for m in METHODS]
+    todo = [run for run in todo if not is_done(run_path("loop", *run), {**LOOP, "staleness": run[1]})]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for number, line in enumerate(pool.map(run_in_one_process, todo), 1):
+            print(f"loop {number}/{len(todo)}  {line}", flush=True)
 
-        torch.set_num_threads(1)  # the same sums on every machine, and a core left for other work
-        began = time.time()
-        result = train(TASK / "model", method, seed, Settings(**settings))
-        columns = {key: [update[key] for update in result.updates] for key in result.updates[0]}
-        series = {key: windows(values, 1 if key == "grad_norm" else WINDOW) for key, values in columns.items()}
-        record = {"method": method, "seed": seed, "settings": settings, "series": series}
-        write(path, {**record, "final_reward": result.final_reward, "weights": result.weights})
-        print(f"loop {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
+
+def run_in_one_process(run: tuple[str, int, int]) -> str:
+    """One run of the loop: method, staleness and seed. Returns what to print."""
+    import torch
+
+    torch.set_num_threads(1)  # the same sums on every machine
+    method, staleness, seed = run
+    path, settings = run_path("loop", *run), {**LOOP, "staleness": staleness}
+    began = time.time()
+    result = train(TASK / "model", method, seed, Settings(**settings))
+    columns = {key: [update[key] for update in result.updates] for key in result.updates[0]}
+    series = {key: windows(values, 1 if key == "grad_norm" else WINDOW) for key, values in columns.items()}
+    record = {"method": method, "seed": seed, "settings": settings, "series": series}
+    write(path, {**record, "final_reward": result.final_reward, "weights": result.weights})
+    return f"{path.stem}  {time.time() - began:.0f} s"
 
 
 def run_stack() -> None:
