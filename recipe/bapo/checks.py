@@ -13,17 +13,6 @@ from verl.utils.import_utils import import_external_libs
 from recipe.bapo.token_dump import refuse_earlier
 
 
-def check(config) -> list[str]:
-    """Raise a ValueError for the first thing that cannot run, and return warnings about what can.
-
-    Raises:
-        ValueError: one message of a few lines.
-    """
-    for _, function in CHECKS:
-        function(config)
-    return warnings_of(config)
-
-
 def check_trainer(config) -> str:
     """The trainer's mode and the actor's strategy."""
     actor, use_v1 = config.actor_rollout_ref.actor, config.trainer.use_v1
