@@ -11,7 +11,7 @@ from bapo import BAPOConfig
 
 
 def train_a_little(task, method, staleness, seed=1):
-    settings = Settings(staleness=staleness, updates=8, prompts=4, samples=4, learning_rate=5e-3)
+    settings = Settings(staleness=staleness, updates=8, prompts=4, samples=8, learning_rate=5e-3)
     return train(task / "model", method, seed, settings)
 
 
@@ -21,7 +21,7 @@ def warm_task(tmp_path_factory):
     from recipe.bapo.example.task import make_task
 
     folder = tmp_path_factory.mktemp("warm") / "task"
-    make_task(folder, steps=150, layers=2, hidden=64, seed=1)
+    make_task(folder, steps=300, layers=2, hidden=64, seed=1, right=0.3)
     return folder
 
 
@@ -36,7 +36,9 @@ def test_at_a_higher_staleness_they_differ(warm_task):
     runs = {method: train_a_little(warm_task, method, staleness=8) for method in ("grpo", "bapo", "widest")}
     assert len({run.weights for run in runs.values()}) > 1
     for run in runs.values():
-        assert run.updates[0]["clipfrac_negative"] == 0  # every ratio is 1 in the first update
+        first = run.updates[0]
+        assert 0 < first["rho_value"] < 1  # tokens of both signs
+        assert first["clipfrac_negative"] == 0  # every ratio is 1 in the first update
     assert all(update["clip_high"] == 1.2 for update in runs["grpo"].updates)
     for update in runs["bapo"].updates:  # its own measure is the common one
         assert update["rho_value"] == pytest.approx(update["positive_contribution"], abs=1e-9)
