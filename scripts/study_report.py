@@ -11,14 +11,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from study import METHODS, RESULTS, ROOT, WINDOW  # noqa: E402
+from study import ADDED, METHODS, RESULTS, ROOT, WINDOW  # noqa: E402
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by the number of seeds, two-sided
 FIXED = ("grpo", "clip_higher", "widest")  # no search, so no target to be out of reach of
 SPIKE = 5  # times the run's median gradient norm
 BEGIN, END = "<!-- made by scripts/study_report.py: begin -->", "<!-- end -->"
-COLOURS = ["#000000", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00"]
-STYLES = ["-", "--", ":", "-.", "-", "--"]
+ALL = METHODS + ADDED  # the order of tables and legends
+COLOURS = ["#000000", "#E69F00", "#CC79A7", "#009E73", "#56B4E9", "#D55E00", "#0072B2", "#8B4513"]
+STYLES = ["-", "--", ":", "-.", "-", "--", ":", "-."]
 MEASURES = {
     "final reward": "{:.3f}",
     "mean reward": "{:.3f}",
@@ -41,7 +42,7 @@ def read_runs(part: str, folder: Path = RESULTS) -> dict[int, dict[str, list[dic
     """The runs of one part by staleness and method, in the order of their seeds."""
     runs: dict[int, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     records = [json.loads(path.read_text()) for path in sorted((folder / part).glob("*.json"))]
-    for record in sorted(records, key=lambda r: (r["settings"]["staleness"], METHODS.index(r["method"]), r["seed"])):
+    for record in sorted(records, key=lambda r: (r["settings"]["staleness"], ALL.index(r["method"]), r["seed"])):
         runs[record["settings"]["staleness"]][record["method"]].append(record)
     return runs
 
@@ -119,7 +120,7 @@ def tables(runs: dict[str, list[dict]]) -> list[str]:
             mark = "**" if abs(mean) > half else ""
             cells.append(f"{mark}{form.format(mean)} ± {form.format(half)}{mark}")
         rows.append([f"`{method}`", *cells])
-    rows.sort(key=lambda row: METHODS.index(row[0].strip("`")))
+    rows.sort(key=lambda row: ALL.index(row[0].strip("`")))
     lines += [
         "Difference from `grpo`, paired by seed, with its 95 % interval; bold where the interval leaves out 0:",
         "",
@@ -163,7 +164,7 @@ def draw(runs: dict[str, list[dict]], title: str, unit: str, out: Path) -> None:
             at = list(zip(*series, strict=True))
             step = WINDOW if unit == "update" else 1
             x = [step * (i + 1) for i in range(len(at))]
-            colour, style = COLOURS[METHODS.index(method)], STYLES[METHODS.index(method)]
+            colour, style = COLOURS[ALL.index(method)], STYLES[ALL.index(method)]
             axis.plot(x, [sum(v) / len(v) for v in at], style, color=colour, linewidth=2, label=method)
             axis.fill_between(x, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.1)
         axis.set_xlabel(unit, fontsize=12)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from study import LOOP, METHODS, is_done, windows, write
+from study import ADDED, LOOP, METHODS, is_done, windows, write
 from study_loop import SEARCH_METRICS, Settings, read_method, train
 from study_report import control, draw, generated, interval, measures, read_runs, tables
 
@@ -50,6 +50,7 @@ def test_windows_leave_out_what_is_not_there():
 
 def test_methods_are_read_from_the_configs():
     assert read_method("bapo") == (BAPOConfig(), 3.0)
+    assert read_method("bapo@0.38") == (BAPOConfig(positive_contribution_target=0.38), 3.0)
     assert read_method("grpo")[0].ratio_upper_max == 1.2 and read_method("paper")[1] > 1e6
 
 
@@ -119,6 +120,6 @@ def test_a_fixed_method_has_no_target_to_miss(tmp_path):
 
 
 def test_curves_are_drawn(tmp_path):
-    write_runs(tmp_path, {(method, seed): 0.1 for method in METHODS for seed in (1, 2)})
+    write_runs(tmp_path, {(method, seed): 0.1 for method in METHODS + ADDED for seed in (1, 2)})
     draw(read_runs("loop", tmp_path)[32], "a title", "update", tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 10_000
