@@ -29,9 +29,9 @@ def make_actor(overrides, rank=0, size=1, port=0, config_name="example"):
     os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
     os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
     import torch
-    import verl  # noqa: F401
     from hydra import compose, initialize_config_dir
 
+    import verl  # noqa: F401
     from recipe.bapo.worker import BAPOActorRolloutRefWorker
 
     torch.manual_seed(0)
@@ -49,6 +49,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     ``staleness`` (standard deviation)."""
     import torch
     from tensordict import TensorDict
+
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(seed)
@@ -89,6 +90,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
 def run_update(actor, data):
     """One update. Returns its metrics and the gradient that the optimizer saw, one flat vector."""
     import torch
+
     from verl.utils import tensordict_utils as tu
 
     gradients = []

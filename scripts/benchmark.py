@@ -26,11 +26,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, compute_policy_loss_bapo
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 SHAPES = {"16 x 1k": (16, 1024), "16 x 8k": (16, 8192), "64 x 8k": (64, 8192), "ragged 64k": (8, 65536)}
 TARGETS = {"at once": 0.01, "half way": None, "never": 0.99}

@@ -16,11 +16,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROOT = Path(__file__).parent.parent
 DUAL_CLIP = 3.0  # bapo_trainer.yaml's

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-import verl  # noqa: F401  loads the plugin
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass
 
+import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
 from recipe.bapo.checks import check_batches, warnings_of
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
+from verl.utils.config import omega_conf_to_dataclass
 
 ROOT = Path(__file__).parent.parent
 CONFIGS, METHODS, SIZES = (

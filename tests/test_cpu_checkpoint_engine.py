@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 from recipe.bapo import cpu_checkpoint_engine
+from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 WEIGHTS = {
     "embedding": torch.randn(50, 8, generator=torch.Generator().manual_seed(1)),

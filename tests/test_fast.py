@@ -4,11 +4,11 @@ import pytest
 import torch
 from benchmark import PeakMemory, actor_config, counted, make_batch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-from verl.workers.config import PolicyLossConfig
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.workers.config import PolicyLossConfig
 
 CONFIGS = [
     BAPOConfig(contribution=kind, search_order=order)

@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-import verl  # noqa: F401  loads the plugin
 from conftest import make_batch
 from test_golden import CASES, authors_config, golden_batch, golden_gradient
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
+import verl  # noqa: F401  loads the plugin
 from bapo import find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update, compute_policy_loss_bapo
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 METRICS = {
     "actor/pg_clipfrac",

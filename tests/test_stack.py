@@ -5,36 +5,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from stack_runs import explain, run_example
 
 from bapo import BAPOConfig
 from recipe.bapo.console import read_metrics, validation_reward
 from recipe.bapo.replay import search, statistics_of
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.stack
-
-
-def run_example(output, *overrides, timeout=900, **environment):
-    """The main job with its output in ``output``."""
-    return subprocess.run(
-        ["bash", "recipe/bapo/run_bapo_example.sh", *overrides],
-        cwd=ROOT,
-        env={**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def explain(run, output):
-    """What to read when a run failed."""
-    log = output / "train.log"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log.exists() else "no log"
-    return f"{run.stdout}\n{run.stderr}\n{tail}"
 
 
 def mean(values):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import verl  # noqa: F401  loads the plugin
 from hydra import compose, initialize_config_dir
 
+import verl  # noqa: F401  loads the plugin
 from recipe.bapo import checks, cpu_settings
 
 ROOT = Path(__file__).parent.parent

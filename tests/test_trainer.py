@@ -79,6 +79,7 @@ def test_the_polling_interval_is_the_configs():
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
     """verl sums a metric whose name holds "sum" or "total", and takes the largest or smallest for "max" or "min"."""
     from test_policy_loss import METRICS
+
     from verl.trainer.ppo.v1.utils import MetricsAggregator
 
     metrics = {}

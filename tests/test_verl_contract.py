@@ -3,15 +3,8 @@
 import inspect
 
 import pytest
-import verl
-from verl.trainer import main_ppo
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
-from verl.utils.distributed import initialize_global_process_group_ray
-from verl.workers import engine_workers
-from verl.workers.engine.base import BaseEngine
-from verl.workers.utils import losses
 
+import verl
 from recipe.bapo.trainer import TaskRunnerOnThisNode, bapo_trainer_for
 from recipe.bapo.worker import (
     BAPOActorRolloutRefWorker,
@@ -19,6 +12,13 @@ from recipe.bapo.worker import (
     BAPOTrainingWorker,
     bapo_worker_for,
 )
+from verl.trainer import main_ppo
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers import engine_workers
+from verl.workers.engine.base import BaseEngine
+from verl.workers.utils import losses
 
 
 def parameters(function):
@@ -80,6 +80,7 @@ def test_each_mode_gets_our_trainer_on_top_of_its_own(mode):
 
 def test_the_worker_that_verl_chose_is_the_parent_of_ours():
     import ray
+
     from verl.experimental.separation.engine_workers import DetachActorWorker
 
     for parent, ours in (

@@ -97,9 +97,8 @@ def updates_of_rank(rank, size, port, task, folder):
 
 def marked_updates(rank, size, port, task):
     """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
-    from verl.utils import tensordict_utils as tu
-
     from recipe.bapo.worker import RATIOS_START_AT_1
+    from verl.utils import tensordict_utils as tu
 
     found = {}
     for marked in (True, False):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow.parquet
+from recipe.bapo.input_checks import check_checkpoint, check_model, check_train_data, check_val_data
+from recipe.bapo.token_dump import refuse_earlier
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
-
-from recipe.bapo.token_dump import refuse_earlier
 
 
 def check_trainer(config) -> str:
@@ -116,76 +115,6 @@ def _innermost(error):
     return str(error) or type(error).__name__
 
 
-def check_model(config) -> str:
-    """The config and the tokenizer of ``actor_rollout_ref.model``: readable, with all that training needs."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    model = config.actor_rollout_ref.model
-    field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
-    local = Path(path).expanduser()
-    if path.startswith(("/", ".", "~")) and not local.is_dir():
-        raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
-    source = str(local) if local.is_dir() else path
-    trust = bool(model.get("trust_remote_code", False))
-    try:
-        hf_config = AutoConfig.from_pretrained(model.get("hf_config_path") or source, trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(model.get("tokenizer_path") or source, trust_remote_code=trust)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{field}={path} cannot be read as a Hugging Face model: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
-    if tokenizer.chat_template is None and not model.get("custom_chat_template"):
-        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set model.custom_chat_template.")
-    vocabulary = hf_config.get_text_config().vocab_size
-    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
-    if highest >= vocabulary:
-        raise ValueError(
-            f"{field}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
-            "the two do not belong together."
-        )
-    return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
-
-
-def check_train_data(config) -> str:
-    """The training files: readable, with verl's columns and with rows."""
-    return check_data(config.data.train_files, "data.train_files", config.data.prompt_key)
-
-
-def check_val_data(config) -> str:
-    """The validation files."""
-    return check_data(config.data.val_files, "data.val_files", config.data.prompt_key)
-
-
-def check_data(files, field, prompt_key) -> str:
-    """Raise a ValueError unless every local parquet file has rows and verl's columns; other kinds are left to verl."""
-    rows = 0
-    if not files:
-        raise ValueError(f"{field} is not set: give a parquet file in verl's schema.")
-    for name in [files] if isinstance(files, str) else files:
-        path = Path(name).expanduser()
-        if "://" in name:
-            continue
-        if not path.is_file():
-            raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
-        if path.suffix == ".parquet":
-            rows += _check_parquet(path, f"{field}={name}", ("data_source", prompt_key, "reward_model"))
-    return f"{rows:,} rows"
-
-
-def _check_parquet(path, what, columns):
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except Exception as error:
-        raise ValueError(f"{what} is not a readable parquet file: {error}") from error
-    missing = [column for column in columns if column not in table.schema_arrow.names]
-    if missing:
-        raise ValueError(f"{what} lacks the columns {missing}: it has {table.schema_arrow.names}; see docs/data.md.")
-    if table.metadata.num_rows == 0:
-        raise ValueError(f"{what} has no rows.")
-    return table.metadata.num_rows
-
-
 def ranks_of(config) -> int:
     """Number of data-parallel ranks of the actor."""
     return (
@@ -254,6 +183,7 @@ CHECKS = (
     ("model", check_model),
     ("training data", check_train_data),
     ("validation data", check_val_data),
+    ("checkpoint", check_checkpoint),
     ("batches", check_batches),
     ("verl's rules", check_verls_rules),
 )

@@ -12,6 +12,7 @@ from datetime import timedelta
 import ray
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
+
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+
+from recipe.bapo.cpu_settings import ENVIRONMENT
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils import distributed
-
-from recipe.bapo.cpu_settings import ENVIRONMENT
 
 
 class CPUPlatform(PlatformBase):

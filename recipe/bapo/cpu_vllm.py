@@ -2,6 +2,7 @@
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
+
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,13 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import hydra
+import ray
 from omegaconf import OmegaConf, open_dict
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
+from recipe.bapo import console, cpu_settings, evaluation, input_checks, live, plugin, preflight  # noqa: E402, F401
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
-
-from recipe.bapo import console, cpu_settings, evaluation, live, plugin, preflight  # noqa: E402, F401
 
 logging.disable(logging.NOTSET)
 
@@ -39,16 +40,39 @@ def main(config):
     """Check, train, sum up; end with exit code 1 and a few lines that name the cause if anything fails."""
     run_dir = Path(config.run_dir).absolute()
     log_file = run_dir / "train.log"
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does once it is up
+    code = 1
     with console.output_to(log_file) as out:
-        message = run(config, run_dir, out)
+        try:
+            message = run(config, run_dir, out)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+            message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
+            ray.shutdown()
     if message is not None:
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
-        sys.exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of Ray's that were interrupted abort the interpreter's own exit (SIGABRT)
     if config.trainer.val_only:
         print(evaluation.table(max((run_dir / "validation").glob("step_*.json"), key=os.path.getmtime)))
         return
     print(console.summary(run_dir))
     draw(run_dir)
+
+
+def where_to_go_on(config) -> str:
+    """The last checkpoint, and how to go on from it."""
+    try:
+        folder = input_checks.latest_checkpoint(Path(config.trainer.default_local_dir))
+    except ValueError:
+        folder = None
+    if folder is None:
+        return "No checkpoint was saved."
+    return f"The last checkpoint is {folder}: the same OUTPUT_DIR with trainer.resume_mode=auto goes on from it."
 
 
 def draw(run_dir: Path) -> None:
@@ -86,6 +110,7 @@ def run(config, run_dir: Path, out) -> str | None:
             runtime_env = config.ray_kwargs.ray_init.runtime_env
             ours = {name: os.environ.get(name, value) for name, value in cpu_settings.ENVIRONMENT.items()}
             runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
+    choose_cluster(config)
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
     out.flush()
     printer = live.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
@@ -99,6 +124,21 @@ def run(config, run_dir: Path, out) -> str | None:
         printer.done.set()
         printer.join()
     return None
+
+
+def choose_cluster(config) -> None:
+    """Have Ray join the cluster that there is, or on a CPU start one of its own.
+
+    A job submitted to a cluster finds ``RAY_ADDRESS`` in its environment; several nodes need one that is up. On a CPU a
+    cluster that happens to run here would lack the logical slots.
+    """
+    ray_init = config.ray_kwargs.ray_init
+    with open_dict(ray_init):
+        if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1:
+            ray_init.address = "auto"
+            ray_init.num_cpus = ray_init.num_gpus = None  # of the cluster's nodes; Ray refuses them here
+        elif on_cpu():
+            ray_init.address = "local"
 
 
 def reason_of(error: Exception) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
-from verl.workers.config import PolicyLossConfig
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
 from bapo.search import unpack
 from recipe.bapo.token_dump import write_dump
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+from verl.workers.config import PolicyLossConfig
 
 
 @dataclass

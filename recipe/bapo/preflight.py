@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from recipe.bapo import checks
+from recipe.bapo.input_checks import check_model
 
 VERL = "0.9.1"
 GIB = 1 << 30
@@ -162,7 +163,7 @@ def count_weights(config) -> int:
 
 def check_memory(config) -> str:
     """What surely lies on a device, in training and in rollout, against what is there."""
-    checks.check_model(config)
+    check_model(config)
     weights = count_weights(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     offload = actor.fsdp_config

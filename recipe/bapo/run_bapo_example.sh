@@ -16,6 +16,8 @@
 #   CONFIG          a file of configs/ without .yaml (example)
 #   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
+#   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster.sh)
+#   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
 set -euo pipefail
 for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
     value=${!name:-}
@@ -65,9 +67,11 @@ done
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
-bash scripts/setup.sh >&2
-python=.venv/bin/python
-[ "${VERL_PLATFORM:-}" = cpu ] || python=.venv-cuda/bin/python
+[ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh >&2
+venv=$PWD/.venv
+[ "${VERL_PLATFORM:-}" = cpu ] || venv=$PWD/.venv-cuda
+python=${BAPO_VENV:-$venv}/bin/python
+[ -x "$python" ] || fail "$python does not exist: set BAPO_VENV to a virtual environment with the requirements."
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
     task=$PWD/runs/example_task
     if [ -z "${MODEL_PATH:-}" ] || [ -z "${TRAIN_FILE:-}" ] || [ -z "${TEST_FILE:-}" ]; then
@@ -77,5 +81,10 @@ if [ "${VERL_PLATFORM:-}" = cpu ]; then
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
-exec "$python" -m recipe.bapo.main_bapo --config-path "$PWD/configs" --config-name "$CONFIG" \
-    size="$SIZE" run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@"
+train=("$python" -m recipe.bapo.main_bapo --config-path ../../configs --config-name "$CONFIG" size="$SIZE"
+    run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@")
+if [[ ${RAY_ADDRESS:-} == http* && " $* " != *" --preflight "* ]]; then
+    [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+    exec "$python" scripts/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"
+fi
+exec "${train[@]}"

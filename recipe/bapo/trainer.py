@@ -7,14 +7,14 @@ from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from recipe.bapo import evaluation
 from recipe.bapo.console import keep_earlier
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 
 class _BAPOTrainer:

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import ray
+
+from bapo import collect_clip_statistics, search_clip_bounds
+from recipe.bapo.console import keep_earlier
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
-
-from bapo import collect_clip_statistics, search_clip_bounds
-from recipe.bapo.console import keep_earlier
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
 
 # Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.

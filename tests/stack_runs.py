@@ -1,0 +1,113 @@
+"""Runs of the real stack, for the tests that start them, and what they leave behind."""
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
+
+
+def environment_of(output, **environment):
+    """Of a run on the CPU path with its output in ``output``."""
+    return {**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment}
+
+
+def run_example(output, *overrides, timeout=900, **environment):
+    """The main job with its output in ``output``."""
+    return subprocess.run(
+        [*SCRIPT, *overrides],
+        cwd=ROOT,
+        env=environment_of(output, **environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def log_of(output, lines=40):
+    """The end of a run's log."""
+    log = output / "train.log"
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
+
+
+def explain(run, output):
+    """What to read when a run failed."""
+    return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
+
+
+class Started:
+    """A run that goes on in the background while a test does something to it."""
+
+    def __init__(self, output, *overrides, **environment):
+        self.output = output
+        self.marker = f"BAPO_TEST_RUN={uuid.uuid4().hex}"  # every process of the run inherits it
+        name, value = self.marker.split("=")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self.console = output.parent / f"{output.name}.console"
+        with open(self.console, "w") as console:
+            self.process = subprocess.Popen(
+                [*SCRIPT, *overrides],
+                cwd=ROOT,
+                env=environment_of(output, **environment, **{name: value}),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self):
+        """What it has printed."""
+        return self.console.read_text()
+
+    def wait_for(self, happened, what, timeout=300):
+        """Wait until ``happened()`` is true and return that; fail if the run ends before."""
+        until = time.monotonic() + timeout
+        while not (found := happened()):
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}\n{log_of(self.output)}"
+            assert time.monotonic() < until, f"no {what} in {timeout} s:\n{self.text()}\n{log_of(self.output)}"
+            time.sleep(0.2)
+        return found
+
+    def wait_for_step(self, step, timeout=600):
+        """Wait until a step's line is there."""
+        self.wait_for(lambda: f"\nstep {step}/" in self.text(), f"step {step}", timeout)
+
+    def processes(self):
+        """Command line of each living process of the run by its id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue  # it has ended
+        return {pid: command for pid, command in found.items() if command}
+
+    def find(self, name):
+        """Ids of its processes whose command line contains ``name``."""
+        return [pid for pid, command in self.processes().items() if name in command]
+
+    def end(self, timeout):
+        """Wait for its end and return the exit code and the seconds it took; processes may linger for ten more."""
+        began = time.monotonic()
+        code = self.process.wait(timeout)
+        took = time.monotonic() - began
+        while self.processes() and time.monotonic() < began + took + 10:
+            time.sleep(0.2)
+        return code, took
+
+    def clean_up(self):
+        """Kill what is left of it."""
+        for _ in range(3):
+            for pid in self.processes():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.2)
+        self.process.wait(10)

@@ -1,0 +1,139 @@
+"""Two Ray nodes on this machine, made by our scripts, and jobs of the real stack submitted to them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NODES = ("127.0.0.1", "127.0.0.2")
+
+
+def call(*command, timeout, **environment):
+    """A command in the repository's root; its output is one text."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["join", "head"], "join head is not usable: give the head's address as IP:PORT"),
+        (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
+        (["wait", "some"], "wait some is not usable: give the number of nodes"),
+        (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
+        (["stop", "job"], "RAY_ADDRESS=http://127.0.0.1:1 takes no jobs: start scripts/cluster.sh head there"),
+        (["follow", "job"], "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
+        (["begin"], "bash scripts/cluster.sh head"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, arguments, message):
+    token = tmp_path / "token"
+    if arguments[0] == "stop":
+        token.write_text("a token")
+    here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(token), "WAIT_SECONDS": "1"}
+    run = call("bash", "scripts/cluster.sh", *arguments, timeout=120, **here)
+    assert run.returncode in (1, 2) and message in run.stdout
+
+
+def free_ports(count):
+    """Ports that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The environment for jobs on a cluster of two nodes with a logical GPU each, and what its nodes print."""
+    folder = Path(tempfile.mkdtemp(prefix="bapo", dir="/tmp"))  # a short path: Ray's sockets lie in it
+    port, dashboard = free_ports(2)
+    environment = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    head = ["head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray"]
+    join = ["join", f"{NODES[0]}:{port}"]
+    nodes = []
+    try:
+        for command, address in zip((head, join), NODES, strict=True):
+            log = open(folder / f"{command[0]}.log", "w")
+            nodes.append(
+                subprocess.Popen(
+                    ["bash", "scripts/cluster.sh", *command, f"--node-ip-address={address}"],
+                    cwd=ROOT,
+                    env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+            up = call(
+                "bash", "scripts/cluster.sh", "wait", str(len(nodes)), timeout=200, WAIT_SECONDS="150", **environment
+            )
+            assert up.returncode == 0, up.stdout + (folder / f"{command[0]}.log").read_text()
+        yield environment, folder
+    finally:
+        for node in reversed(nodes):
+            node.send_signal(signal.SIGTERM)
+        for node in nodes:
+            node.wait(timeout=60)
+        left = subprocess.run(["pgrep", "-fa", str(folder)], capture_output=True, text=True).stdout
+        shutil.rmtree(folder)
+        assert not left, left
+
+
+@pytest.mark.stack
+def test_a_job_on_two_nodes(cluster, tmp_path):
+    environment, folder = cluster
+    length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    run = call(
+        *("bash", "recipe/bapo/run_bapo_example.sh", *length),
+        timeout=600,
+        **environment,
+        NNODES="2",
+        OUTPUT_DIR=str(tmp_path / "run"),
+        WANDB_API_KEY="planted-secret",
+    )
+    log = tmp_path / "run" / "train.log"
+    assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
+    # What a local run shows is shown here too.
+    assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
+    # A rank and a vLLM server on each node, and the same bounds.
+    text = log.read_text()
+    for node in NODES[1:]:
+        assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
+    records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
+    assert len({json.loads(line)["high"] for line in records[0].splitlines()}) > 1
+    # The submitter's secrets go nowhere.
+    written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
+    assert not [path for path in written if b"planted-secret" in path.read_bytes()]
+
+
+@pytest.mark.stack
+def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
+    environment, _ = cluster
+    run = call(
+        *("bash", "recipe/bapo/run_bapo_example.sh", "actor_rollout_ref.actor.clip_ratio_c=1.0"),
+        timeout=200,
+        **environment,
+        NNODES="2",
+        OUTPUT_DIR=str(tmp_path / "run"),
+    )
+    assert run.returncode == 1
+    assert "Error: actor_rollout_ref.actor.clip_ratio_c=1.0 is not usable" in run.stdout
