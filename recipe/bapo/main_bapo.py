@@ -25,6 +25,7 @@ from omegaconf import OmegaConf, open_dict
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from recipe.bapo import console, cpu_settings, evaluation, input_checks, live, plugin, preflight  # noqa: E402, F401
+from recipe.bapo.watchdog import Watchdog  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
 logging.disable(logging.NOTSET)
@@ -43,11 +44,14 @@ def main(config):
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does once it is up
     code = 1
     with console.output_to(log_file) as out:
+        watchdog = Watchdog(run_dir, config.watchdog.max_silence_s, config.watchdog.grace_s)
         try:
-            message = run(config, run_dir, out)
+            message = run(config, run_dir, out, watchdog)
         except (KeyboardInterrupt, SystemExit) as stop:
             number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
             message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
+            if watchdog.reason is not None:  # the signal is the watchdog's own
+                message, code = f"training ended: {watchdog.reason}. {where_to_go_on(config)}", 1
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
@@ -86,7 +90,7 @@ def draw(run_dir: Path) -> None:
         print(f"No picture: {error}")
 
 
-def run(config, run_dir: Path, out) -> str | None:
+def run(config, run_dir: Path, out, watchdog: Watchdog) -> str | None:
     """Check the config, then run verl's trainer; what a person should see goes to ``out``. Returns what went wrong."""
     from recipe.bapo.trainer import TaskRunnerOnThisNode
 
@@ -115,12 +119,15 @@ def run(config, run_dir: Path, out) -> str | None:
     out.flush()
     printer = live.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
     printer.start()
+    watchdog.start()
     try:
         run_ppo(config, TaskRunnerOnThisNode())
     except Exception as error:
         traceback.print_exc()
-        return f"Training failed: {reason_of(error)}"
+        before = f"{watchdog.reason}; " if watchdog.reason is not None else ""
+        return f"Training failed: {before}{reason_of(error)}. {where_to_go_on(config)}"
     finally:
+        watchdog.done.set()
         printer.done.set()
         printer.join()
     return None

@@ -1,0 +1,93 @@
+"""Faults injected into the real stack: the run ends soon, names the cause, leaves nothing behind and can be resumed."""
+
+import os
+import signal
+
+import pytest
+from stack_runs import Started
+
+pytestmark = pytest.mark.stack
+WITHIN = 75  # seconds from the fault to the end of the run
+SHORT = (
+    "trainer.total_training_steps=60",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "watchdog.grace_s=10",
+)
+
+
+def ends_cleanly(run, *messages, code=1):
+    """The run's end after a fault."""
+    found, took = run.end(timeout=WITHIN)
+    text = run.text()
+    print(f"ended after {took:.0f} s")
+    assert found == code, text
+    last = "\n".join(text.splitlines()[-6:])
+    for message in messages:
+        assert message in last, text
+    assert not run.processes()
+    return last
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run; what is left of it is killed at the end."""
+    started = []
+
+    def start_one(*overrides, **environment):
+        started.append(Started(tmp_path / f"run{len(started)}", *SHORT, *overrides, **environment))
+        return started[-1]
+
+    yield start_one
+    for run in started:
+        run.clean_up()
+
+
+@pytest.mark.parametrize(
+    "victim, message",
+    [("VLLM::EngineCore", "VLLM::EngineCore"), ("ray::WorkerDict", "WorkerDict"), ("ray::vLLMHttpServer", "vLLM")],
+)
+def test_a_killed_process_ends_the_run(start, victim, message):
+    run = start()
+    run.wait_for_step(1)
+    os.kill(run.find(victim)[0], signal.SIGKILL)
+    last = ends_cleanly(run, message, "died")
+    assert "The last checkpoint is" in last and "global_step_" in last
+
+
+def test_a_stopped_server_is_noticed_by_the_silence(start):
+    run = start("watchdog.max_silence_s=150")
+    run.wait_for_step(1)
+    os.kill(run.find("VLLM::EngineCore")[0], signal.SIGSTOP)
+    run.wait_for(lambda: (run.output / "stacks").exists(), "stacks", timeout=200)
+    ends_cleanly(run, "no step ended in", "watchdog.max_silence_s=150")
+    stacks = {path.name.split("-")[0]: path.read_text() for path in (run.output / "stacks").iterdir()}
+    assert "ray.get" in stacks["driver"] or "get" in stacks["driver"]
+    assert any(name.startswith("WorkerDict") for name in stacks), sorted(stacks)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("raise KeyError('no such answer')", "no such answer"),
+        ("return float('nan')", "nan"),
+        ("return 'good'", "good"),
+    ],
+)
+def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
+    (tmp_path / "reward.py").write_text(f"def compute_score(*args, **kwargs):\n    {body}\n")
+    run = start(f"reward.custom_reward_function.path={tmp_path}/reward.py")
+    run.wait_for(lambda: (run.output / "train.log").exists(), "a log")
+    code, took = run.end(timeout=240)
+    assert code == 1 and message in "\n".join(run.text().splitlines()[-6:]), run.text()
+    assert not run.processes()
+
+
+def test_an_interruption_during_the_start_is_clean(start):
+    run = start()
+    run.wait_for(lambda: "Starting Ray" in run.text(), "the start of Ray")
+    run.wait_for(lambda: run.find("ray::"), "Ray's processes")
+    run.process.send_signal(signal.SIGINT)
+    ends_cleanly(run, "Error: interrupted by SIGINT. No checkpoint was saved.", code=128 + signal.SIGINT)
