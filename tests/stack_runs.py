@@ -1,6 +1,7 @@
 """Runs of the real stack, for the tests that start them, and what they leave behind."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -75,7 +76,7 @@ class Started:
 
     def wait_for_step(self, step, timeout=600):
         """Wait until a step's line is there."""
-        self.wait_for(lambda: f"\nstep {step}/" in self.text(), f"step {step}", timeout)
+        self.wait_for(lambda: re.search(rf"^step +{step}/", self.text(), re.M), f"step {step}", timeout)
 
     def processes(self):
         """Command line of each living process of the run by its id."""
