@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -41,18 +42,26 @@ def explain(run, output):
     return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
 
 
+def temporary_files():
+    """What is in shared memory and in the folders for temporary files, but pytest's own."""
+    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
+    return {path for folder in folders if folder.exists() for path in folder.iterdir() if "pytest" not in path.name}
+
+
 class Started:
     """A run that goes on in the background while a test does something to it."""
 
-    def __init__(self, output, *overrides, **environment):
+    def __init__(self, output, *overrides, inside=(), **environment):
+        """``inside``: a command that runs the command that follows it."""
         self.output = output
         self.marker = f"BAPO_TEST_RUN={uuid.uuid4().hex}"  # every process of the run inherits it
         name, value = self.marker.split("=")
         output.parent.mkdir(parents=True, exist_ok=True)
         self.console = output.parent / f"{output.name}.console"
+        self.before = temporary_files()
         with open(self.console, "w") as console:
             self.process = subprocess.Popen(
-                [*SCRIPT, *overrides],
+                [*inside, *SCRIPT, *overrides],
                 cwd=ROOT,
                 env=environment_of(output, **environment, **{name: value}),
                 stdin=subprocess.DEVNULL,
@@ -101,6 +110,10 @@ class Started:
         while self.processes() and time.monotonic() < began + took + 10:
             time.sleep(0.2)
         return code, took
+
+    def left_behind(self):
+        """Files in shared memory and temporary folders that were not there before, but other runs' own."""
+        return sorted(str(path) for path in temporary_files() - self.before)
 
     def clean_up(self):
         """Kill what is left of it."""

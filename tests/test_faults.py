@@ -1,7 +1,10 @@
 """Faults injected into the real stack: the run ends soon, names the cause, leaves nothing behind and can be resumed."""
 
 import os
+import shutil
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 from stack_runs import Started
@@ -27,7 +30,7 @@ def ends_cleanly(run, *messages, code=1):
     last = "\n".join(text.splitlines()[-6:])
     for message in messages:
         assert message in last, text
-    assert not run.processes()
+    assert not run.processes() and not run.left_behind()
     return last
 
 
@@ -36,8 +39,8 @@ def start(tmp_path):
     """Starts a run; what is left of it is killed at the end."""
     started = []
 
-    def start_one(*overrides, **environment):
-        started.append(Started(tmp_path / f"run{len(started)}", *SHORT, *overrides, **environment))
+    def start_one(*overrides, **options):
+        started.append(Started(tmp_path / f"run{len(started)}", *SHORT, *overrides, **options))
         return started[-1]
 
     yield start_one
@@ -82,7 +85,7 @@ def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
     run.wait_for(lambda: (run.output / "train.log").exists(), "a log")
     code, took = run.end(timeout=240)
     assert code == 1 and message in "\n".join(run.text().splitlines()[-6:]), run.text()
-    assert not run.processes()
+    assert not run.processes() and not run.left_behind()
 
 
 def test_an_interruption_during_the_start_is_clean(start):
@@ -91,3 +94,44 @@ def test_an_interruption_during_the_start_is_clean(start):
     run.wait_for(lambda: run.find("ray::"), "Ray's processes")
     run.process.send_signal(signal.SIGINT)
     ends_cleanly(run, "Error: interrupted by SIGINT. No checkpoint was saved.", code=128 + signal.SIGINT)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 12 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
+    run = start(f"trainer.default_local_dir={small_disk}")
+    run.wait_for_step(1)
+    with open(small_disk / "filler", "wb") as filler:
+        filler.write(b"x" * (shutil.disk_usage(small_disk).free - (1 << 16)))
+    last = ends_cleanly(run, "No space left on device")
+    # What it names is complete: preflight takes it.
+    folder = Path(last.split("The last checkpoint is ")[1].split(": the same")[0])
+    (small_disk / "filler").unlink()
+    check = subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", "--preflight", *SHORT, "trainer.resume_mode=auto"]
+        + [f"trainer.default_local_dir={small_disk}"],
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert check.returncode == 0 and f"training goes on from {folder}" in check.stdout, check.stdout + check.stderr
+
+
+def test_no_network_is_needed(start):
+    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x49))"
+    inside = ["unshare", "--net", "bash", "-c", f'python3 -c "{up}" && exec "$@"', "bash"]
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces are refused here")
+    run = start("trainer.total_training_steps=1", "trainer.save_freq=-1", inside=inside)
+    code, _ = run.end(timeout=300)
+    assert code == 0, run.text()
+    assert not run.processes() and not run.left_behind()

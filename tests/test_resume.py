@@ -41,7 +41,7 @@ def resumed(tmp_path_factory):
         first.wait_for_step(2)
         first.process.send_signal(signal.SIGTERM)
         code, _ = first.end(timeout=60)
-        left = first.processes()
+        left = [*first.processes().values(), *first.left_behind()]
     finally:
         first.clean_up()
     run = run_example(folder / "run", *overrides(folder))

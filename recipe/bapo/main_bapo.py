@@ -24,7 +24,16 @@ from omegaconf import OmegaConf, open_dict
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
-from recipe.bapo import console, cpu_settings, evaluation, input_checks, live, plugin, preflight  # noqa: E402, F401
+from recipe.bapo import (  # noqa: E402
+    console,
+    cpu_settings,
+    evaluation,
+    input_checks,
+    live,
+    plugin,  # noqa: F401
+    preflight,
+    processes,
+)
 from recipe.bapo.watchdog import Watchdog  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
@@ -42,20 +51,8 @@ def main(config):
     run_dir = Path(config.run_dir).absolute()
     log_file = run_dir / "train.log"
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does once it is up
-    code = 1
     with console.output_to(log_file) as out:
-        watchdog = Watchdog(run_dir, config.watchdog.max_silence_s, config.watchdog.grace_s)
-        try:
-            message = run(config, run_dir, out, watchdog)
-        except (KeyboardInterrupt, SystemExit) as stop:
-            number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
-            message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
-            if watchdog.reason is not None:  # the signal is the watchdog's own
-                message, code = f"training ended: {watchdog.reason}. {where_to_go_on(config)}", 1
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
-            ray.shutdown()
+        message, code = run_and_clean_up(config, run_dir, out)
     if message is not None:
         print(f"Error: {message}\nThe whole output: {log_file}", file=sys.stderr)
         sys.stdout.flush()
@@ -66,6 +63,29 @@ def main(config):
         return
     print(console.summary(run_dir))
     draw(run_dir)
+
+
+def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
+    """Run, and take down what was started. Returns what went wrong, if anything, and the exit code."""
+    watchdog = Watchdog(run_dir, config.watchdog.max_silence_s, config.watchdog.grace_s)
+    scratch = processes.make_scratch()
+    message, code = "the run ended without a word", 1
+    try:
+        message = run(config, run_dir, out, watchdog, scratch)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if watchdog.reason is not None:  # the signal is the watchdog's own
+            message = f"training ended: {watchdog.reason}. {where_to_go_on(config)}"
+        else:
+            number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+            message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
+        ray.shutdown()
+        for path in watchdog.shared_memory:
+            path.unlink(missing_ok=True)
+        processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
+    return message, code
 
 
 def where_to_go_on(config) -> str:
@@ -90,7 +110,7 @@ def draw(run_dir: Path) -> None:
         print(f"No picture: {error}")
 
 
-def run(config, run_dir: Path, out, watchdog: Watchdog) -> str | None:
+def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | None:
     """Check the config, then run verl's trainer; what a person should see goes to ``out``. Returns what went wrong."""
     from recipe.bapo.trainer import TaskRunnerOnThisNode
 
@@ -114,7 +134,7 @@ def run(config, run_dir: Path, out, watchdog: Watchdog) -> str | None:
             runtime_env = config.ray_kwargs.ray_init.runtime_env
             ours = {name: os.environ.get(name, value) for name, value in cpu_settings.ENVIRONMENT.items()}
             runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
-    choose_cluster(config)
+    choose_cluster(config, scratch)
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
     out.flush()
     printer = live.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
@@ -133,19 +153,20 @@ def run(config, run_dir: Path, out, watchdog: Watchdog) -> str | None:
     return None
 
 
-def choose_cluster(config) -> None:
-    """Have Ray join the cluster that there is, or on a CPU start one of its own.
+def choose_cluster(config, scratch: Path) -> None:
+    """Have Ray join the cluster that there is, or start one of its own in ``scratch``.
 
-    A job submitted to a cluster finds ``RAY_ADDRESS`` in its environment; several nodes need one that is up. On a CPU a
-    cluster that happens to run here would lack the logical slots.
+    A job submitted to a cluster finds ``RAY_ADDRESS`` in its environment; several nodes need one that is up.
     """
     ray_init = config.ray_kwargs.ray_init
-    with open_dict(ray_init):
+    with open_dict(config):
         if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1:
             ray_init.address = "auto"
             ray_init.num_cpus = ray_init.num_gpus = None  # of the cluster's nodes; Ray refuses them here
-        elif on_cpu():
+        else:
             ray_init.address = "local"
+            ray_init._temp_dir = str(scratch / "ray")
+            ray_init.runtime_env.env_vars = {"TMPDIR": str(scratch), **(ray_init.runtime_env.get("env_vars") or {})}
 
 
 def reason_of(error: Exception) -> str:

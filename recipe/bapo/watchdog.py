@@ -17,6 +17,8 @@ import ray
 from ray._private import state
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
+from recipe.bapo.processes import processes, shared_memory
+
 INTERVAL = 2.0  # seconds between two looks
 ENDED_ON_PURPOSE = (
     ActorDiedErrorContext.RAY_KILL,
@@ -45,6 +47,7 @@ class Watchdog(threading.Thread):
         self.reason: str | None = None
         self.began = time.time()
         self.servers: dict[int, str] = {}  # processes that vLLM starts beside Ray's, by id
+        self.shared_memory: set[Path] = set()  # what the run's processes on this node hold, or held when they died
 
     def run(self):
         """Look until told to stop, or until there is a reason to end the run."""
@@ -83,6 +86,8 @@ class Watchdog(threading.Thread):
         """An engine process of vLLM on this node that was there before."""
         there = {pid: title for pid, title in processes().items() if title.startswith("VLLM::")}
         gone = [f"{title} (process {pid})" for pid, title in self.servers.items() if pid not in there]
+        if there.keys() - self.servers.keys():
+            self.shared_memory |= shared_memory(there)
         self.servers.update(there)
         return f"{gone[0]} of a vLLM server has died" if gone else None
 
@@ -97,27 +102,6 @@ def dead_actor() -> str | None:
         where = f"process {context.pid} on {context.node_ip_address}"
         return f"the worker {context.class_name or actor['ActorClassName']} ({where}) has died"
     return None
-
-
-def processes() -> dict[int, str]:
-    """The titles of this job's processes on this node by their ids; zombies count as gone."""
-    raylet = os.environ.get("RAY_RAYLET_PID") or str(_raylet_of_this_process())
-    marks = {f"RAY_RAYLET_PID={raylet}".encode(), f"RAY_JOB_ID={ray.get_runtime_context().get_job_id()}".encode()}
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marks <= set((folder / "environ").read_bytes().split(b"\0")):
-                title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if title:
-                    found[int(folder.name)] = title
-        except OSError:
-            continue  # it has ended, or is another user's
-    return found
-
-
-def _raylet_of_this_process():
-    node = ray._private.worker._global_node
-    return node.all_processes["raylet"][0].process.pid if node is not None and "raylet" in node.all_processes else None
 
 
 def write_stacks(folder: Path) -> None:

@@ -1,0 +1,71 @@
+"""The watchdog's rules; that it ends a real run is in test_faults.py."""
+
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory as python_shared_memory
+from pathlib import Path
+
+import pytest
+
+from recipe.bapo import processes, watchdog
+from recipe.bapo.watchdog import Watchdog
+
+
+def test_a_step_that_ends_is_progress(tmp_path):
+    dog = Watchdog(tmp_path, max_silence_s=100, grace_s=0)
+    assert dog.find_reason() is None  # it has only begun
+    dog.began -= 101
+    assert "no step ended in 101 s (watchdog.max_silence_s=100)" in dog.find_reason()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert dog.find_reason() is None
+    os.utime(tmp_path / "metrics.jsonl", (0, time.time() - 150))
+    assert "no step ended in 101 s" in dog.find_reason()
+    dog.max_silence_s = None
+    assert dog.find_reason() is None
+
+
+def test_a_server_that_was_there_and_is_gone_is_named(tmp_path, monkeypatch):
+    there = {7: "VLLM::EngineCore", 8: "ray::WorkerDict"}
+    monkeypatch.setattr(watchdog, "processes", lambda: dict(there))
+    dog = Watchdog(tmp_path, None, 0)
+    assert dog.dead_server() is None
+    there[9] = "VLLM::Worker"
+    assert dog.dead_server() is None
+    del there[7], there[8]
+    assert dog.dead_server() == "VLLM::EngineCore (process 7) of a vLLM server has died"
+
+
+def test_shared_memory_of_a_process_is_found_until_it_is_removed():
+    block = python_shared_memory.SharedMemory(create=True, size=4096)
+    path = Path("/dev/shm") / block.name
+    assert path in processes.shared_memory([os.getpid()])
+    assert path not in processes.shared_memory([1 << 30])
+    block.close()
+    block.unlink()
+    assert path not in processes.shared_memory([os.getpid()])
+
+
+def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):
+    for kept in (None, tmp_path / "kept"):
+        scratch = processes.make_scratch()
+        assert len(str(scratch)) < 50  # or there is no room for the names of Ray's sockets
+        logs = scratch / "ray" / "session_latest" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "gcs_server.out").write_text("a log")
+        processes.remove_scratch(scratch, kept)
+        assert not scratch.exists()
+    assert (tmp_path / "kept" / "gcs_server.out").read_text() == "a log"
+
+
+def test_stacks_are_written(tmp_path, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeper:
+        monkeypatch.setattr(watchdog, "processes", lambda: {sleeper.pid: "ray::Sleeper.sleep"})
+        time.sleep(0.5)
+        watchdog.write_stacks(tmp_path)
+        sleeper.kill()
+    text = (tmp_path / f"Sleeper_sleep-{sleeper.pid}.txt").read_text()
+    if "Permission" in text:
+        pytest.skip("tracing is refused here")
+    assert "sleep" in text or "<module>" in text
