@@ -2,7 +2,7 @@
 
 import json
 
-from recipe.bapo.console import keep_earlier, read_metrics, step_line, summary
+from recipe.bapo.console import first_error, keep_earlier, read_metrics, step_line, summary
 
 
 def record(step, **data):
@@ -56,3 +56,14 @@ def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
 
 def test_a_run_without_a_step_says_so(tmp_path):
     assert summary(tmp_path).startswith("No training step")
+
+
+def test_the_first_error_of_a_worker_is_found_in_the_log():
+    log = """
+ValueError: not a worker's
+\x1b[36m(AgentLoopWorkerTQ pid=7)\x1b[0m ray.exceptions.RayTaskError(KeyError): \x1b[36mray::R.compute_score()
+\x1b[36m(AgentLoopWorkerTQ pid=7, ip=10.0.0.2)\x1b[0m KeyError: 'no such answer'
+\x1b[36m(AgentLoopWorkerTQ pid=7)\x1b[0m RuntimeError: a later one
+"""
+    assert first_error(log) == "KeyError: 'no such answer' (AgentLoopWorkerTQ)"
+    assert first_error("nothing went wrong") is None

@@ -50,7 +50,11 @@ def start(tmp_path):
 
 @pytest.mark.parametrize(
     "victim, message",
-    [("VLLM::EngineCore", "VLLM::EngineCore"), ("ray::WorkerDict", "WorkerDict"), ("ray::vLLMHttpServer", "vLLM")],
+    [
+        ("VLLM::EngineCore", "VLLM::EngineCore"),
+        ("ray::WorkerDict", "WorkerDict"),
+        pytest.param("ray::vLLMHttpServer", "vLLM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_process_ends_the_run(start, victim, message):
     run = start()
@@ -60,6 +64,7 @@ def test_a_killed_process_ends_the_run(start, victim, message):
     assert "The last checkpoint is" in last and "global_step_" in last
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_noticed_by_the_silence(start):
     run = start("watchdog.max_silence_s=150")
     run.wait_for_step(1)
@@ -75,8 +80,8 @@ def test_a_stopped_server_is_noticed_by_the_silence(start):
     "body, message",
     [
         ("raise KeyError('no such answer')", "no such answer"),
-        ("return float('nan')", "nan"),
-        ("return 'good'", "good"),
+        pytest.param("return float('nan')", "in advantages. No clip bounds were found", marks=pytest.mark.slow),
+        pytest.param("return 'good'", "can't assign a str", marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
@@ -112,7 +117,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
     run.wait_for_step(1)
     with open(small_disk / "filler", "wb") as filler:
         filler.write(b"x" * (shutil.disk_usage(small_disk).free - (1 << 16)))
-    last = ends_cleanly(run, "No space left on device")
+    last = ends_cleanly(run, f"no space left: {small_disk} has 0.")
     # What it names is complete: preflight takes it.
     folder = Path(last.split("The last checkpoint is ")[1].split(": the same")[0])
     (small_disk / "filler").unlink()

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from recipe.bapo import prepare_data
-from recipe.bapo.checks import check_data
 from recipe.bapo.example.task import make_tokenizer
+from recipe.bapo.input_checks import check_data
 from recipe.bapo.prepare_data import DATA_SETS, SCHEMA, prepare
 
 
@@ -104,7 +104,8 @@ def test_rows_are_kept_and_dropped_by_reason(made):
     assert "Warning" not in report
     table = pyarrow.parquet.read_table(out)
     assert table.schema.equals(SCHEMA) and table.num_rows == kept
-    check_data(str(out), "data.train_files", "prompt")
+    data = {"prompt_key": "prompt", "max_prompt_length": 4096, "filter_overlong_prompts": True}
+    check_data(OmegaConf.create({"data": data}), str(out), "data.train_files")
     assert not list(out.parent.glob("*.unfinished"))
 
 

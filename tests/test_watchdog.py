@@ -8,6 +8,7 @@ from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from recipe.bapo import processes, watchdog
 from recipe.bapo.watchdog import Watchdog
@@ -69,3 +70,20 @@ def test_stacks_are_written(tmp_path, monkeypatch):
     if "Permission" in text:
         pytest.skip("tracing is refused here")
     assert "sleep" in text or "<module>" in text
+
+
+def test_the_servers_of_another_run_are_found(monkeypatch):
+    from recipe.bapo.preflight import check_other_runs
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = OmegaConf.create({"trainer": {"nnodes": 1}})
+    assert check_other_runs(config) == "none on this machine"
+    environment = {**os.environ, "RAY_JOB_ID": "01000000"}
+    command = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
+    with subprocess.Popen(command, env=environment) as other:
+        time.sleep(0.5)
+        with pytest.raises(ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"):
+            check_other_runs(config)
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert "a job of a Ray cluster" in check_other_runs(config)
+        other.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,11 +35,20 @@ def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
 
 
 def keep_earlier(path: Path) -> Path:
-    """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.jsonl`` and so on."""
+    """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        path.rename(path.with_suffix(f".{1 + len(list(path.parent.glob(f'{path.stem}.*.jsonl')))}.jsonl"))
+        earlier = list(path.parent.glob(f"{path.stem}.*{path.suffix}"))
+        path.rename(path.with_suffix(f".{1 + len(earlier)}{path.suffix}"))
     return path
+
+
+def first_error(log: str) -> str | None:
+    """The first exception that a worker printed to a run's log, and in which worker; None if there is none."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    for worker, name, text in re.findall(r"^\((\w+) pid=[^)]*\) ([\w.]*(?:Error|Exception)): (.*)$", plain, re.M):
+        return f"{name}: {text.strip()} ({worker})"
+    return None
 
 
 def validation_reward(data: dict[str, float]) -> float | None:
@@ -112,8 +122,7 @@ def output_to(log_file: Path):
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_file, "ab") as log, os.fdopen(os.dup(1), "w") as out:
+    with open(keep_earlier(log_file), "ab") as log, os.fdopen(os.dup(1), "w") as out:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         try:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -81,8 +82,9 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
+        leftovers = watchdog.shared_memory | (processes.leftovers() if ray.is_initialized() else set())
         ray.shutdown()
-        for path in watchdog.shared_memory:
+        for path in leftovers:
             path.unlink(missing_ok=True)
         processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
     return message, code
@@ -144,8 +146,15 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
         run_ppo(config, TaskRunnerOnThisNode())
     except Exception as error:
         traceback.print_exc()
-        before = f"{watchdog.reason}; " if watchdog.reason is not None else ""
-        return f"Training failed: {before}{reason_of(error)}. {where_to_go_on(config)}"
+        sys.stdout.flush()
+        first = console.first_error((run_dir / "train.log").read_text(errors="replace"))
+        reasons = [
+            watchdog.reason,
+            full_disk(config),
+            reason_of(error),
+            f"the first error in the log is {first}" if first else None,
+        ]
+        return f"Training failed: {'; '.join(filter(None, reasons))}. {where_to_go_on(config)}"
     finally:
         watchdog.done.set()
         printer.done.set()
@@ -166,13 +175,20 @@ def choose_cluster(config, scratch: Path) -> None:
         else:
             ray_init.address = "local"
             ray_init._temp_dir = str(scratch / "ray")
-            ray_init.runtime_env.env_vars = {"TMPDIR": str(scratch), **(ray_init.runtime_env.get("env_vars") or {})}
+
+
+def full_disk(config) -> str | None:
+    """Says so if there is hardly any space left for checkpoints; torch's own error would not."""
+    folder = Path(config.trainer.default_local_dir)
+    if not folder.exists() or (free := shutil.disk_usage(folder).free) >= 64 << 20:
+        return None
+    return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
 
 
 def reason_of(error: Exception) -> str:
     """What went wrong first, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
 
 
 # What runs without flash-attn in the place of what needs it.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.bapo import checks
+from recipe.bapo import checks, processes
 from recipe.bapo.input_checks import check_model
 
 VERL = "0.9.1"
@@ -117,6 +117,19 @@ def check_devices(config) -> str:
         raise ValueError(f"trainer.n_gpus_per_node asks for {wanted} GPUs, and there are {there}: lower GPUS_PER_NODE.")
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     return f"{there} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB each"
+
+
+def check_other_runs(config) -> str:
+    """No run beside us whose vLLM servers might get our weights."""
+    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1:
+        return "this run is a job of a Ray cluster"
+    others = processes.servers_of_other_runs()
+    if others:
+        raise ValueError(
+            f"another run is on this machine (process {min(others)}, {others[min(others)]}), and verl would send both "
+            "runs' weights over one socket: wait for its end, or submit both to one cluster (scripts/cluster.sh head)."
+        )
+    return "none on this machine"
 
 
 def check_shared_memory(config) -> str:
@@ -218,6 +231,7 @@ MACHINE = (
     ("plugin", check_plugin),
     ("flash-attn", check_flash_attn),
     ("devices", check_devices),
+    ("other runs", check_other_runs),
     ("shared memory", check_shared_memory),
 )
 SIZES = (("memory", check_memory), ("disk", check_disk))

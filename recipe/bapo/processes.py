@@ -16,11 +16,23 @@ LONGEST = 30  # characters of a folder in which Ray's and vLLM's sockets still f
 def processes() -> dict[int, str]:
     """The titles of this job's processes on this node by their ids; zombies count as gone."""
     raylet = os.environ.get("RAY_RAYLET_PID") or str(_raylet_of_this_process())
-    marks = {f"RAY_RAYLET_PID={raylet}".encode(), f"RAY_JOB_ID={ray.get_runtime_context().get_job_id()}".encode()}
-    found = {}
+    return _with_environment(f"RAY_RAYLET_PID={raylet}", f"RAY_JOB_ID={ray.get_runtime_context().get_job_id()}")
+
+
+def servers_of_other_runs() -> dict[int, str]:
+    """vLLM's processes on this node of runs that started a Ray of their own, as we are about to do.
+
+    Ray then numbers both jobs alike, and verl names the socket over which it sends weights to vLLM after that number.
+    """
+    found = _with_environment("RAY_JOB_ID=01000000")
+    return {pid: title for pid, title in found.items() if title.startswith("VLLM::")}
+
+
+def _with_environment(*marks):
+    wanted, found = {mark.encode() for mark in marks}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if marks <= set((folder / "environ").read_bytes().split(b"\0")):
+            if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                 title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if title:
                     found[int(folder.name)] = title
@@ -46,14 +58,23 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
     return {Path(name) for name in found if not name.endswith("(deleted)")}
 
 
+def leftovers() -> set[Path]:
+    """What this job would leave on this node: named shared memory, and verl's sockets in ``/tmp``."""
+    job = ray.get_runtime_context().get_job_id()
+    return shared_memory(processes()) | set(Path("/tmp").glob(f"rl-colocate-zmq-{job}-*.sock"))
+
+
 def make_scratch() -> Path:
-    """A folder for Ray's session, and for the sockets and locks that vLLM and verl would leave in ``/tmp``."""
+    """A folder for Ray's session and, as ``TMPDIR``, for what this process's children would leave in ``/tmp``."""
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="bapo-", dir=parent if len(parent) <= LONGEST else "/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="bapo-", dir=parent if len(parent) <= LONGEST else "/tmp"))
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None  # None: look at the environment again
+    return folder
 
 
 def remove_scratch(folder: Path, keep_logs_in: Path | None) -> None:
     """Remove it; Ray's logs of a run that failed are kept."""
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder.parent), None
     logs = folder / "ray" / "session_latest" / "logs"
     if keep_logs_in is not None and logs.exists():
         shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
