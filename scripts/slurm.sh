@@ -18,7 +18,12 @@ nodes=$SLURM_JOB_NUM_NODES port=${PORT:-6379}
 export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh  # once, before the nodes look for it
 address=$(hostname -I | cut -d' ' -f1)
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"; wait' EXIT  # the steps, not this script; Slurm kills what stays
+finish() {
+    kill $(jobs -p) 2>/dev/null
+    wait
+    srun --overlap --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster  # the address of a Ray that is gone
+}
+trap finish EXIT
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
     bash scripts/cluster.sh head --node-ip-address="$address" --port="$port" --dashboard-port="${RAY_ADDRESS##*:}" &
 WAIT_SECONDS=600 bash scripts/cluster.sh wait 1 &
