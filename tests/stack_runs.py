@@ -45,7 +45,8 @@ def explain(run, output):
 def temporary_files():
     """What is in shared memory and in the folders for temporary files, but pytest's own."""
     folders = (Path("/dev/shm"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
-    return {path for folder in folders if folder.exists() for path in folder.iterdir() if "pytest" not in path.name}
+    paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
+    return {path for path in paths if "pytest" not in path.name and path.suffix not in (".log", ".sh", ".py", ".txt")}
 
 
 class Started:
