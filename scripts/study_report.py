@@ -82,7 +82,9 @@ def _mean(values):
 
 def spread(values: list[float], form: str) -> str:
     """Mean and standard deviation over seeds."""
-    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+    if len(values) == 1:
+        return f"{form.format(values[0])} (one seed)"
+    deviation = statistics.stdev(values)
     return f"{form.format(statistics.mean(values))} ± {form.format(deviation)}"
 
 
@@ -147,7 +149,7 @@ PANELS = [
     ("reward", "mean reward"),
     ("entropy", "entropy (nats a token)"),
     ("grad_norm", "gradient norm"),
-    ("positive_contribution", "rho at the bounds, by the method's own measure"),
+    ("positive_contribution", "rho at the bounds, own measure"),
     ("clip_high", "c_high"),
     ("clip_low", "c_low"),
 ]
@@ -155,7 +157,7 @@ PANELS = [
 
 def draw(runs: dict[str, list[dict]], title: str, unit: str, out: Path) -> None:
     """Curves of one staleness: the mean over seeds, and a band from the lowest to the highest."""
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7.6), constrained_layout=True)
+    figure, axes = plt.subplots(2, 3, figsize=(13, 8.2), constrained_layout=True)
     for axis, (key, label) in zip(axes.flat, PANELS, strict=True):
         for method, records in runs.items():
             series = [record["series"][key] for record in records]
@@ -175,7 +177,7 @@ def draw(runs: dict[str, list[dict]], title: str, unit: str, out: Path) -> None:
         axis.grid(alpha=0.25)
     figure.suptitle(title, fontsize=14)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=12)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=12)
     figure.savefig(out, dpi=90)
     plt.close(figure)
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from study import ADDED, LOOP, METHODS, is_done, windows, write
+from study import ADDED, LOOP, METHODS, RESULTS, ROOT, is_done, loop_runs, run_path, windows, write
 from study_loop import SEARCH_METRICS, Settings, read_method, train
 from study_report import control, draw, generated, interval, measures, read_runs, tables
 
@@ -123,3 +123,32 @@ def test_curves_are_drawn(tmp_path):
     write_runs(tmp_path, {(method, seed): 0.1 for method in METHODS + ADDED for seed in (1, 2)})
     draw(read_runs("loop", tmp_path)[32], "a title", "update", tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_the_page_holds_what_follows_from_the_runs():
+    assert generated() in (ROOT / "docs" / "results.md").read_text()
+    for picture in ("loop-staleness1", "loop-staleness8", "loop-staleness32", "stack-staleness16"):
+        assert (RESULTS / f"{picture}.png").exists()
+
+
+def test_every_planned_run_of_the_loop_is_there_and_its_control_holds():
+    assert all(is_done(run_path("loop", *run), {**LOOP, "staleness": run[1]}) for run in loop_runs())
+    assert control(read_runs("loop")[1]).endswith("in 5 of 5 seeds.")
+
+
+def test_the_text_says_what_the_runs_show():
+    """The sentences of docs/results.md that a table does not hold."""
+    runs = read_runs("loop")
+
+    def moved(method):
+        found = [measures(record) for staleness in (8, 32) for record in runs[staleness][method]]
+        return [run["rho at bounds"] - run["rho at start"] for run in found]
+
+    by_value, by_gradient = ([*moved(f"bapo{of}"), *moved(f"bapo{of}@0.38")] for of in ("", "_gradient"))
+    assert len(by_value) == len(by_gradient) == 20
+    assert (round(min(by_value), 4), round(max(by_value), 4)) == (-0.0018, -0.0002)
+    assert (round(min(by_gradient), 4), round(max(by_gradient), 4)) == (0.0013, 0.0088)
+    weights = [{r["seed"]: r["weights"] for r in runs[32][m]} for m in ("bapo", "bapo_gradient", "widest")]
+    assert sum(len({of_method[seed] for of_method in weights}) == 1 for seed in range(1, 6)) == 4
+    bold = [line.count("**") // 2 for staleness in (8, 32) for line in tables(runs[staleness])]
+    assert sum(bold) == 7
