@@ -32,6 +32,11 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray
 export RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
 ray=$venv/bin/ray
 
+need_venv() {
+    [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
+    [ -x "$ray" ] || fail "$ray does not exist: set BAPO_VENV to a virtual environment with the requirements, or run scripts/setup.sh."
+}
+
 start() {  # start OPTIONS...: this node, until it is ended
     unset RAY_ADDRESS
     "$ray" start --block --disable-usage-stats "${platform[@]}" "$@" &
@@ -53,7 +58,7 @@ command=${1:-}
 shift || true
 case $command in
 head)
-    [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
+    need_venv
     if [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
         mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
         (umask 077; "$venv/bin/python" -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
@@ -64,12 +69,13 @@ head)
 join)
     [[ ${1:-} == *:* ]] || fail "join ${1:-} is not usable: give the head's address as IP:PORT."
     need_token
-    [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
+    need_venv
     address=$1; shift
     start --address="$address" "$@"
     ;;
 wait)
     [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || fail "wait ${1:-} is not usable: give the number of nodes."
+    [[ ${WAIT_SECONDS:-600} =~ ^[1-9][0-9]*$ ]] || fail "WAIT_SECONDS=$WAIT_SECONDS is not usable: give a whole number of 1 or more."
     end=$((SECONDS + ${WAIT_SECONDS:-600}))
     while :; do
         found=$("$venv/bin/python" - 2>/dev/null <<'PYTHON' || true

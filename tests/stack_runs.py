@@ -104,11 +104,11 @@ class Started:
         return [pid for pid, command in self.processes().items() if name in command]
 
     def end(self, timeout):
-        """Wait for its end and return the exit code and the seconds it took; processes may linger for ten more."""
+        """Wait for its end and return the exit code and the seconds it took; its processes have two more."""
         began = time.monotonic()
         code = self.process.wait(timeout)
         took = time.monotonic() - began
-        while self.processes() and time.monotonic() < began + took + 10:
+        while self.processes() and time.monotonic() < began + took + 2:
             time.sleep(0.2)
         return code, took
 

@@ -39,13 +39,16 @@ def call(*command, timeout, **environment):
         (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
         (["stop", "job"], "RAY_ADDRESS=http://127.0.0.1:1 takes no jobs: start scripts/cluster.sh head there"),
         (["follow", "job"], "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
+        (["head"], "/no/venv/bin/ray does not exist: set BAPO_VENV to a virtual environment"),
         (["begin"], "bash scripts/cluster.sh head"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, arguments, message):
+def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
     token = tmp_path / "token"
     if arguments[0] == "stop":
         token.write_text("a token")
+    if arguments[0] == "head":
+        monkeypatch.setenv("BAPO_VENV", "/no/venv")
     here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(token), "WAIT_SECONDS": "1"}
     run = call("bash", "scripts/cluster.sh", *arguments, timeout=120, **here)
     assert run.returncode in (1, 2) and message in run.stdout
@@ -119,7 +122,8 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
         assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
     records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
     assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
-    assert len({json.loads(line)["high"] for line in records[0].splitlines()}) > 1
+    # Of real data: each update's share is its own. (The bounds need not differ: all may be the largest.)
+    assert len({json.loads(line)["positive_contribution"] for line in records[0].splitlines()}) > 8
     # The submitter's secrets go nowhere.
     written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
     assert not [path for path in written if b"planted-secret" in path.read_bytes()]

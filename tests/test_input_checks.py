@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_start import composed
 
-from recipe.bapo.input_checks import check_checkpoint, check_train_data
+from recipe.bapo.input_checks import check_checkpoint, check_model, check_train_data
 from recipe.bapo.main_bapo import choose_cluster
 
 
@@ -146,3 +146,12 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path)
     assert chosen("trainer.nnodes=2") == ("auto", None, None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert chosen() == ("auto", None, None)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert chosen() == ("local", 16, 16)
+
+
+def test_an_extended_context_is_believed(task):
+    length = "actor_rollout_ref.rollout.max_model_len=4096"
+    with pytest.raises(ValueError, match="max_model_len=4096 is more than the 1024 positions"):
+        check_model(composed(task, length))
+    check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))

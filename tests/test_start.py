@@ -74,6 +74,8 @@ def test_the_example_passes_without_a_warning(task):
         ("actor_rollout_ref.model.path=/no/such/model", "MODEL_PATH)=/no/such/model is not a folder"),
         ("actor_rollout_ref.model.path={files}/model", "cannot be read as a Hugging Face model"),
         ("actor_rollout_ref.rollout.max_model_len=9999", "max_model_len=9999 is more than the 1024 positions of"),
+        ("watchdog.max_silence_s=soon", "watchdog.max_silence_s=soon is not usable: set it to a number of seconds"),
+        ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable"),
         ("data.train_files=/no/such.parquet", "data.train_files=/no/such.parquet does not exist"),
         ("data.train_files={files}/truncated.parquet", "is not a readable parquet file"),
         ("data.val_files={files}/columns.parquet", "lacks the columns ['data_source', 'reward_model']"),

@@ -1,6 +1,7 @@
 """The watchdog's rules; that it ends a real run is in test_faults.py."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,20 @@ def test_shared_memory_of_a_process_is_found_until_it_is_removed():
     block.close()
     block.unlink()
     assert path not in processes.shared_memory([os.getpid()])
+
+
+def test_what_was_started_with_the_scratch_folder_is_killed():
+    outside = subprocess.Popen(["sleep", "60"])
+    scratch = processes.make_scratch()
+    inside = subprocess.Popen(["sleep", "60"])
+    try:
+        processes.kill_children(scratch)
+        assert inside.wait(10) == -signal.SIGKILL and outside.poll() is None
+    finally:
+        processes.remove_scratch(scratch, None)
+        for child in (inside, outside):
+            child.kill()
+            child.wait()
 
 
 def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):

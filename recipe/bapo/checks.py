@@ -57,6 +57,18 @@ def _check_separate(config):
     )
 
 
+def check_watchdog(config) -> str:
+    """The watchdog's times; a wrong one would leave the run without it."""
+    silence, grace = config.watchdog.max_silence_s, config.watchdog.grace_s
+    for name, value in (("max_silence_s", silence), ("grace_s", grace)):
+        if name == "max_silence_s" and value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(number and value > 0, f"watchdog.{name}", "a number of seconds above 0", str(value))
+    limit = "never" if silence is None else f"after {silence:g} s"
+    return f"ends a run in which no step ends: {limit}; {grace:g} s after the death of a process"
+
+
 def check_loss(config) -> str:
     """The loss, its switches and its aggregation."""
     actor = config.actor_rollout_ref.actor
@@ -180,6 +192,7 @@ def warnings_of(config) -> list[str]:
 CHECKS = (
     ("trainer", check_trainer),
     ("loss", check_loss),
+    ("watchdog", check_watchdog),
     ("model", check_model),
     ("training data", check_train_data),
     ("validation data", check_val_data),

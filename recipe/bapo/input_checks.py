@@ -37,14 +37,15 @@ def check_model(config) -> str:
             f"{field}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
             "the two do not belong together."
         )
+    # As verl's vLLM server checks it, in a worker and a minute later.
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    positions = (model.get("override_config") or {}).get("max_position_embeddings", positions)
     wanted = config.actor_rollout_ref.rollout.max_model_len
-    name = "actor_rollout_ref.rollout.max_model_len"
-    if wanted is None:
-        name = "data.max_prompt_length + data.max_response_length"
-        wanted = config.data.max_prompt_length + config.data.max_response_length
-    if positions is not None and wanted > positions:
-        raise ValueError(f"{name}={wanted} is more than the {positions} positions of {field}={path}: lower it.")
+    if positions is not None and wanted is not None and wanted > positions:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.max_model_len={wanted} is more than the {positions} positions of {field}={path}"
+            ": lower it, or for a model that can be extended set model.override_config.max_position_embeddings."
+        )
     return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -82,10 +82,14 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
-        leftovers = watchdog.shared_memory | (processes.leftovers() if ray.is_initialized() else set())
+        leftovers = set(watchdog.shared_memory)
+        with suppress(Exception):  # Ray may be half up, or half gone
+            leftovers |= processes.leftovers()
         ray.shutdown()
+        processes.kill_children(scratch)
         for path in leftovers:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
     return message, code
 
@@ -169,7 +173,7 @@ def choose_cluster(config, scratch: Path) -> None:
     """
     ray_init = config.ray_kwargs.ray_init
     with open_dict(config):
-        if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1:
+        if processes.joins_a_cluster(config):
             ray_init.address = "auto"
             ray_init.num_cpus = ray_init.num_gpus = None  # of the cluster's nodes; Ray refuses them here
         else:

@@ -121,7 +121,7 @@ def check_devices(config) -> str:
 
 def check_other_runs(config) -> str:
     """No run beside us whose vLLM servers might get our weights."""
-    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1:
+    if processes.joins_a_cluster(config):
         return "this run is a job of a Ray cluster"
     others = processes.servers_of_other_runs()
     if others:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import ray
@@ -15,8 +17,15 @@ LONGEST = 30  # characters of a folder in which Ray's and vLLM's sockets still f
 
 def processes() -> dict[int, str]:
     """The titles of this job's processes on this node by their ids; zombies count as gone."""
+    if not ray.is_initialized():  # what follows would start it
+        return {}
     raylet = os.environ.get("RAY_RAYLET_PID") or str(_raylet_of_this_process())
     return _with_environment(f"RAY_RAYLET_PID={raylet}", f"RAY_JOB_ID={ray.get_runtime_context().get_job_id()}")
+
+
+def joins_a_cluster(config) -> bool:
+    """Whether the run uses a Ray that is up already; otherwise it starts one of its own."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
 
 
 def servers_of_other_runs() -> dict[int, str]:
@@ -60,8 +69,17 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
 
 def leftovers() -> set[Path]:
     """What this job would leave on this node: named shared memory, and verl's sockets in ``/tmp``."""
+    if not ray.is_initialized():
+        return set()
     job = ray.get_runtime_context().get_job_id()
     return shared_memory(processes()) | set(Path("/tmp").glob(f"rl-colocate-zmq-{job}-*.sock"))
+
+
+def kill_children(scratch: Path) -> None:
+    """Kill what was started with ``scratch`` as its ``TMPDIR``: Ray's agents outlive their raylet by ten seconds."""
+    for pid in _with_environment(f"TMPDIR={scratch}"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def make_scratch() -> Path:
@@ -77,5 +95,6 @@ def remove_scratch(folder: Path, keep_logs_in: Path | None) -> None:
     os.environ["TMPDIR"], tempfile.tempdir = str(folder.parent), None
     logs = folder / "ray" / "session_latest" / "logs"
     if keep_logs_in is not None and logs.exists():
-        shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+        with suppress(OSError):  # a full disk, say
+            shutil.copytree(logs, keep_logs_in, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
     shutil.rmtree(folder, ignore_errors=True)
