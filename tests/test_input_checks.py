@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_start import composed
 
-from recipe.bapo.input_checks import check_checkpoint, check_model, check_train_data
+from recipe.bapo.input_checks import check_checkpoint, check_model, check_train_data, tokenizer_of
 from recipe.bapo.main_bapo import choose_cluster
 
 
@@ -59,6 +59,21 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
     pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
     config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
     assert check_train_data(config) == "2 rows"
+
+
+def test_a_prompt_may_just_fill_the_length(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    messages = [{"role": "user", "content": "9" * 10}]
+    pd.DataFrame([row(prompt=messages)]).to_parquet(path)
+    tokenizer = tokenizer_of(composed(task))
+    length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def check(limit):
+        return check_train_data(composed(task, f"data.train_files={path}", f"data.max_prompt_length={limit}"))
+
+    assert check(length) == "1 rows"
+    with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens, and data.max_prompt_length"):
+        check(length - 1)
 
 
 def test_repeated_prompts_are_counted(task, tmp_path):
