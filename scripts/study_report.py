@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 from study import ADDED, METHODS, RESULTS, ROOT, WINDOW  # noqa: E402
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by the number of seeds, two-sided
@@ -170,6 +171,7 @@ def draw(runs: dict[str, list[dict]], title: str, unit: str, out: Path) -> None:
             axis.plot(x, [sum(v) / len(v) for v in at], style, color=colour, linewidth=2, label=method)
             axis.fill_between(x, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.1)
         axis.set_xlabel(unit, fontsize=12)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel(
             label + (f", largest of {WINDOW}" if key == "grad_norm" and unit == "update" else ""), fontsize=12
         )
