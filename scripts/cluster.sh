@@ -29,6 +29,7 @@ else
 fi
 venv=${BAPO_VENV:-$PWD/$venv}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+export RAY_JOB_STOP_WAIT_TIME_S=60  # a job that is stopped cleans up first
 export RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
 ray=$venv/bin/ray
 

@@ -22,7 +22,15 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).parent.parent
-FORWARDED = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "VERL_PLATFORM", "HF_HUB_OFFLINE")
+FORWARDED = (
+    "MODEL_PATH",
+    "TRAIN_FILE",
+    "TEST_FILE",
+    "NNODES",
+    "ROLLOUT_GPUS_PER_NODE",
+    "VERL_PLATFORM",
+    "HF_HUB_OFFLINE",
+)
 PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
 
 

@@ -7,9 +7,15 @@ import subprocess
 import tempfile
 import time
 import uuid
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
+SECRET = "a-planted-secret"
+NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
 
 
@@ -43,30 +49,30 @@ def explain(run, output):
 
 
 def temporary_files():
-    """What is in shared memory and in the folders for temporary files, but pytest's own."""
-    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
+    """What is in shared memory and in the folders for temporary files under names like those of a run's."""
+    folders = (Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
     paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
-    return {path for path in paths if "pytest" not in path.name and path.suffix not in (".log", ".sh", ".py", ".txt")}
+    return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
 
 
 class Started:
     """A run that goes on in the background while a test does something to it."""
 
-    def __init__(self, output, *overrides, inside=(), **environment):
-        """``inside``: a command that runs the command that follows it."""
+    def __init__(self, output, *overrides, inside=(), console=None, **environment):
+        """``inside``: a command that runs the command that follows it; ``console``: the file that it prints to."""
         self.output = output
         self.marker = f"BAPO_TEST_RUN={uuid.uuid4().hex}"  # every process of the run inherits it
         name, value = self.marker.split("=")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self.console = output.parent / f"{output.name}.console"
+        self.console = console or output.parent / f"{output.name}.console"
+        self.console.parent.mkdir(parents=True, exist_ok=True)
         self.before = temporary_files()
-        with open(self.console, "w") as console:
+        with open(self.console, "w") as printed:
             self.process = subprocess.Popen(
                 [*inside, *SCRIPT, *overrides],
                 cwd=ROOT,
-                env=environment_of(output, **environment, **{name: value}),
+                env=environment_of(output, WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **environment, **{name: value}),
                 stdin=subprocess.DEVNULL,
-                stdout=console,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -75,13 +81,13 @@ class Started:
         """What it has printed."""
         return self.console.read_text()
 
-    def wait_for(self, happened, what, timeout=300):
+    def wait_for(self, happened, what, timeout=300, interval=0.2):
         """Wait until ``happened()`` is true and return that; fail if the run ends before."""
         until = time.monotonic() + timeout
         while not (found := happened()):
             assert self.process.poll() is None, f"ended before {what}:\n{self.text()}\n{log_of(self.output)}"
             assert time.monotonic() < until, f"no {what} in {timeout} s:\n{self.text()}\n{log_of(self.output)}"
-            time.sleep(0.2)
+            time.sleep(interval)
         return found
 
     def wait_for_step(self, step, timeout=600):
@@ -103,6 +109,18 @@ class Started:
         """Ids of its processes whose command line contains ``name``."""
         return [pid for pid, command in self.processes().items() if name in command]
 
+    def reachable(self):
+        """Its processes that listen on more than the loopback interface, and where."""
+        found = {}
+        for pid, command in self.processes().items():
+            with suppress(psutil.NoSuchProcess):
+                for connection in psutil.Process(pid).net_connections("inet"):
+                    address = ip_address(connection.laddr.ip)
+                    address = getattr(address, "ipv4_mapped", None) or address  # ::ffff:127.0.0.1
+                    if connection.status == psutil.CONN_LISTEN and not address.is_loopback:
+                        found[f"{connection.laddr.ip}:{connection.laddr.port}"] = command
+        return found
+
     def end(self, timeout):
         """Wait for its end and return the exit code and the seconds it took; its processes have two more."""
         began = time.monotonic()
@@ -113,8 +131,13 @@ class Started:
         return code, took
 
     def left_behind(self):
-        """Files in shared memory and temporary folders that were not there before, but other runs' own."""
+        """Files of a run's in shared memory and temporary folders that were not there before."""
         return sorted(str(path) for path in temporary_files() - self.before)
+
+    def with_secret(self):
+        """Files of the run that hold the secret that its environment holds."""
+        files = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
+        return [str(path) for path in files if SECRET.encode() in path.read_bytes()]
 
     def clean_up(self):
         """Kill what is left of it."""

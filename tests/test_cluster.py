@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -127,6 +128,36 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     # The submitter's secrets go nowhere.
     written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
     assert not [path for path in written if b"planted-secret" in path.read_bytes()]
+
+
+SEES_ITS_PROCESSES = """
+import time
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from recipe.bapo.processes import processes
+
+ray.init(address="auto")
+here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+@ray.remote(scheduling_strategy=here)
+def wait_a_while():
+    time.sleep(60)
+
+task = wait_a_while.remote()
+until = time.monotonic() + 50
+while "ray::wait_a_while" not in processes().values() and time.monotonic() < until:
+    time.sleep(0.2)
+print("it sees", sorted(processes().values()))
+"""
+
+
+@pytest.mark.stack
+def test_a_job_sees_its_processes(cluster):
+    """The watchdog looks at them."""
+    environment, _ = cluster
+    command = ("scripts/job.py", "submit", "sees", sys.executable, "-c", SEES_ITS_PROCESSES)
+    run = call(sys.executable, *command, timeout=200, RAY_AUTH_MODE="token", **environment)
+    assert run.returncode == 0 and re.search(r"it sees \[.*'ray::wait_a_while'", run.stdout), run.stdout
 
 
 @pytest.mark.stack

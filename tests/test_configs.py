@@ -1,9 +1,11 @@
 """Every yaml is composed, its loss config instantiated, and checked by verl's own rules."""
 
+import re
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from job import FORWARDED
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  loads the plugin
@@ -134,3 +136,9 @@ def test_a_switch_is_overridden_without_a_plus():
     override = "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4"
     config = compose_in("configs", CONFIGS[0], [override])
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).positive_contribution_target == 0.4
+
+
+def test_a_submitted_job_gets_every_variable_that_a_config_reads():
+    text = "".join(path.read_text() for folder in ("configs", "recipe") for path in (ROOT / folder).rglob("*.yaml"))
+    read = set(re.findall(r"\$\{oc\.env:(\w+)", text))
+    assert read and read <= set(FORWARDED)

@@ -29,6 +29,16 @@ def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     assert [data["critic/rewards/mean"] for _, data in steps] == [1, 1, 3, 3]
 
 
+def test_an_earlier_file_is_never_overwritten(tmp_path):
+    for name in ("train.log", "train.2.log"):  # someone has removed train.1.log
+        (tmp_path / name).write_text(name)
+    keep_earlier(tmp_path / "train.log")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "train.2.log": "train.2.log",
+        "train.3.log": "train.log",
+    }
+
+
 def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(record(1, a=1) + '{"step": 2, "da')
     assert read_metrics(tmp_path) == [(1, {"a": 1})]
@@ -66,4 +76,7 @@ ValueError: not a worker's
 \x1b[36m(AgentLoopWorkerTQ pid=7)\x1b[0m RuntimeError: a later one
 """
     assert first_error(log) == "KeyError: 'no such answer' (AgentLoopWorkerTQ)"
+    of_vllm = "(vLLMHttpServer pid=7) (Worker pid=8) ERROR 11-21 09:33:51 [multiproc_executor.py:1047] "
+    log = f"{of_vllm}    raise RuntimeError('no room')\n{of_vllm}RuntimeError: no room for these weights\n"
+    assert first_error(log) == "RuntimeError: no room for these weights (vLLMHttpServer)"
     assert first_error("nothing went wrong") is None

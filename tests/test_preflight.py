@@ -68,6 +68,19 @@ def test_memory_that_is_not_there(task, monkeypatch):
     assert line.status == "failed" and "GiB are needed, and this machine has" in line.detail
 
 
+def test_a_disk_that_cannot_be_written(task, monkeypatch):
+    def check(folder):
+        saved = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+        preflight.check_disk(composed(task, *saved, f"trainer.default_local_dir={folder}"))
+
+    check(f"{task}/checkpoints")
+    with pytest.raises(ValueError, match="trainer.default_local_dir=.*train.parquet/checkpoints cannot be written"):
+        check(f"{task}/train.parquet/checkpoints")
+    monkeypatch.setattr(preflight.os, "access", lambda path, mode: False)  # a read-only mount; root passes permissions
+    with pytest.raises(ValueError, match="trainer.default_local_dir=.*/checkpoints cannot be written"):
+        check(f"{task}/checkpoints")
+
+
 def test_disk_that_is_not_there(task, monkeypatch):
     config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", "run_dir=/tmp/x")
     monkeypatch.setattr(preflight, "count_weights", lambda config: 10**15)

@@ -59,14 +59,14 @@ def _check_separate(config):
 
 def check_watchdog(config) -> str:
     """The watchdog's times; a wrong one would leave the run without it."""
-    silence, grace = config.watchdog.max_silence_s, config.watchdog.grace_s
-    for name, value in (("max_silence_s", silence), ("grace_s", grace)):
+    for name, value in config.watchdog.items():
         if name == "max_silence_s" and value is None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         _require(number and value > 0, f"watchdog.{name}", "a number of seconds above 0", str(value))
-    limit = "never" if silence is None else f"after {silence:g} s"
-    return f"ends a run in which no step ends: {limit}; {grace:g} s after the death of a process"
+    silence, sync, grace = (config.watchdog[f"{name}_s"] for name in ("max_silence", "max_sync", "grace"))
+    limit = "never for want of a finished step" if silence is None else f"if no step ends in {silence:g} s"
+    return f"ends a run {limit}, {sync:g} s into one synchronisation, {grace:g} s after a process's death"
 
 
 def check_loss(config) -> str:

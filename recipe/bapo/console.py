@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,15 +38,18 @@ def keep_earlier(path: Path) -> Path:
     """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        earlier = list(path.parent.glob(f"{path.stem}.*{path.suffix}"))
-        path.rename(path.with_suffix(f".{1 + len(earlier)}{path.suffix}"))
+        names = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        last = max((int(name) for name in names if name.isdigit()), default=0)
+        path.rename(path.with_suffix(f".{last + 1}{path.suffix}"))
     return path
 
 
 def first_error(log: str) -> str | None:
     """The first exception that a worker printed to a run's log, and in which worker; None if there is none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    for worker, name, text in re.findall(r"^\((\w+) pid=[^)]*\) ([\w.]*(?:Error|Exception)): (.*)$", plain, re.M):
+    of_vllm = r"(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]*\] )?"  # its processes' lines come through their server's
+    pattern = rf"^\((\w+) pid=[^)]*\) {of_vllm}([\w.]*(?:Error|Exception)): (.*)$"
+    for worker, name, text in re.findall(pattern, plain, re.M):
         return f"{name}: {text.strip()} ({worker})"
     return None
 
@@ -128,8 +131,9 @@ def output_to(log_file: Path):
         try:
             yield out
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # the disk is full
+                    stream.flush()
             for target, source in zip((1, 2), saved, strict=True):
                 os.dup2(source, target)
                 os.close(source)

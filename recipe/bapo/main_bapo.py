@@ -51,7 +51,9 @@ def main(config):
     """Check, train, sum up; end with exit code 1 and a few lines that name the cause if anything fails."""
     run_dir = Path(config.run_dir).absolute()
     log_file = run_dir / "train.log"
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does once it is up
+    end_on(signal.SIGTERM)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        end_on(signal.SIGHUP)
     with console.output_to(log_file) as out:
         message, code = run_and_clean_up(config, run_dir, out)
     if message is not None:
@@ -66,22 +68,32 @@ def main(config):
     draw(run_dir)
 
 
+def end_on(number: signal.Signals) -> None:
+    """Have a signal end the run as Ctrl-C does."""
+    signal.signal(number, lambda *_: sys.exit(number))  # the enumeration's member, which names it later
+
+
 def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
     """Run, and take down what was started. Returns what went wrong, if anything, and the exit code."""
-    watchdog = Watchdog(run_dir, config.watchdog.max_silence_s, config.watchdog.grace_s)
+    watchdog = Watchdog(run_dir, **config.watchdog)
     scratch = processes.make_scratch()
     message, code = "the run ended without a word", 1
+    interruptions = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         message = run(config, run_dir, out, watchdog, scratch)
     except (KeyboardInterrupt, SystemExit) as stop:
         if watchdog.reason is not None:  # the signal is the watchdog's own
-            message = f"training ended: {watchdog.reason}. {where_to_go_on(config)}"
+            message = failure(config, watchdog.reason)
         else:
-            number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+            number = getattr(stop, "code", signal.SIGINT)  # a KeyboardInterrupt has none
+            if not isinstance(number, signal.Signals):
+                number = signal.SIGTERM  # for which Ray, once it is up, has a handler of its own
             message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in interruptions:
             signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
+        if watchdog.is_alive():
+            watchdog.join(5)  # in the middle of a look
         leftovers = set(watchdog.shared_memory)
         with suppress(Exception):  # Ray may be half up, or half gone
             leftovers |= processes.leftovers()
@@ -92,6 +104,15 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
                 path.unlink(missing_ok=True)
         processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
     return message, code
+
+
+def failure(config, *reasons: str | None) -> str:
+    """Why training failed, and how to go on."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    first = console.first_error((Path(config.run_dir) / "train.log").read_text(errors="replace"))
+    reasons = (*reasons, f"the first error in the log is {first}" if first else None)
+    return f"Training failed: {'; '.join(filter(None, reasons))}. {where_to_go_on(config)}"
 
 
 def where_to_go_on(config) -> str:
@@ -134,6 +155,9 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         return "\nError: ".join(failed)
+    claim = processes.claim_machine()  # held until the end of this function
+    if claim is None and not processes.joins_a_cluster(config):
+        return "another run was started on this machine at the same moment: wait for its end."
     OmegaConf.save(config, run_dir / "config.yaml")
     if on_cpu():
         with open_dict(config):
@@ -149,16 +173,9 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     try:
         run_ppo(config, TaskRunnerOnThisNode())
     except Exception as error:
-        traceback.print_exc()
-        sys.stdout.flush()
-        first = console.first_error((run_dir / "train.log").read_text(errors="replace"))
-        reasons = [
-            watchdog.reason,
-            full_disk(config),
-            reason_of(error),
-            f"the first error in the log is {first}" if first else None,
-        ]
-        return f"Training failed: {'; '.join(filter(None, reasons))}. {where_to_go_on(config)}"
+        with suppress(OSError):  # the disk is full
+            traceback.print_exc()
+        return failure(config, watchdog.reason, full_disk(config), reason_of(error))
     finally:
         watchdog.done.set()
         printer.done.set()

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from recipe.bapo import checks, processes
-from recipe.bapo.input_checks import check_model
 
 VERL = "0.9.1"
 GIB = 1 << 30
@@ -123,12 +122,14 @@ def check_other_runs(config) -> str:
     """No run beside us whose vLLM servers might get our weights."""
     if processes.joins_a_cluster(config):
         return "this run is a job of a Ray cluster"
-    others = processes.servers_of_other_runs()
-    if others:
+    claim, others = processes.claim_machine(), processes.servers_of_other_runs()
+    if claim is None or others:
+        which = f" (process {min(others)}, {others[min(others)]})" if others else ""
         raise ValueError(
-            f"another run is on this machine (process {min(others)}, {others[min(others)]}), and verl would send both "
-            "runs' weights over one socket: wait for its end, or submit both to one cluster (scripts/cluster.sh head)."
+            f"another run is on this machine{which}, and verl would send both runs' weights over one socket: wait for "
+            "its end, or submit both to one cluster (scripts/cluster.sh head)."
         )
+    claim.close()
     return "none on this machine"
 
 
@@ -147,6 +148,8 @@ def check_disk(config) -> str:
     free = shutil.disk_usage(existing).free / GIB
     if config.trainer.save_freq <= 0:
         return f"{free:.0f} GiB free, no checkpoints (trainer.save_freq={config.trainer.save_freq})"
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"trainer.default_local_dir={folder} cannot be written: choose another.")
     kept = config.trainer.get("max_actor_ckpt_to_keep")
     needed = 12 * count_weights(config) * ((kept or 1) + 1) / GIB
     if needed > free:
@@ -176,7 +179,6 @@ def count_weights(config) -> int:
 
 def check_memory(config) -> str:
     """What surely lies on a device, in training and in rollout, against what is there."""
-    check_model(config)
     weights = count_weights(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     offload = actor.fsdp_config

@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 import ray
 
-LONGEST = 30  # characters of a folder in which Ray's and vLLM's sockets still find room for their names
+LONGEST = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
+SHARED_MEMORY = ("psm_", "verl_weights_")  # what Python's SharedMemory, as vLLM uses it, and verl name theirs
+FIRST_JOB = "01000000"  # the number of the first job of every Ray
 
 
 def processes() -> dict[int, str]:
     """The titles of this job's processes on this node by their ids; zombies count as gone."""
     if not ray.is_initialized():  # what follows would start it
         return {}
-    raylet = os.environ.get("RAY_RAYLET_PID") or str(_raylet_of_this_process())
+    raylet = _raylet(ray._private.worker._global_node.raylet_socket_name)
     return _with_environment(f"RAY_RAYLET_PID={raylet}", f"RAY_JOB_ID={ray.get_runtime_context().get_job_id()}")
 
 
@@ -28,12 +32,24 @@ def joins_a_cluster(config) -> bool:
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
 
 
-def servers_of_other_runs() -> dict[int, str]:
-    """vLLM's processes on this node of runs that started a Ray of their own, as we are about to do.
+def claim_machine() -> socket.socket | None:
+    """Claim this machine for a run with a Ray of its own, until the socket is closed; None: another run has it.
 
-    Ray then numbers both jobs alike, and verl names the socket over which it sends weights to vLLM after that number.
+    Ray numbers the jobs of two such runs alike, and verl names the socket over which it sends weights to vLLM after
+    that number: each run might get the other's weights.
     """
-    found = _with_environment("RAY_JOB_ID=01000000")
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind("\0bapo-for-verl")  # in Linux's abstract namespace: no file, and gone with the process
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def servers_of_other_runs() -> dict[int, str]:
+    """vLLM's processes on this node that are served by verl under the job number that ours would have."""
+    found = _with_environment(f"VERL_RAY_JOB_ID={FIRST_JOB}")
     return {pid: title for pid, title in found.items() if title.startswith("VLLM::")}
 
 
@@ -50,29 +66,39 @@ def _with_environment(*marks):
     return found
 
 
-def _raylet_of_this_process():
-    node = ray._private.worker._global_node
-    return node.all_processes["raylet"][0].process.pid if node is not None and "raylet" in node.all_processes else None
+@lru_cache
+def _raylet(socket_name):
+    """The id of the raylet that listens there: ours, or the cluster's on this node."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"--raylet_socket_name={socket_name}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                return folder.name
+    raise RuntimeError(f"no raylet of this node listens on {socket_name}")
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """Named shared memory that these processes have mapped and that is still there."""
+    """Named shared memory of vLLM's and verl's that these processes have mapped and that is still there."""
     found = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue
-        found |= {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/" in line}
-    return {Path(name) for name in found if not name.endswith("(deleted)")}
+        found |= {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/dev/shm/" in line}
+    ours = {path for path in found if path.parent == Path("/dev/shm") and path.name.startswith(SHARED_MEMORY)}
+    return {path for path in ours if path.exists()}
+
+
+def weight_sockets() -> set[Path]:
+    """The sockets over which weights are on their way from this job's workers to vLLM on this node, now."""
+    if not ray.is_initialized():
+        return set()
+    return set(Path("/tmp").glob(f"rl-colocate-zmq-{ray.get_runtime_context().get_job_id()}-*.sock"))
 
 
 def leftovers() -> set[Path]:
     """What this job would leave on this node: named shared memory, and verl's sockets in ``/tmp``."""
-    if not ray.is_initialized():
-        return set()
-    job = ray.get_runtime_context().get_job_id()
-    return shared_memory(processes()) | set(Path("/tmp").glob(f"rl-colocate-zmq-{job}-*.sock"))
+    return shared_memory(processes()) | weight_sockets()
 
 
 def kill_children(scratch: Path) -> None:

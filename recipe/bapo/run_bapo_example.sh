@@ -31,8 +31,8 @@ positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whol
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
-    # A cluster's head node often has no GPU, so several nodes are taken at their word.
-    [ "${NNODES:-1}" = 1 ] || fail "NNODES=$NNODES but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+    # The CPU path is for this machine: nobody should find a cluster of GPUs training on its CPUs.
+    [ "${NNODES:-1}" = 1 ] && [ -z "${RAY_ADDRESS:-}" ] || fail "NNODES=${NNODES:-1} RAY_ADDRESS=${RAY_ADDRESS:-} but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
     export VERL_PLATFORM=cpu
 fi
 CONFIG=${CONFIG:-example}
@@ -80,6 +80,9 @@ if [ "${VERL_PLATFORM:-}" = cpu ]; then
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
+# On one machine Ray, its dashboard and vLLM's servers listen on the loopback interface alone. (Ray's own switch, on by
+# default where it cannot form clusters.)
+[ "$NNODES" != 1 ] || [ -n "${RAY_ADDRESS:-}" ] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 train=("$python" -m recipe.bapo.main_bapo --config-path ../../configs --config-name "$CONFIG" size="$SIZE"
     run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@")

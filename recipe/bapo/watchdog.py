@@ -1,6 +1,6 @@
-"""Ends a run that would hang: one of its processes has died, or no step has ended for too long.
+"""Ends a run that would hang: a process has died, weights do not reach vLLM, or no step has ended for too long.
 
-verl waits for an answer from a server or a worker that is gone, some for minutes, some for ever.
+verl waits for an answer from a server or a worker that is gone or has failed, in some cases for ever.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 from ray._private import state
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
-from recipe.bapo.processes import processes, shared_memory
+from recipe.bapo.processes import processes, shared_memory, weight_sockets
 
 INTERVAL = 2.0  # seconds between two looks
 ENDED_ON_PURPOSE = (
@@ -37,12 +38,14 @@ class Watchdog(threading.Thread):
     Args:
         run_dir: the run's folder; a step has ended when ``metrics.jsonl`` in it grows.
         max_silence_s: seconds without a step, the start-up included, after which the run is ended; None: no limit.
+        max_sync_s: seconds that the weights may take to vLLM on this node.
         grace_s: seconds that the trainer has to report a death itself, with more detail.
     """
 
-    def __init__(self, run_dir: Path, max_silence_s: float | None, grace_s: float):
+    def __init__(self, run_dir: Path, max_silence_s: float | None, max_sync_s: float, grace_s: float):
         super().__init__(daemon=True)
-        self.run_dir, self.max_silence_s, self.grace_s = run_dir, max_silence_s, grace_s
+        self.run_dir, self.max_silence_s = run_dir, max_silence_s
+        self.max_sync_s, self.grace_s = max_sync_s, grace_s
         self.done = threading.Event()
         self.reason: str | None = None
         self.began = time.time()
@@ -55,12 +58,14 @@ class Watchdog(threading.Thread):
             try:
                 reason = self.find_reason()
             except Exception as error:  # Ray is not up yet, or is going down
-                print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
+                with suppress(OSError):
+                    print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             if reason is not None:
                 self.reason = reason
                 if not self.done.wait(self.grace_s):
-                    write_stacks(self.run_dir / "stacks")
+                    with suppress(OSError):  # a full disk, say
+                        write_stacks(self.run_dir / "stacks")
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
 
@@ -75,7 +80,7 @@ class Watchdog(threading.Thread):
                 )
         if not ray.is_initialized():
             return None
-        return dead_actor() or self.dead_server()
+        return dead_actor() or self.dead_server() or self.stuck_weights()
 
     def last_step(self) -> float:
         """When the metrics file last grew, or the run began."""
@@ -90,6 +95,18 @@ class Watchdog(threading.Thread):
             self.shared_memory |= shared_memory(there)
         self.servers.update(there)
         return f"{gone[0]} of a vLLM server has died" if gone else None
+
+    def stuck_weights(self) -> str | None:
+        """A synchronisation of the weights that goes on for too long: verl removes the socket at its end."""
+        for path in weight_sockets():
+            try:
+                began = path.stat().st_mtime
+            except OSError:
+                continue  # it has ended
+            took = time.time() - began
+            if began > self.began and took > self.max_sync_s:  # older ones are of a run that was killed
+                return f"the weights did not reach vLLM in {took:.0f} s (watchdog.max_sync_s={self.max_sync_s:g})"
+        return None
 
 
 def dead_actor() -> str | None:
