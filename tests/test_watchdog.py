@@ -151,3 +151,13 @@ def test_stacks_that_cannot_be_written_do_not_keep_the_run(tmp_path, monkeypatch
     dog.start()
     dog.join(30)
     assert signals == [(os.getpid(), signal.SIGTERM)] and "no step ended" in dog.reason
+
+
+def test_a_last_look_finds_what_the_trainer_did_not_say(tmp_path, monkeypatch):
+    dog = Watchdog(tmp_path, None, 60, 0)
+    monkeypatch.setattr(dog, "find_reason", lambda: 1 / 0)
+    assert dog.last_look() is None
+    monkeypatch.setattr(dog, "find_reason", lambda: "the worker has died")
+    assert dog.last_look() == "the worker has died"
+    dog.reason = "no step ended"
+    assert dog.last_look() == "no step ended"

@@ -175,7 +175,7 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     except Exception as error:
         with suppress(OSError):  # the disk is full
             traceback.print_exc()
-        return failure(config, watchdog.reason, full_disk(config), reason_of(error))
+        return failure(config, watchdog.last_look(), full_disk(config), reason_of(error))
     finally:
         watchdog.done.set()
         printer.done.set()

@@ -69,6 +69,13 @@ class Watchdog(threading.Thread):
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
 
+    def last_look(self) -> str | None:
+        """The reason, if there is one, when the trainer has failed of itself and said less."""
+        if self.reason is None:
+            with suppress(Exception):  # Ray may be gone
+                self.reason = self.find_reason()
+        return self.reason
+
     def find_reason(self) -> str | None:
         """What is wrong, if anything."""
         if self.max_silence_s is not None:
