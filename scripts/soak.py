@@ -51,7 +51,7 @@ def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
     for process in [root, *root.children(recursive=True)]:
         try:
             command, memory = process.cmdline(), process.memory_full_info().pss / 1e6
-            title = Path(command[0]).name.split(" ")[0].removeprefix("ray::")
+            title = Path(command[0]).name.split(" ")[0].removeprefix("ray::").split(".")[0]  # without the method
             if title.startswith("python"):
                 title = "driver" if process == root else "Ray's dashboard and monitors"
             found[f"{title}, MB"] += memory

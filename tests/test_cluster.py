@@ -64,6 +64,17 @@ def free_ports(count):
     return ports
 
 
+def test_a_head_whose_port_is_taken_names_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        head = call(
+            *("bash", "scripts/cluster.sh", "head", f"--port={port}", "--node-ip-address=127.0.0.1"),
+            timeout=200,
+            RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"),
+        )
+    assert head.returncode != 0 and str(port) in head.stdout, head.stdout
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """The environment for jobs on a cluster of two nodes with a logical GPU each, and what its nodes print."""

@@ -196,6 +196,8 @@ def choose_cluster(config, scratch: Path) -> None:
         else:
             ray_init.address = "local"
             ray_init._temp_dir = str(scratch / "ray")
+            # Ray remembers the last 100,000 tasks otherwise: at a megabyte a step its server would grow for hours.
+            ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
 def full_disk(config) -> str | None:
