@@ -33,17 +33,14 @@ class BrokenExtension(CPUWorkerExtension):
 """
 
 
-def ends_cleanly(run, *messages, code=1):
-    """The run's end after a fault."""
+def ends_cleanly(run, code=1):
+    """The run's end after a fault; returns the last lines that it printed."""
     found, took = run.end(timeout=WITHIN)
     text = run.text()
     print(f"ended after {took:.0f} s")
     assert found == code, text
-    last = "\n".join(text.splitlines()[-6:])
-    for message in messages:
-        assert message in last, text
     leaves_nothing(run)
-    return last
+    return "\n".join(text.splitlines()[-6:])
 
 
 def leaves_nothing(run):
@@ -122,7 +119,8 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     pid = run.find(victim)[0]
     moment(run)
     os.kill(pid, signal.SIGKILL)
-    last = ends_cleanly(run, victim.removeprefix("ray::"), "died")
+    last = ends_cleanly(run)
+    assert victim.removeprefix("ray::") in last and "died" in last
     folder = can_go_on(last)
     if moment is in_a_checkpoint:  # the second was not complete
         assert folder.endswith("global_step_1") and (run.output / "checkpoints" / "global_step_2").exists()
@@ -133,7 +131,8 @@ def test_weights_that_vllm_cannot_load_end_the_run(start, tmp_path):
     extension = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=broken.BrokenExtension"
     run = start(f"++{extension}", "watchdog.max_sync_s=10", PYTHONPATH=str(tmp_path))
     run.wait_for_step(1)
-    last = ends_cleanly(run, "the weights did not reach vLLM in 1", "no room for these weights")
+    last = ends_cleanly(run)
+    assert "the weights did not reach vLLM in 1" in last and "no room for these weights" in last
     can_go_on(last)
 
 
@@ -143,7 +142,8 @@ def test_a_stopped_server_is_noticed_by_the_silence(start):
     run.wait_for_step(1)
     os.kill(run.find("VLLM::EngineCore")[0], signal.SIGSTOP)
     run.wait_for(lambda: (run.output / "stacks").exists(), "stacks", timeout=200)
-    ends_cleanly(run, "no step ended in", "watchdog.max_silence_s=150")
+    last = ends_cleanly(run)
+    assert "no step ended in" in last and "watchdog.max_silence_s=150" in last
     stacks = {path.name.split("-")[0]: path.read_text() for path in (run.output / "stacks").iterdir()}
     assert "run_ppo" in stacks["driver"]
     assert any(name.startswith("WorkerDict") for name in stacks), sorted(stacks)
@@ -192,7 +192,8 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
     run.wait_for_step(1)
     with open(small_disk / "filler", "wb") as filler:
         filler.write(b"x" * (shutil.disk_usage(small_disk).free - (1 << 16)))
-    last = ends_cleanly(run, f"no space left: {small_disk}/run/checkpoints has 0.")
+    last = ends_cleanly(run)
+    assert f"no space left: {small_disk}/run/checkpoints has 0." in last
     (small_disk / "filler").unlink()
     can_go_on(last)
 
@@ -202,7 +203,8 @@ def test_a_disk_that_turns_read_only_at_a_checkpoint_is_named(start, small_disk)
     run = start(f"trainer.default_local_dir={small_disk}")
     run.wait_for_step(1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    last = ends_cleanly(run, "Read-only file system")
+    last = ends_cleanly(run)
+    assert "Read-only file system" in last
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     can_go_on(last, f"trainer.default_local_dir={small_disk}", output=run.output)
 

@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_finite_differences(seed, clip_ratio_c, bounds):
     kinks = [*bounds, *([clip_ratio_c] if clip_ratio_c else [])]
     mask &= torch.stack([(ratio - kink).abs() > 1e-4 for kink in kinks]).all(0)  # no derivative there
     assume(mask.any())
-    torch.autograd.gradcheck(
+    assert torch.autograd.gradcheck(
         lambda value: clipped_surrogate_loss(old, value, advantages, mask, *bounds, clip_ratio_c).loss,
         log_prob.requires_grad_(),
     )
