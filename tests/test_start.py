@@ -129,6 +129,11 @@ def run_script(*overrides, **environment):
         ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
         ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
         ({"NNODES": "2", "VERL_PLATFORM": ""}, [], "Error: NNODES=2 but this machine has no GPU"),
+        (
+            {"RAY_ADDRESS": "http://h:1", "VERL_PLATFORM": ""},
+            [],
+            "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU",
+        ),
         ({}, ["data.train_batch_size=abc"], "data.train_batch_size='abc' is not usable"),
         ({}, [f"{ACTOR}.policy_loss.positive_contribution=0.4"], "'positive_contribution' is not in struct"),
     ],

@@ -32,7 +32,9 @@ positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whol
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     # The CPU path is for this machine: nobody should find a cluster of GPUs training on its CPUs.
-    [ "${NNODES:-1}" = 1 ] && [ -z "${RAY_ADDRESS:-}" ] || fail "NNODES=${NNODES:-1} RAY_ADDRESS=${RAY_ADDRESS:-} but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+    where="but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+    [ "${NNODES:-1}" = 1 ] || fail "NNODES=$NNODES $where"
+    [[ ${RAY_ADDRESS:-} != http* ]] || fail "RAY_ADDRESS=$RAY_ADDRESS $where"
     export VERL_PLATFORM=cpu
 fi
 CONFIG=${CONFIG:-example}
