@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
@@ -78,11 +79,25 @@ def test_what_was_started_with_the_scratch_folder_is_killed():
             child.wait()
 
 
+@pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
+def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
+    parent = tempfile.mkdtemp(prefix="x" * (processes.LONGEST + longer - len("/tmp/") - 8), dir="/tmp")
+    assert len(parent) == processes.LONGEST + longer
+    monkeypatch.setenv("TMPDIR", parent)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    scratch = processes.make_scratch()
+    try:
+        assert (scratch.parent == Path(parent)) == there
+        in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
+        assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
+    finally:
+        processes.remove_scratch(scratch, None)
+        os.rmdir(parent)
+
+
 def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):
     for kept in (None, tmp_path / "kept"):
         scratch = processes.make_scratch()
-        in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
-        assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
         logs = scratch / "ray" / "session_latest" / "logs"
         logs.mkdir(parents=True)
         (logs / "gcs_server.out").write_text("a log")

@@ -84,7 +84,7 @@ if [ "${VERL_PLATFORM:-}" = cpu ]; then
 fi
 # On one machine Ray, its dashboard and vLLM's servers listen on the loopback interface alone. (Ray's own switch, on by
 # default where it cannot form clusters.)
-[ "$NNODES" != 1 ] || [ -n "${RAY_ADDRESS:-}" ] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+[ "$NNODES" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 train=("$python" -m recipe.bapo.main_bapo --config-path ../../configs --config-name "$CONFIG" size="$SIZE"
     run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@")
