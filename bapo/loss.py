@@ -88,7 +88,7 @@ class _ClippedSurrogate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, log_prob, old_log_prob, advantages, mask, low, high, clip_ratio_c):
-        log_ratio = log_ratio_of(old_log_prob, log_prob, mask)
+        log_ratio = log_ratio_of(old_log_prob, log_prob).masked_fill_(~mask, 0)
         ratio = log_ratio.exp()
         minus_advantages = advantages.to(ratio.dtype).neg().masked_fill_(~mask, 0)
         negative = minus_advantages > 0

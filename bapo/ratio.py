@@ -6,18 +6,22 @@ from torch import Tensor
 LOG_RATIO_LIMIT = 20.0  # as in verl's losses: exp(20) is 4.9e8
 
 
-def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
-    """``log_prob - old_log_prob``, clamped to +-20, in at least float32; 0 where ``mask`` is false, whatever is there.
+def ratio_dtype(old_log_prob: Tensor, log_prob: Tensor) -> torch.dtype:
+    """The type in which the ratio is computed: at least float32."""
+    return torch.promote_types(torch.promote_types(old_log_prob.dtype, log_prob.dtype), torch.float32)
+
+
+def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
+    """``log_prob - old_log_prob`` in ``ratio_dtype``, clamped to +-20, in memory of its own.
 
     Without a graph: the loss knows its own gradient.
 
     Args:
-        old_log_prob, log_prob: ``(B, T)``, any float type.
-        mask: ``(B, T)``, bool.
+        old_log_prob, log_prob: the same shape, any float type.
     """
-    dtype = torch.promote_types(torch.promote_types(old_log_prob.dtype, log_prob.dtype), torch.float32)
+    dtype = ratio_dtype(old_log_prob, log_prob)
     difference = log_prob.detach().to(dtype) - old_log_prob.detach().to(dtype)
-    return difference.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).masked_fill_(~mask, 0)
+    return difference.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def check_shapes(**tensors: Tensor) -> None:

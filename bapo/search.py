@@ -155,7 +155,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
         positive_token_fraction=positive[2].sum() / vector[-1].clamp(min=1),
         clipfrac_positive=(clipped_positive / positive[2].sum().clamp(min=1)).squeeze(),
         clipfrac_negative=(clipped_negative / negative[2].sum().clamp(min=1)).squeeze(),
-        invalid_counts=vector[-COUNTS:-1],
+        invalid_counts=vector[-1] - vector[-COUNTS:-1],
     )
 
 

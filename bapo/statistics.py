@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.ratio import check_shapes, log_ratio_of
+from bapo.ratio import LOG_RATIO_LIMIT, check_shapes, log_ratio_of, ratio_dtype
 
-# Tokens handled at a time. The temporaries of a chunk, about 60 bytes a token, stay in the cache of a CPU and, with an
-# eighth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels.
+# Tokens handled at a time. The temporaries of a chunk, about 31 bytes a token, stay in the cache of a CPU and, with a
+# fifth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels.
 MIN_CHUNK, MAX_CPU_CHUNK = 1 << 13, 1 << 16
 SUMS = 3  # per bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
-COUNTS = 4  # non-finite old log-probs, non-finite log-probs, non-finite advantages, response tokens
+COUNTS = 4  # response tokens with a finite old log-prob, log-prob, advantage; all response tokens
+LANES = 8  # partial sums that threads add up side by side; a constant, so the rounding is the same on any machine
 
 
 def upper_grid(config: BAPOConfig, device=None) -> Tensor:
@@ -118,47 +119,68 @@ def collect_clip_statistics(
             f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
         )
     check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-    statistics = ClipStatistics.zeros(config, log_prob.device)
-    edges = _signed_edges(config, clip_ratio_c, log_prob.device)
+    device = log_prob.device
+    upper, lower = bucket_counts(config)
+    sums = torch.zeros(SUMS, LANES, lower + 1 + upper, dtype=torch.float64, device=device)
+    counts = torch.zeros(COUNTS, dtype=torch.float64, device=device)
     tokens = [tensor.reshape(-1) for tensor in (old_log_prob, log_prob, advantages, response_mask)]
+    edges = _signed_edges(config, clip_ratio_c, ratio_dtype(old_log_prob, log_prob), device)
     chunk = _chunk_size(log_prob)
     for start in range(0, log_prob.numel(), chunk):
-        _add_chunk(statistics.vector, [tensor[start : start + chunk] for tensor in tokens], edges, config)
-    return statistics
+        _add_chunk(sums, counts, [tensor[start : start + chunk] for tensor in tokens], edges, config)
+    table = sums.sum(1).abs_()
+    table = torch.cat([table[:, :lower], table[:, lower + 1 :]], 1)  # without the bucket of tokens that do not count
+    return ClipStatistics(torch.cat([table.view(-1), counts]))
 
 
 def _chunk_size(log_prob):
-    chunk = max(MIN_CHUNK, -(-log_prob.numel() // 8))
+    chunk = max(MIN_CHUNK, -(-log_prob.numel() // (5 * LANES)) * LANES)
     return min(chunk, MAX_CPU_CHUNK) if log_prob.device.type == "cpu" else chunk
 
 
-def _signed_edges(config, clip_ratio_c, device):
-    """Edges of the buckets of ``copysign(ratio, advantage)``: one lookup then serves both signs."""
+def _signed_edges(config, clip_ratio_c, dtype, device):
+    """Edges of the buckets of ``ratio * sign(advantage)``: one lookup then serves both signs, and 0 is a bucket too."""
     # The float64 just below makes r >= clip_ratio_c, not r > clip_ratio_c, the bucket without a gradient.
     dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, -math.inf)
-    ends = torch.zeros(2, dtype=torch.float64, device=device)
+    ends = torch.zeros(3, dtype=torch.float64, device=device)
     ends[:1].fill_(-dual_clip)
-    return torch.cat([ends[:1], -lower_grid(config, device).flip(0), ends[1:], upper_grid(config, device)])
+    ends[2:].fill_(math.exp(-LOG_RATIO_LIMIT) / 2)  # below every ratio
+    edges = torch.cat([ends[:1], -lower_grid(config, device).flip(0), ends[1:], upper_grid(config, device)])
+    # In the ratio's own type, rounded up: edge <= ratio then says the same of every ratio as in float64.
+    rounded = edges.to(dtype)
+    return torch.where(rounded < edges, rounded.nextafter(torch.full_like(rounded, math.inf)), rounded)
 
 
-def _add_chunk(vector, tokens, edges, config):
-    old_log_prob, log_prob, advantages, mask = tokens
-    mask = mask.bool()
-    finite = [tensor.abs() < math.inf for tensor in (old_log_prob, log_prob, advantages)]  # cheaper than isfinite
-    valid = mask & finite[0] & finite[1] & finite[2]
-    ratio = log_ratio_of(old_log_prob, log_prob, valid).exp_().double()
-    sources = ratio.new_empty(SUMS, len(ratio))
-    weight, weighted_ratio, count = sources
-    torch.abs(advantages.double(), out=weight)
+def _add_chunk(sums, counts, tokens, edges, config):
+    old_log_prob, log_prob, advantages, _ = tokens
+    valid = _count_tokens(counts, tokens)
+    # Edges <= key: for positive tokens grid points <= r; for negative ones grid points >= r. What does not count has
+    # the key 0 and so a bucket of its own, whatever its weight.
+    key = log_ratio_of(old_log_prob, log_prob).exp_().mul_(advantages.sign()).mul_(valid).nan_to_num_(0)
+    del valid
+    lanes = math.gcd(len(key), LANES)
+    bucket = torch.bucketize(key, edges, right=True).view(lanes, -1)
+
+    def add(total, source):
+        total[:lanes].scatter_add_(1, bucket, source.view(lanes, -1))
+
+    weight = advantages.double()  # of either sign, like the key: all sums of a bucket have one sign, dropped at the end
     if config.token_weight == "rollout_prob":
-        weight *= old_log_prob.to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
-    weight.masked_fill_(~valid, 0)
-    torch.mul(weight, ratio, out=weighted_ratio)
-    count.copy_((advantages != 0).logical_and_(valid))
-    # Edges <= key: for positive tokens grid points <= r; for negative ones grid points >= r.
-    bucket = torch.bucketize(ratio.copysign_(advantages), edges, right=True)
-    vector[:-COUNTS].view(SUMS, -1).index_add_(1, bucket, sources)
-    response_tokens = mask.sum(dtype=torch.int32)
-    for index, tensor in enumerate(finite):
-        vector[-COUNTS + index] += response_tokens - tensor.logical_and_(mask).sum(dtype=torch.int32)
-    vector[-1] += response_tokens
+        weight = weight * old_log_prob.to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
+    add(sums[0], weight)
+    add(sums[1], weight * key)
+    add(sums[2], torch.ones_like(weight))
+
+
+def _count_tokens(counts, tokens):
+    """Add to the counts; 1.0 where a token counts and 0.0 elsewhere."""
+    *values, mask = tokens
+    # Not bools: to compare into floats and to add these up takes a third of the time. 0 times inf or NaN is NaN.
+    flags = torch.empty(COUNTS, len(mask), dtype=torch.float32, device=mask.device)
+    for flag, value in zip(flags, values, strict=False):
+        torch.mul(value, 0, out=flag)
+    finite, masked = flags[:-1], flags[-1]
+    masked.copy_(mask.bool().view(torch.uint8))
+    finite.eq_(0).mul_(masked)
+    counts += flags.sum(1)
+    return finite[0].mul_(finite[1]).mul_(finite[2])
