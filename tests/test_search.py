@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from oracle import contribution, sequential_search
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, find_clip_bounds, search_clip_bounds
-from bapo.statistics import lower_grid, upper_grid
+from bapo.statistics import lower_grid, split_buckets, upper_grid
 
 
 def tokens(ratios, advantages, old_log_prob=0.0):
@@ -236,6 +236,35 @@ def test_bounds_do_not_depend_on_the_cut_or_the_order(config, seed, pieces, rand
     one, other = search_clip_bounds(whole, config), search_clip_bounds(total, config)
     assert same_bits(one.low, other.low) and same_bits(one.high, other.high)
     assert one.search_steps.item() == other.search_steps.item()
+
+
+@pytest.mark.parametrize("sign, grid", [(1.0, upper_grid), (-1.0, lower_grid)])
+def test_float32_ratios_beside_a_grid_point_fall_on_its_right_side(sign, grid):
+    config = BAPOConfig()
+    points = grid(config)
+    around = [points.log().float()]
+    for direction in (-math.inf, math.inf):
+        neighbour = around[0]
+        for _ in range(4):
+            neighbour = neighbour.nextafter(torch.tensor(direction))
+            around.append(neighbour)
+    log_prob = torch.stack(around)
+    ratio = log_prob.exp().double()
+    assert (ratio < points).any(0).all() and (ratio > points).any(0).all()
+    batch = torch.zeros_like(log_prob), log_prob, torch.full_like(log_prob, sign), torch.ones_like(log_prob)
+    positive, negative = split_buckets(collect_clip_statistics(*batch, config), config)
+    counts = (positive if sign > 0 else negative)[2]
+    bucket = torch.bucketize(ratio.view(-1), points, right=sign > 0)
+    assert torch.equal(counts, torch.bincount(bucket, minlength=len(counts)).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("token_weight", ["rollout_prob", "uniform"])
+def test_the_inputs_stay_as_they_are(dtype, token_weight):
+    batch = [tensor.to(dtype) for tensor in make_batch(6)]
+    before = [tensor.clone() for tensor in batch]
+    find_clip_bounds(*batch, BAPOConfig(token_weight=token_weight), clip_ratio_c=3.0)
+    assert all(torch.equal(now, then) for now, then in zip(batch, before, strict=True))
 
 
 def test_padding_changes_nothing():
