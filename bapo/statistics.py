@@ -17,12 +17,12 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.ratio import LOG_RATIO_LIMIT, check_shapes, log_ratio_of, ratio_dtype
 
-# Tokens handled at a time. The temporaries of a chunk, about 31 bytes a token, stay in the cache of a CPU and, with a
-# fifth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels.
-MIN_CHUNK, MAX_CPU_CHUNK = 1 << 13, 1 << 16
+# Tokens handled at a time. The temporaries of a chunk, about 32 bytes a token, stay in the cache of a CPU and, with a
+# fifth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels. float32 counts up to 2^24.
+MIN_CHUNK, MAX_CPU_CHUNK, MAX_CHUNK = 1 << 13, 1 << 16, 1 << 24
 SUMS = 3  # per bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
 COUNTS = 4  # response tokens with a finite old log-prob, log-prob, advantage; all response tokens
-LANES = 8  # partial sums that threads add up side by side; a constant, so the rounding is the same on any machine
+LANES = 8  # partial sums that threads add up side by side; a constant: the number of threads changes no rounding
 
 
 def upper_grid(config: BAPOConfig, device=None) -> Tensor:
@@ -135,7 +135,7 @@ def collect_clip_statistics(
 
 def _chunk_size(log_prob):
     chunk = max(MIN_CHUNK, -(-log_prob.numel() // (5 * LANES)) * LANES)
-    return min(chunk, MAX_CPU_CHUNK) if log_prob.device.type == "cpu" else chunk
+    return min(chunk, MAX_CPU_CHUNK if log_prob.device.type == "cpu" else MAX_CHUNK)
 
 
 def _signed_edges(config, clip_ratio_c, dtype, device):

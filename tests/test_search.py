@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from oracle import contribution, sequential_search
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, find_clip_bounds, search_clip_bounds
-from bapo.statistics import lower_grid, split_buckets, upper_grid
+from bapo.statistics import MAX_CPU_CHUNK, lower_grid, split_buckets, upper_grid
 
 
 def tokens(ratios, advantages, old_log_prob=0.0):
@@ -265,6 +265,20 @@ def test_the_inputs_stay_as_they_are(dtype, token_weight):
     before = [tensor.clone() for tensor in batch]
     find_clip_bounds(*batch, BAPOConfig(token_weight=token_weight), clip_ratio_c=3.0)
     assert all(torch.equal(now, then) for now, then in zip(batch, before, strict=True))
+
+
+@pytest.mark.parametrize("columns", [70_000, 70_001])  # in eight lanes, and an odd rest in one
+def test_more_tokens_than_one_chunk(columns):
+    batch = [tensor.repeat(1, columns // 17 + 1)[:1, :columns] for tensor in make_batch(7)]
+    assert columns > MAX_CPU_CHUNK
+    whole = collect_clip_statistics(*batch, BAPOConfig(), clip_ratio_c=3.0)
+    parts = [
+        collect_clip_statistics(*(tensor[:, start : start + 1000] for tensor in batch), BAPOConfig(), clip_ratio_c=3.0)
+        for start in range(0, columns, 1000)
+    ]
+    total = sum(parts, start=ClipStatistics.zeros(BAPOConfig()))
+    torch.testing.assert_close(whole.vector, total.vector, rtol=1e-12, atol=0)
+    assert whole.vector[-1] == batch[3].sum()
 
 
 def test_padding_changes_nothing():
