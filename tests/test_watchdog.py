@@ -79,6 +79,18 @@ def test_what_was_started_with_the_scratch_folder_is_killed():
             child.wait()
 
 
+def test_what_is_being_started_while_others_are_killed_is_killed_too(monkeypatch, tmp_path):
+    late = subprocess.Popen(["sleep", "60"])
+    looks = iter([{}, {late.pid: "sleep 60"}])
+    monkeypatch.setattr(processes, "_with_environment", lambda mark: next(looks, {}))
+    try:
+        processes.kill_children(tmp_path)
+        assert late.wait(10) == -signal.SIGKILL
+    finally:
+        late.kill()
+        late.wait()
+
+
 @pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
 def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
     parent = tempfile.mkdtemp(prefix="x" * (processes.LONGEST + longer - len("/tmp/") - 8), dir="/tmp")

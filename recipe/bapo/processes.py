@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -103,9 +104,11 @@ def leftovers() -> set[Path]:
 
 def kill_children(scratch: Path) -> None:
     """Kill what was started with ``scratch`` as its ``TMPDIR``: Ray's agents outlive their raylet by ten seconds."""
-    for pid in _with_environment(f"TMPDIR={scratch}"):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for _ in range(5):  # one that is being started while we look is found at the next look
+        for pid in _with_environment(f"TMPDIR={scratch}"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def make_scratch() -> Path:
