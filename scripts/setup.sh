@@ -46,7 +46,7 @@ fi
 rm -f $venv/complete
 : >"$log"
 pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
-uv=($venv/bin/uv pip install -q --python $venv/bin/python)
+uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
 step "uv" "${pip[@]}" uv==0.13.8
 torch=$(grep -h '^torch==' "${requirements[@]}")
 step "$torch" "${pip[@]}" "$torch" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}

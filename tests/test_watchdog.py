@@ -81,7 +81,7 @@ def test_what_was_started_with_the_scratch_folder_is_killed():
 
 def test_what_is_being_started_while_others_are_killed_is_killed_too(monkeypatch, tmp_path):
     late = subprocess.Popen(["sleep", "60"])
-    looks = iter([{}, {late.pid: "sleep 60"}])
+    looks = iter([{}, {}, {late.pid: "sleep 60"}])
     monkeypatch.setattr(processes, "_with_environment", lambda mark: next(looks, {}))
     try:
         processes.kill_children(tmp_path)
@@ -89,6 +89,43 @@ def test_what_is_being_started_while_others_are_killed_is_killed_too(monkeypatch
     finally:
         late.kill()
         late.wait()
+
+
+def test_the_wait_for_what_was_killed_has_an_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "_with_environment", lambda mark: {1 << 30: "never gone"})
+    began = time.monotonic()
+    processes.kill_children(tmp_path, patience=0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+SLOW_TO_CLEAN_UP = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import ray
+from omegaconf import OmegaConf
+from recipe.bapo import main_bapo
+
+def run(config, run_dir, out, watchdog, scratch):
+    ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=f"{scratch}/ray")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    ray.get(ray.remote(lambda: time.sleep(60)).remote())
+
+main_bapo.run = run
+main_bapo.processes.leftovers = lambda: time.sleep(4) or set()
+config = OmegaConf.create({"watchdog": {"max_silence_s": None, "max_sync_s": 60, "grace_s": 0}})
+config.trainer = {"default_local_dir": f"{sys.argv[1]}/none"}
+print(main_bapo.run_and_clean_up(config, Path(sys.argv[1]), sys.stdout), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_terminated_run_has_time_to_clean_up(tmp_path):
+    """Ray's handler of SIGTERM would abort it after three seconds."""
+    run = subprocess.run(
+        [sys.executable, "-c", SLOW_TO_CLEAN_UP, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "('interrupted by SIGTERM. No checkpoint was saved.', 143)" in run.stdout
 
 
 @pytest.mark.parametrize("longer, there", [(0, True), (1, False)])

@@ -5,6 +5,7 @@ ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "TORCH_COMPILE_DISABLE": "1",  # half a minute of g++ in every run, for tensors of a few thousand numbers
     "OMP_NUM_THREADS": "1",
     "TQ_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",

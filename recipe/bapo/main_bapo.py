@@ -73,12 +73,21 @@ def end_on(number: signal.Signals) -> None:
     signal.signal(number, lambda *_: sys.exit(number))  # the enumeration's member, which names it later
 
 
+def ignore_interruptions() -> None:
+    """From now on none ends the run, nor does the last one any more.
+
+    Ray's handler of SIGTERM (Abseil's) sets an alarm that aborts the process three seconds later without a word.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.alarm(0)
+
+
 def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
     """Run, and take down what was started. Returns what went wrong, if anything, and the exit code."""
     watchdog = Watchdog(run_dir, **config.watchdog)
     scratch = processes.make_scratch()
     message, code = "the run ended without a word", 1
-    interruptions = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
         message = run(config, run_dir, out, watchdog, scratch)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -90,8 +99,7 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
                 number = signal.SIGTERM  # for which Ray, once it is up, has a handler of its own
             message, code = f"interrupted by {number.name}. {where_to_go_on(config)}", 128 + number
     finally:
-        for number in interruptions:
-            signal.signal(number, signal.SIG_IGN)  # what follows takes seconds and must be complete
+        ignore_interruptions()  # what follows takes seconds and must be complete
         if watchdog.is_alive():
             watchdog.join(5)  # in the middle of a look
         leftovers = set(watchdog.shared_memory)
@@ -177,6 +185,7 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
             traceback.print_exc()
         return failure(config, watchdog.last_look(), full_disk(config), reason_of(error))
     finally:
+        ignore_interruptions()
         watchdog.done.set()
         printer.done.set()
         printer.join()

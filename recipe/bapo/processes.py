@@ -102,12 +102,18 @@ def leftovers() -> set[Path]:
     return shared_memory(processes()) | weight_sockets()
 
 
-def kill_children(scratch: Path) -> None:
-    """Kill what was started with ``scratch`` as its ``TMPDIR``: Ray's agents outlive their raylet by ten seconds."""
-    for _ in range(5):  # one that is being started while we look is found at the next look
-        for pid in _with_environment(f"TMPDIR={scratch}"):
+def kill_children(scratch: Path, patience: float = 10.0) -> None:
+    """Kill what was started with ``scratch`` as its ``TMPDIR``, and wait ``patience`` seconds at most for it to be gone.
+
+    Ray's agents outlive their raylet by seconds. What is being started while we look is found at a later look.
+    """
+    until, empty = time.monotonic() + patience, 0
+    while empty < 5 and time.monotonic() < until:
+        found = _with_environment(f"TMPDIR={scratch}")
+        for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        empty = 0 if found else empty + 1
         time.sleep(0.1)
 
 

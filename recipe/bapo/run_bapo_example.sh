@@ -76,7 +76,7 @@ python=${BAPO_VENV:-$venv}/bin/python
 [ -x "$python" ] || fail "$python does not exist: set BAPO_VENV to a virtual environment with the requirements."
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
     task=$PWD/runs/example_task
-    if [ -z "${MODEL_PATH:-}" ] || [ -z "${TRAIN_FILE:-}" ] || [ -z "${TEST_FILE:-}" ]; then
+    if [[ ! -d $task && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
         HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task" >&2
     fi
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
