@@ -130,14 +130,12 @@ class Started:
             time.sleep(0.2)
         return code, took
 
-    def left_behind(self):
-        """Files of a run's in shared memory and temporary folders that were not there before."""
-        return sorted(str(path) for path in temporary_files() - self.before)
-
-    def with_secret(self):
-        """Files of the run that hold the secret that its environment holds."""
-        files = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
-        return [str(path) for path in files if SECRET.encode() in path.read_bytes()]
+    def left(self):
+        """What it should not leave: processes, files outside its folder, and files in it with the secret."""
+        outside = sorted(str(path) for path in temporary_files() - self.before)
+        inside = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
+        secrets = [str(path) for path in inside if SECRET.encode() in path.read_bytes()]
+        return [*self.processes().items(), *outside, *secrets]
 
     def clean_up(self):
         """Kill what is left of it."""

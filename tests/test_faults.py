@@ -39,13 +39,8 @@ def ends_cleanly(run, code=1):
     text = run.text()
     print(f"ended after {took:.0f} s")
     assert found == code, text
-    leaves_nothing(run)
+    assert not run.left()
     return "\n".join(text.splitlines()[-6:])
-
-
-def leaves_nothing(run):
-    """No process, no file outside its folder, and no secret in its folder."""
-    assert not run.processes() and not run.left_behind() and not run.with_secret()
 
 
 def can_go_on(last, *overrides, output=None):
@@ -138,32 +133,33 @@ def test_weights_that_vllm_cannot_load_end_the_run(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_server_is_noticed_by_the_silence(start):
-    run = start("watchdog.max_silence_s=150")
+    run = start("watchdog.max_silence_s=240")
     run.wait_for_step(1)
     os.kill(run.find("VLLM::EngineCore")[0], signal.SIGSTOP)
-    run.wait_for(lambda: (run.output / "stacks").exists(), "stacks", timeout=200)
+    run.wait_for(lambda: (run.output / "stacks").exists(), "stacks", timeout=300)
     last = ends_cleanly(run)
-    assert "no step ended in" in last and "watchdog.max_silence_s=150" in last
+    assert "no step ended in" in last and "watchdog.max_silence_s=240" in last
     stacks = {path.name.split("-")[0]: path.read_text() for path in (run.output / "stacks").iterdir()}
     assert "run_ppo" in stacks["driver"]
     assert any(name.startswith("WorkerDict") for name in stacks), sorted(stacks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body, message",
     [
         ("raise KeyError('no such answer')", "no such answer"),
-        pytest.param("return float('nan')", "in advantages. No clip bounds were found", marks=pytest.mark.slow),
-        pytest.param("return 'good'", "can't assign a str", marks=pytest.mark.slow),
+        ("return float('nan')", "in advantages. No clip bounds were found"),
+        ("return 'good'", "can't assign a str"),
     ],
 )
 def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
     (tmp_path / "reward.py").write_text(f"def compute_score(*args, **kwargs):\n    {body}\n")
     run = start(f"reward.custom_reward_function.path={tmp_path}/reward.py")
     run.wait_for(lambda: (run.output / "train.log").exists(), "a log")
-    code, took = run.end(timeout=240)
+    code, _ = run.end(timeout=400)
     assert code == 1 and message in "\n".join(run.text().splitlines()[-6:]), run.text()
-    leaves_nothing(run)
+    assert not run.left()
 
 
 @pytest.mark.parametrize("up, number", [("gcs_server", signal.SIGHUP), ("ray::", signal.SIGINT)])
@@ -207,14 +203,3 @@ def test_a_disk_that_turns_read_only_at_a_checkpoint_is_named(start, small_disk)
     assert "Read-only file system" in last
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     can_go_on(last, f"trainer.default_local_dir={small_disk}", output=run.output)
-
-
-def test_no_network_is_needed(start):
-    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x49))"
-    inside = ["unshare", "--net", "bash", "-c", f'python3 -c "{up}" && exec "$@"', "bash"]
-    if subprocess.run([*inside, "true"], capture_output=True).returncode:
-        pytest.skip("network namespaces are refused here")
-    run = start("trainer.total_training_steps=1", "trainer.save_freq=-1", inside=inside)
-    code, _ = run.end(timeout=300)
-    assert code == 0, run.text()
-    leaves_nothing(run)

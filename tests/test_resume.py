@@ -1,4 +1,4 @@
-"""An interrupted run of the real stack goes on from its last checkpoint, which vLLM and transformers load."""
+"""An interrupted run goes on, without a network, from its last checkpoint, which vLLM and transformers load."""
 
 import json
 import os
@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hydra import compose, initialize_config_dir
-from stack_runs import ROOT, Started, explain, run_example
+from stack_runs import ROOT, Started, log_of
 
 from recipe.bapo import cpu_settings
 from recipe.bapo.console import read_metrics
@@ -32,41 +34,72 @@ def overrides(folder):
     )
 
 
+def without_network():
+    """A command that runs the one that follows it with the loopback interface alone; None where that is refused."""
+    up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x49))"
+    inside = ["unshare", "--net", "bash", "-c", f'python3 -c "{up}" && exec "$@"', "bash"]
+    return None if subprocess.run([*inside, "true"], capture_output=True).returncode else inside
+
+
+class Resumed(NamedTuple):
+    """The exit codes of a run interrupted after its second step and of the one that resumes it, without a network where
+    that can be had, what they printed and what they left; their folder."""
+
+    codes: list[int]
+    texts: list[str]
+    left: list[list]
+    without_network: bool
+    folder: Path
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run interrupted after its second step, and then resumed: exit code of the first, the second, their folder."""
     folder = tmp_path_factory.mktemp("resume")
-    first = Started(folder / "run", *overrides(folder))
-    try:
-        first.wait_for_step(2)
-        first.process.send_signal(signal.SIGTERM)
-        code, _ = first.end(timeout=60)
-        left = [*first.processes().values(), *first.left_behind()]
-    finally:
-        first.clean_up()
-    run = run_example(folder / "run", *overrides(folder))
-    assert run.returncode == 0, explain(run, folder / "run")
-    return (code, first.text(), left), run, folder
+    isolated = without_network()
+    found = Resumed([], [], [], isolated is not None, folder)
+    for number, inside in enumerate(((), isolated or ())):
+        run = Started(folder / "run", *overrides(folder), inside=inside, console=folder / f"{number}.console")
+        try:
+            if number == 0:
+                run.wait_for_step(2)
+                run.process.send_signal(signal.SIGTERM)
+            code, _ = run.end(timeout=60 if number == 0 else 600)
+            found.codes.append(code)
+            found.texts.append(run.text())
+            found.left.append(run.left())
+        finally:
+            run.clean_up()
+    assert found.codes[1] == 0, f"{found.texts}\n{log_of(folder / 'run')}"
+    return found
 
 
 def test_the_interruption_is_clean(resumed):
-    (code, text, left), _, _ = resumed
-    assert code == 128 + signal.SIGTERM
-    assert "Error: interrupted by SIGTERM. The last checkpoint is" in text
-    assert not left, left
+    assert resumed.codes[0] == 128 + signal.SIGTERM
+    assert "Error: interrupted by SIGTERM. The last checkpoint is" in resumed.texts[0]
+    assert not resumed.left[0]
+
+
+def test_no_network_is_needed(resumed):
+    if not resumed.without_network:
+        pytest.skip("network namespaces are refused here")
+    assert resumed.codes[1] == 0
+
+
+def test_a_run_that_ends_well_leaves_nothing(resumed):
+    assert not resumed.left[1]
 
 
 def test_the_run_goes_on_where_it_stopped(resumed):
-    (_, text, _), run, folder = resumed
     before, after = (
-        [int(line.split()[1].split("/")[0]) for line in console.splitlines() if line.startswith("step ")]
-        for console in (text, run.stdout)
+        [int(line.split()[1].split("/")[0]) for line in text.splitlines() if line.startswith("step ")]
+        for text in resumed.texts
     )
     # A third step may have been trained, but was not saved, before the signal came.
     saved = after[0] - 1
     assert before[:2] == [1, 2] and saved in (2, 3) and after == list(range(saved + 1, STEPS + 1))
-    assert [step for step, data in read_metrics(folder / "run") if "training/global_step" in data] == [1, 2, 3, 4]
-    tracker = folder / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    run = resumed.folder / "run"
+    assert [step for step, data in read_metrics(run) if "training/global_step" in data] == [1, 2, 3, 4]
+    tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(STEPS)
 
 
@@ -77,7 +110,6 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
     from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    folder = resumed[2]
     task = ROOT / "runs" / "example_task"
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         files = (f"data.train_files={task}/train.parquet", f"data.val_files={task}/test.parquet")
@@ -95,7 +127,7 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
     seen = []
     for step in range(1, STEPS + 1):
         asked = Counter(messages[0]["content"] for messages in next(batches)["raw_prompt"])
-        lines = (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+        lines = (resumed.folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
         inputs = Counter(json.loads(line)["input"].strip() for line in lines)
         assert inputs == Counter({prompt: 8 * count for prompt, count in asked.items()})
         seen.append(inputs)
@@ -103,7 +135,7 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
 
 
 def test_vllm_and_transformers_load_the_export(resumed):
-    exported = resumed[2] / "run" / "checkpoints" / f"global_step_{STEPS}" / "actor" / "huggingface"
+    exported = resumed.folder / "run" / "checkpoints" / f"global_step_{STEPS}" / "actor" / "huggingface"
     code = """
 import sys
 import torch

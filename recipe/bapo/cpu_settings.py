@@ -5,7 +5,7 @@ ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "TORCH_COMPILE_DISABLE": "1",  # half a minute of g++ in every run, for tensors of a few thousand numbers
+    "TORCH_COMPILE_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
     "TQ_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -23,7 +23,6 @@ OVERRIDES = (
     "actor_rollout_ref.model.use_remove_padding=False",
     "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.actor.strategy=fsdp2",
-    "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.actor.fsdp_config.dtype=float32",
     "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",

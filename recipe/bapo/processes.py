@@ -103,7 +103,7 @@ def leftovers() -> set[Path]:
 
 
 def kill_children(scratch: Path, patience: float = 10.0) -> None:
-    """Kill what was started with ``scratch`` as its ``TMPDIR``, and wait ``patience`` seconds at most for it to be gone.
+    """Kill what was started with ``scratch`` as its ``TMPDIR``; wait ``patience`` seconds at most for it to be gone.
 
     Ray's agents outlive their raylet by seconds. What is being started while we look is found at a later look.
     """
