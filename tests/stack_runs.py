@@ -99,7 +99,11 @@ class Started:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if self.marker.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[3]
+                # A process may leave the session, or overwrite its environment with a title.
+                if int(session) == self.process.pid or self.marker.encode() in (folder / "environ").read_bytes().split(
+                    b"\0"
+                ):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue  # it has ended

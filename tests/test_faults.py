@@ -162,7 +162,7 @@ def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
     assert not run.left()
 
 
-@pytest.mark.parametrize("up, number", [("gcs_server", signal.SIGHUP), ("ray::", signal.SIGINT)])
+@pytest.mark.parametrize("up, number", [("gcs_server", signal.SIGHUP), ("ray::RuntimeEnvAgent", signal.SIGINT)])
 def test_an_interruption_during_the_start_is_clean(start, up, number):
     run = start()
     run.wait_for(lambda: "Starting Ray" in run.text(), "the start of Ray")

@@ -79,6 +79,20 @@ def test_what_was_started_with_the_scratch_folder_is_killed():
             child.wait()
 
 
+def test_a_child_that_hides_its_environment_is_killed(tmp_path):
+    known = subprocess.Popen(["env", "-i", "sleep", "60"])
+    unknown = subprocess.Popen(["env", "-i", "sleep", "60"])
+    try:
+        children = [child for child in processes.descendants() if child.pid != unknown.pid]
+        assert known.pid in {child.pid for child in children}
+        processes.kill_children(tmp_path, children)
+        assert known.wait(10) == -signal.SIGKILL and unknown.poll() is None
+    finally:
+        for child in (known, unknown):
+            child.kill()
+            child.wait()
+
+
 def test_what_is_being_started_while_others_are_killed_is_killed_too(monkeypatch, tmp_path):
     late = subprocess.Popen(["sleep", "60"])
     looks = iter([{}, {}, {late.pid: "sleep 60"}])

@@ -102,11 +102,11 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
         ignore_interruptions()  # what follows takes seconds and must be complete
         if watchdog.is_alive():
             watchdog.join(5)  # in the middle of a look
-        leftovers = set(watchdog.shared_memory)
+        leftovers, children = set(watchdog.shared_memory), processes.descendants()
         with suppress(Exception):  # Ray may be half up, or half gone
             leftovers |= processes.leftovers()
         ray.shutdown()
-        processes.kill_children(scratch)
+        processes.kill_children(scratch, children)
         for path in leftovers:
             with suppress(OSError):
                 path.unlink(missing_ok=True)

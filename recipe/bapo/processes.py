@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import ray
 
 LONGEST = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
@@ -102,19 +103,34 @@ def leftovers() -> set[Path]:
     return shared_memory(processes()) | weight_sockets()
 
 
-def kill_children(scratch: Path, patience: float = 10.0) -> None:
-    """Kill what was started with ``scratch`` as its ``TMPDIR``; wait ``patience`` seconds at most for it to be gone.
+def descendants() -> list[psutil.Process]:
+    """The processes that this one has started, and those that they have."""
+    return psutil.Process().children(recursive=True)
 
-    Ray's agents outlive their raylet by seconds. What is being started while we look is found at a later look.
+
+def kill_children(scratch: Path, known: Iterable[psutil.Process] = (), patience: float = 10.0) -> None:
+    """Kill what this process has started, and wait ``patience`` seconds at most for it to be gone.
+
+    Args:
+        scratch: the ``TMPDIR`` of all of them. Those that are being started while we look are found by it later; the
+            title that Ray's agents take may overwrite it.
+        known: those that were there before Ray was shut down: its agents outlive it by seconds.
     """
     until, empty = time.monotonic() + patience, 0
     while empty < 5 and time.monotonic() < until:
-        found = _with_environment(f"TMPDIR={scratch}")
+        found = {process.pid for process in known if _lives(process)} | set(_with_environment(f"TMPDIR={scratch}"))
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         empty = 0 if found else empty + 1
         time.sleep(0.1)
+
+
+def _lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def make_scratch() -> Path:
