@@ -115,6 +115,7 @@ def cluster():
 @pytest.mark.stack
 def test_a_job_on_two_nodes(cluster, tmp_path):
     environment, folder = cluster
+    shared_memory = set(Path("/dev/shm").glob("psm_*"))
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     run = call(
         *("bash", "recipe/bapo/run_bapo_example.sh", *length),
@@ -128,6 +129,7 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
     # What a local run shows is shown here too.
     assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
+    assert set(Path("/dev/shm").glob("psm_*")) == shared_memory  # vLLM's, of either node
     # A rank and a vLLM server on each node, and the same bounds.
     text = log.read_text()
     for node in NODES[1:]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+import verl  # noqa: F401  loads the plugin
 from recipe.bapo.trainer import _BAPOTrainer
 from recipe.bapo.worker import RATIOS_START_AT_1
 

@@ -105,11 +105,11 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
         leftovers, children = set(watchdog.shared_memory), processes.descendants()
         with suppress(Exception):  # Ray may be half up, or half gone
             leftovers |= processes.leftovers()
+            if processes.joins_a_cluster(config):
+                processes.remove_leftovers_elsewhere()
         ray.shutdown()
         processes.kill_children(scratch, children)
-        for path in leftovers:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        processes.remove(leftovers)
         processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
     return message, code
 

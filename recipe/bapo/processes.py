@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 LONGEST = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
 SHARED_MEMORY = ("psm_", "verl_weights_")  # what Python's SharedMemory, as vLLM uses it, and verl name theirs
@@ -101,6 +102,28 @@ def weight_sockets() -> set[Path]:
 def leftovers() -> set[Path]:
     """What this job would leave on this node: named shared memory, and verl's sockets in ``/tmp``."""
     return shared_memory(processes()) | weight_sockets()
+
+
+def remove_leftovers_elsewhere(timeout: float = 10.0) -> None:
+    """Remove what this job would leave on the other nodes of its cluster, waiting ``timeout`` seconds at most."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    task = ray.remote(num_cpus=0)(remove_leftovers)
+    placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in others]
+    if placed:
+        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=timeout)
+
+
+def remove_leftovers() -> None:
+    """Remove what this job would leave on this node."""
+    remove(leftovers())
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files that may be gone."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def descendants() -> list[psutil.Process]:

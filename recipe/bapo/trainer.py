@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from recipe.bapo import evaluation
+from recipe.bapo import evaluation, processes
 from recipe.bapo.console import keep_earlier
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 from verl.trainer.main_ppo import TaskRunnerV1
@@ -84,7 +85,11 @@ class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class
         os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / "metrics.jsonl"))
         mode = config.trainer.v1.trainer_mode
         TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
-        super().run(config)
+        try:
+            super().run(config)
+        finally:
+            with suppress(Exception):  # a node is gone, say
+                processes.remove_leftovers_elsewhere()  # now, while those are there who hold it
 
 
 class TaskRunnerOnThisNode:
