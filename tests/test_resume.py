@@ -82,6 +82,9 @@ def test_the_interruption_is_clean(resumed):
 def test_no_network_is_needed(resumed):
     if not resumed.without_network:
         pytest.skip("network namespaces are refused here")
+    connect = "import socket; socket.create_connection(('192.0.2.1', 80), timeout=5)"
+    outside = subprocess.run([*without_network(), sys.executable, "-c", connect], capture_output=True, text=True)
+    assert "Network is unreachable" in outside.stderr  # there was none, and
     assert resumed.codes[1] == 0
 
 
