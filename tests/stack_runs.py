@@ -7,11 +7,13 @@ import subprocess
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
+
+from recipe.bapo.processes import remove
 
 ROOT = Path(__file__).parent.parent
 SECRET = "a-planted-secret"
@@ -53,6 +55,16 @@ def temporary_files():
     folders = (Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
     paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
     return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
+
+
+@contextmanager
+def removing_what_others_leave():
+    """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point."""
+    before = temporary_files()
+    try:
+        yield
+    finally:
+        remove(temporary_files() - before)
 
 
 class Started:

@@ -35,7 +35,7 @@ def test_the_example_passes(task, monkeypatch):
     ]
     assert list(lines)[:10] == names
     assert lines["batches"].detail == (
-        "32 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
+        "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
     )
     assert lines["training data"].detail.startswith("2,160 rows")
     assert "9.91e-05 billion weights" in lines["memory"].detail

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from hydra import compose, initialize_config_dir
-from stack_runs import ROOT, Started, log_of
+from stack_runs import ROOT, Started, log_of, removing_what_others_leave
 
 from recipe.bapo import cpu_settings
 from recipe.bapo.console import read_metrics
@@ -155,7 +155,7 @@ served = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0
 assert list(served) == output, (list(served), output)
 """
     environment = {**os.environ, **cpu_settings.ENVIRONMENT}
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(exported)], env=environment, capture_output=True, text=True, timeout=180
-    )
+    command = [sys.executable, "-c", code, str(exported)]
+    with removing_what_others_leave():
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from stack_runs import explain, run_example
+from stack_runs import explain, removing_what_others_leave, run_example
 
 from bapo import BAPOConfig
 from recipe.bapo.console import read_metrics, validation_reward
@@ -37,10 +37,10 @@ def test_the_example_learns(example):
     rewards = [data["critic/rewards/mean"] for data in steps]
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
     assert len(validations) == 2
-    # Sampling is not seeded: 768 training samples at either end, 288 validation samples each. Runs seen so far gained
-    # 0.1 to 0.3 in each; without learning the sum has a standard deviation of 0.05.
+    # Sampling is not seeded. In 24 runs of the study's loop with these settings the sum of both gains was 0.44 to 0.80,
+    # in 24 with a learning rate of 0 it was -0.05 to 0.03; validations of 288 samples add a deviation of 0.02 to 0.03.
     gains = mean(rewards[-6:]) - mean(rewards[:6]), validations[1] - validations[0]
-    assert sum(gains) > 0.08, gains
+    assert sum(gains) > 0.2, gains
 
 
 def test_the_bounds_stay_in_their_ranges_and_move(example):
@@ -173,44 +173,45 @@ def test_any_verl_run_can_use_the_loss(tmp_path, task):
     """verl's own entry point: the package is installed, so ``loss_mode=bapo`` and its ``_target_`` are enough."""
     from recipe.bapo.cpu_settings import ENVIRONMENT, OVERRIDES
 
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "verl.trainer.main_ppo",
-            *OVERRIDES,
-            "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
-            "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-            "+actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
-            f"actor_rollout_ref.model.path={task}/model",
-            f"data.train_files={task}/train.parquet",
-            f"data.val_files={task}/test.parquet",
-            "algorithm.adv_estimator=grpo",
-            "data.train_batch_size=8",
-            "data.max_prompt_length=16",
-            "data.max_response_length=30",
-            "actor_rollout_ref.rollout.name=vllm",
-            "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.rollout.max_model_len=64",
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",
-            "reward.custom_reward_function.name=compute_score",
-            "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=1",
-            "trainer.val_before_train=false",
-            "trainer.logger=[file]",
-            f"trainer.default_local_dir={tmp_path}/checkpoints",
-            f"hydra.run.dir={tmp_path}/hydra",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")},
-        stdin=subprocess.DEVNULL,
-        stdout=open(tmp_path / "train.log", "w"),
-        stderr=subprocess.STDOUT,
-        timeout=600,
-    )
+    with removing_what_others_leave():
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "verl.trainer.main_ppo",
+                *OVERRIDES,
+                "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
+                "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+                "+actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+                f"actor_rollout_ref.model.path={task}/model",
+                f"data.train_files={task}/train.parquet",
+                f"data.val_files={task}/test.parquet",
+                "algorithm.adv_estimator=grpo",
+                "data.train_batch_size=8",
+                "data.max_prompt_length=16",
+                "data.max_response_length=30",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.n=4",
+                "actor_rollout_ref.rollout.max_model_len=64",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+                "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",
+                "reward.custom_reward_function.name=compute_score",
+                "trainer.n_gpus_per_node=1",
+                "trainer.total_training_steps=1",
+                "trainer.val_before_train=false",
+                "trainer.logger=[file]",
+                f"trainer.default_local_dir={tmp_path}/checkpoints",
+                f"hydra.run.dir={tmp_path}/hydra",
+            ],
+            cwd=tmp_path,
+            env={**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")},
+            stdin=subprocess.DEVNULL,
+            stdout=open(tmp_path / "train.log", "w"),
+            stderr=subprocess.STDOUT,
+            timeout=600,
+        )
     assert run.returncode == 0, (tmp_path / "train.log").read_text()[-4000:]
     ((_, data),) = read_metrics(tmp_path)
     assert 0.6 <= data["actor/bapo/clip_low"] <= 0.9 and 1.2 <= data["actor/bapo/clip_high"] <= 3.0

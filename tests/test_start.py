@@ -63,7 +63,7 @@ def test_the_example_passes_without_a_warning(task):
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
         (f"{ACTOR}.strategy=veomni", f"{ACTOR}.strategy=veomni is not usable"),
         ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable"),
-        ("data.train_batch_size=15", "ppo_mini_batch_size=4 does not divide data.train_batch_size=15"),
+        ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
         ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=0 is not usable"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss_scale_factor"),
