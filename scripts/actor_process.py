@@ -48,7 +48,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
     ``staleness`` (standard deviation)."""
     import torch
-    from tensordict import TensorDict
+    from tensordict import NonTensorData, TensorDict
 
     from verl.utils import tensordict_utils as tu
 
@@ -83,7 +83,8 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     responses = response_from_nested(log_probs, data["response_mask"])
     old = [part + off for part, off in zip(responses.unbind(), noise[mine], strict=True)]
     data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
-    tu.assign_non_tensor(data, compute_loss=True)
+    lengths = [len(ids) for ids in sequences["input_ids"]]  # of every rank's, as verl's train_mini_batch gathers them
+    tu.assign_non_tensor(data, compute_loss=True, global_token_num=NonTensorData(lengths))
     return data
 
 

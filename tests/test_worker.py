@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from actor_process import free_port, make_actor, make_mini_batch, run_update
+from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.replay import search, statistics_of
@@ -19,6 +21,11 @@ CUTS = {
     "dynamic": [
         "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+    ],
+    "dynamic, whole": [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
     ],
     "gradient, whole": [
@@ -44,24 +51,58 @@ COMMON = [
 
 
 class CollectiveCounter:
-    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
+    """Counts our all-reduces and the engine's forward passes without gradient.
+
+    Ours are all that ``_find_bounds`` makes outside the engine, and the float64 ones in it, which the loss makes.
+    """
 
     def __init__(self, actor):
         self.collectives = self.passes = 0
-        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
+        self.outside_engine = False
+        self.all_reduce, self.infer, self.find = (
+            torch.distributed.all_reduce,
+            actor.engine.infer_batch,
+            actor._find_bounds,
+        )
         torch.distributed.all_reduce = self.count_collective
         actor.engine.infer_batch = self.count_pass
+        actor._find_bounds = self.find_bounds
+
+    def find_bounds(self, data):
+        self.outside_engine = True
+        try:
+            return self.find(data)
+        finally:
+            self.outside_engine = False
 
     def count_collective(self, tensor, *args, **kwargs):
-        self.collectives += tensor.dtype == torch.float64
+        self.collectives += self.outside_engine or tensor.dtype == torch.float64
         return self.all_reduce(tensor, *args, **kwargs)
 
     def count_pass(self, *args, **kwargs):
         self.passes += 1
-        return self.infer(*args, **kwargs)
+        self.outside_engine = False
+        try:
+            return self.infer(*args, **kwargs)
+        finally:
+            self.outside_engine = True
 
     def stop(self):
         torch.distributed.all_reduce = self.all_reduce
+
+
+@pytest.mark.parametrize(
+    "lengths, sp_size, one", [([1, 2, 6, 4], 1, True), ([1, 2, 6, 5], 1, False), ([1, 2, 6, 5], 2, True)]
+)
+def test_a_dynamic_mini_batch_is_one_micro_batch_where_it_is_on_every_rank(lengths, sp_size, one):
+    from recipe.bapo.worker import BAPOTrainingWorker
+    from verl.utils import tensordict_utils as tu
+
+    worker = object.__new__(BAPOTrainingWorker)
+    worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=sp_size)
+    data = TensorDict({"advantages": torch.zeros(2, 1)}, batch_size=[2])
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=10, global_token_num=NonTensorData(lengths))
+    assert worker._is_one_micro_batch(data) is one
 
 
 def updates_of_rank(rank, size, port, task, folder):
@@ -134,7 +175,10 @@ def ranks(request, task, tmp_path_factory):
 
 
 def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
-    for kind, cuts in {"whole": ["halves", "single", "dynamic"], "gradient, whole": ["gradient, quarters"]}.items():
+    for kind, cuts in {
+        "whole": ["halves", "single", "dynamic", "dynamic, whole"],
+        "gradient, whole": ["gradient, quarters"],
+    }.items():
         whole = ranks[0][kind]
         assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search had something to do
         for name in cuts:
@@ -166,7 +210,7 @@ def test_one_collective_and_one_pass_an_update(ranks):
     for rank in ranks:
         for name in ("halves", "single", "dynamic", "gradient, quarters"):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 1), name
-        for name in ("whole", "gradient, whole"):
+        for name in ("whole", "dynamic, whole", "gradient, whole"):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
         micro_batches = 4 // len(ranks)
         scope = rank["micro_batch scope"]
@@ -175,7 +219,7 @@ def test_one_collective_and_one_pass_an_update(ranks):
 
 def test_the_record_says_where_the_statistics_came_from(ranks):
     sources = {name: {line["source"] for line in ranks[0][name]["record"]} for name in CUTS}
-    in_loss = {"whole", "gradient, whole", "micro_batch scope"}
+    in_loss = {"whole", "dynamic, whole", "gradient, whole", "micro_batch scope"}
     assert sources == {name: {"loss"} if name in in_loss else {"pass"} for name in CUTS}
 
 

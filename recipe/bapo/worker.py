@@ -13,7 +13,6 @@ from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_upd
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -86,9 +85,12 @@ class BAPOTrainingWorker(TrainingWorker):
     def _is_one_micro_batch(self, data):
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             return len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
-        view = data.copy()
-        tu.assign_non_tensor(view, sp_size=self.engine.ulysses_sequence_parallel_size)
-        return len(prepare_micro_batches(view, dp_group=self._group())[0]) == 1
+        # verl has gathered the length of every rank's sequences: no need to cut the batch, which takes collectives.
+        lengths, rows = tu.get(data, key="global_token_num"), len(data)
+        if lengths is None:
+            return False
+        limit = data["max_token_len_per_gpu"] * self.engine.ulysses_sequence_parallel_size
+        return all(sum(lengths[first : first + rows]) <= limit for first in range(0, len(lengths), rows))
 
     def _collect_at_ratio_1(self, data):
         return self._statistics_of(data.to(get_device_id()))
