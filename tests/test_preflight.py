@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_start import composed
@@ -63,9 +64,60 @@ def test_a_tokenizer_beyond_the_models_vocabulary(task, tmp_path):
 
 
 def test_memory_that_is_not_there(task, monkeypatch):
-    monkeypatch.setattr(preflight, "count_weights", lambda config: 70_000_000_000)
+    monkeypatch.setattr(preflight, "count_weights", lambda config: (70_000_000_000, 1))
     line = lines_of(composed(task))["memory"]
     assert line.status == "failed" and "GiB are needed, and this machine has" in line.detail
+
+
+def test_what_lora_and_offloading_take_from_a_gpu(task, monkeypatch):
+    monkeypatch.setattr(preflight, "count_weights", lambda config: (1 << 33, 1))  # 8 GiB of weights if a byte each
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    for overrides, gigabytes in {
+        (): 128,
+        (f"{fsdp}.optimizer_offload=true",): 64,
+        (f"{fsdp}.optimizer_offload=true", f"{fsdp}.param_offload=true"): 32,
+        (f"{fsdp}.offload_policy=true",): 0,
+        (f"{fsdp}.model_dtype=bf16",): 64,
+        ("actor_rollout_ref.model.lora_rank=8",): 32,
+    }.items():
+        text = preflight.check_memory(composed(task, "trainer.device=cuda", *overrides))
+        assert f"a device holds {gigabytes}.0 GiB to train" in text, overrides
+
+
+def test_a_tensor_beyond_the_bucket_of_shared_memory(task):
+    field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    with pytest.raises(ValueError, match=f"{field}=0 is less than the largest weight: use 1 or more"):
+        preflight.check_memory(composed(task, f"{field}=0"))
+
+
+def test_room_in_shared_memory_for_the_weights(task, monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="/dev/shm has less free: use docker run --shm-size"):
+        preflight.check_memory(composed(task))
+
+
+REMOTE_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_the_weights_of_a_model_with_code_of_its_own(task, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(task / "model", tmp_path / "model")
+    (folder / "own.py").write_text(REMOTE_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ("actor_rollout_ref.model.trust_remote_code=true", f"actor_rollout_ref.model.path={folder}")
+    assert preflight.count_weights(composed(task, *model)) == preflight.count_weights(composed(task))
 
 
 def test_a_disk_that_cannot_be_written(task, monkeypatch):
@@ -83,7 +135,7 @@ def test_a_disk_that_cannot_be_written(task, monkeypatch):
 
 def test_disk_that_is_not_there(task, monkeypatch):
     config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", "run_dir=/tmp/x")
-    monkeypatch.setattr(preflight, "count_weights", lambda config: 10**15)
+    monkeypatch.setattr(preflight, "count_weights", lambda config: (10**15, 1))
     with pytest.raises(ValueError, match="choose another, or lower trainer.max_actor_ckpt_to_keep"):
         preflight.check_disk(config)
 

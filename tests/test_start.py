@@ -62,6 +62,7 @@ def test_the_example_passes_without_a_warning(task):
         (f"{ACTOR}.policy_loss.loss_mode=vanilla", "loss_mode='vanilla' is not usable"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
         (f"{ACTOR}.strategy=veomni", f"{ACTOR}.strategy=veomni is not usable"),
+        ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list with file"),
         ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable"),
         ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),

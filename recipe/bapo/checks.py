@@ -25,6 +25,13 @@ def check_trainer(config) -> str:
         "fsdp or fsdp2: in pipelines only the last stage calls the loss, and its collective would hang",
         actor.strategy,
     )
+    loggers = config.trainer.logger
+    _require(
+        "file" in ([loggers] if isinstance(loggers, str) else loggers or []),
+        "trainer.logger",
+        "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
+        loggers,
+    )
     if mode == "separate_async":
         _check_separate(config)
     return f"{mode}, {actor.strategy}"

@@ -31,7 +31,6 @@ OVERRIDES = (
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "++actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.agent.num_workers=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=recipe.bapo.cpu_checkpoint_engine",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=recipe.bapo.cpu_vllm.CPUWorkerExtension",

@@ -129,7 +129,7 @@ def check_other_runs(config) -> str:
             f"another run is on this machine{which}, and verl would send both runs' weights over one socket: wait for "
             "its end, or submit both to one cluster (scripts/cluster.sh head)."
         )
-    claim.close()
+    os.close(claim)
     return "none on this machine"
 
 
@@ -142,7 +142,7 @@ def check_shared_memory(config) -> str:
 
 
 def check_disk(config) -> str:
-    """Room for the checkpoints that are kept: weights and AdamW's state, 12 bytes a weight, and one in the making."""
+    """Room for the checkpoints that are kept, of weights and AdamW's state, and one in the making."""
     folder = Path(config.trainer.default_local_dir).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free / GIB
@@ -151,7 +151,8 @@ def check_disk(config) -> str:
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"trainer.default_local_dir={folder} cannot be written: choose another.")
     kept = config.trainer.get("max_actor_ckpt_to_keep")
-    needed = 12 * count_weights(config) * ((kept or 1) + 1) / GIB
+    weight, _, adamw = bytes_of_a_weight(config)
+    needed = (weight + adamw) * count_weights(config)[0] * ((kept or 1) + 1) / GIB
     if needed > free:
         raise ValueError(
             f"trainer.default_local_dir={folder} has {free:.1f} GiB free, and checkpoints need {needed:.1f}: choose "
@@ -162,30 +163,46 @@ def check_disk(config) -> str:
     return f"{free:.0f} GiB free, {needed:.1f} needed for {kept} checkpoints and one in the making"
 
 
-def count_weights(config) -> int:
-    """The model's number of weights, counted without loading it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def count_weights(config) -> tuple[int, int]:
+    """The model's number of weights and that of its largest tensor, counted without loading it."""
+    from transformers import AutoConfig
+
+    from verl.utils.model import get_hf_auto_model_class
 
     model = config.actor_rollout_ref.model
     path = Path(str(model.path)).expanduser()
+    trust = bool(model.get("trust_remote_code", False))
     hf_config = AutoConfig.from_pretrained(
-        model.get("hf_config_path") or (path if path.is_dir() else str(model.path)),
-        trust_remote_code=bool(model.get("trust_remote_code", False)),
+        model.get("hf_config_path") or (path if path.is_dir() else str(model.path)), trust_remote_code=trust
     )
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(hf_config)
-    return sum(parameter.numel() for parameter in empty.parameters())
+        empty = get_hf_auto_model_class(hf_config).from_config(hf_config, trust_remote_code=trust)
+    sizes = [parameter.numel() for parameter in empty.parameters()]
+    return sum(sizes), max(sizes)
+
+
+def bytes_of_a_weight(config) -> tuple[int, int, int]:
+    """Bytes of a weight, of its gradient and of AdamW's two moments in FSDP. LoRA trains few beside them: counted as
+    none."""
+    width = 4 if str(config.actor_rollout_ref.actor.fsdp_config.model_dtype) in ("fp32", "float32") else 2
+    trained = config.actor_rollout_ref.model.get("lora_rank", 0) <= 0
+    return width, width * trained, 2 * width * trained
 
 
 def check_memory(config) -> str:
     """What surely lies on a device, in training and in rollout, against what is there."""
-    weights = count_weights(config)
+    weights, largest = count_weights(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     offload = actor.fsdp_config
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # FSDP shards over all of them
-    bytes_a_weight = (
-        4 + 4 * (not offload.param_offload) + 8 * (not offload.optimizer_offload)
-    )  # gradient, weight, AdamW
+    weight, gradient, adamw = bytes_of_a_weight(config)
+    if on_cpu(config):  # offloaded to where they are
+        _check_shared_weights(rollout, weight * largest, weight * weights)
+        bytes_a_weight = weight + gradient + adamw
+    elif offload.offload_policy and actor.strategy == "fsdp2":
+        bytes_a_weight = 0
+    else:
+        bytes_a_weight = weight * (not offload.param_offload) + gradient + adamw * (not offload.optimizer_offload)
     training = bytes_a_weight * weights / ranks / GIB
     width = {"float32": 4, "half": 2, "float16": 2}.get(str(rollout.dtype), 2)
     serving = width * weights / rollout.tensor_model_parallel_size / GIB
@@ -214,6 +231,17 @@ def check_memory(config) -> str:
         "a larger rollout.tensor_model_parallel_size",
     )
     return text
+
+
+def _check_shared_weights(rollout, largest, all_weights):
+    # Without CUDA IPC verl sends the weights through so many MiB of shared memory, filled as far as needed, and splits
+    # no tensor.
+    megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
+    needed = min(megabytes << 20, all_weights) / GIB
+    _fits(needed, shutil.disk_usage("/dev/shm").free / GIB, "/dev/shm has less free", "docker run --shm-size=16g")
+    if largest > megabytes << 20:
+        field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+        raise ValueError(f"{field}={megabytes} is less than the largest weight: use {-(-largest >> 20)} or more.")
 
 
 def _fits(needed, there, where, fix):
