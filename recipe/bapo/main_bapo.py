@@ -163,7 +163,7 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         return "\nError: ".join(failed)
-    claim = processes.claim_machine()  # held until the end of this function
+    claim = processes.claim_machine()  # held until this process ends
     if claim is None and not processes.joins_a_cluster(config):
         return "another run was started on this machine at the same moment: wait for its end."
     OmegaConf.save(config, run_dir / "config.yaml")

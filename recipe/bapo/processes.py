@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Iterable
@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 LONGEST = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
 SHARED_MEMORY = ("psm_", "verl_weights_")  # what Python's SharedMemory, as vLLM uses it, and verl name theirs
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
+SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
 
 
 def processes() -> dict[int, str]:
@@ -35,17 +36,18 @@ def joins_a_cluster(config) -> bool:
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
 
 
-def claim_machine() -> socket.socket | None:
-    """Claim this machine for a run with a Ray of its own, until the socket is closed; None: another run has it.
+def claim_machine() -> int | None:
+    """Claim this machine for a run with a Ray of its own, until the descriptor is closed; None: another run has it.
 
-    Ray numbers the jobs of two such runs alike, and verl names the socket over which it sends weights to vLLM after
-    that number: each run might get the other's weights.
+    Ray numbers the jobs of two such runs alike, and verl names the socket in ``/tmp`` over which it sends weights to
+    vLLM after that number: each run might get the other's weights. The claim is a lock on that folder, which leaves no
+    file, goes with the process, and means what it should between containers that share the folder or do not.
     """
-    claim = socket.socket(socket.AF_UNIX)
+    claim = os.open(SOCKETS, os.O_RDONLY)
     try:
-        claim.bind("\0bapo-for-verl")  # in Linux's abstract namespace: no file, and gone with the process
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        claim.close()
+        os.close(claim)
         return None
     return claim
 
@@ -96,7 +98,7 @@ def weight_sockets() -> set[Path]:
     """The sockets over which weights are on their way from this job's workers to vLLM on this node, now."""
     if not ray.is_initialized():
         return set()
-    return set(Path("/tmp").glob(f"rl-colocate-zmq-{ray.get_runtime_context().get_job_id()}-*.sock"))
+    return set(SOCKETS.glob(f"rl-colocate-zmq-{ray.get_runtime_context().get_job_id()}-*.sock"))
 
 
 def leftovers() -> set[Path]:
