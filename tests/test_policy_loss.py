@@ -1,5 +1,7 @@
 """The loss registered in verl: verl's own loss at fixed bounds, what it refuses, its metrics and its host reads."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -161,3 +163,10 @@ def test_binding_reaches_the_loss_verl_looks_up_and_leaves_no_trace():
     with pytest.raises(RuntimeError):
         bind_update(verls_loss, update)()
     assert seen[0].keywords == {"update": update} and POLICY_LOSS_REGISTRY["bapo"] is registered
+
+
+@pytest.mark.parametrize("module", ["policy_loss", "trainer"])
+def test_the_plugin_is_loaded_whatever_is_imported_first(module):
+    # Importing ours imports verl, which imports the plugin, which imports ours; verl swallows what goes wrong there.
+    code = f"import sys, recipe.bapo.{module}; sys.exit('recipe.bapo.plugin' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,14 +1,8 @@
 """What Hydra must know before it composes our configs. Imported by the plugin, so by everything that imports verl."""
 
-from dataclasses import asdict
-
-from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
-
-from bapo import BAPOConfig
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig
 
 
 class BAPOSearchPath(SearchPathPlugin):
@@ -21,19 +15,6 @@ class BAPOSearchPath(SearchPathPlugin):
 
 
 Plugins.instance().register(BAPOSearchPath)
-
-# The switches as a node of bapo_trainer.yaml: their defaults live in the dataclasses alone.
-ConfigStore.instance().store(
-    group="bapo",
-    name="policy_loss",
-    node={
-        "_target_": f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}",
-        "loss_mode": BAPOPolicyLossConfig.loss_mode,
-        **asdict(BAPOConfig()),
-        "bounds_record_dir": BAPOPolicyLossConfig.bounds_record_dir,
-        "token_dump_dir": BAPOPolicyLossConfig.token_dump_dir,
-    },
-)
 
 
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
