@@ -160,9 +160,14 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
     assert bounds.positive_contribution_start.item() == pytest.approx(rho)
 
 
-def test_the_signed_form_of_eq_8_has_a_pole_and_leaves_0_to_1():
-    # Why the absolute form: sum over all tokens of the signed surrogate is P - N.
-    signed = [p / (p - 1.0) for p in (0.5, 0.9, 1.1, 2.0)]
+def test_rho_is_a_share_where_the_signed_form_of_eq_8_has_a_pole():
+    old, log_prob, advantages, mask = tokens([1.0, 1.0], [1.0, -1.0])
+    found = []
+    for size in (0.5, 0.9, 1.1, 2.0):  # of the positive advantage: P - N changes its sign
+        bounds = find_clip_bounds(old, log_prob, advantages * torch.tensor([size, 1.0]), mask, BAPOConfig())
+        found.append(bounds.positive_contribution.item())
+    assert found == sorted(found) and 0 < found[0] and found[-1] < 1
+    signed = [rho / (2 * rho - 1) for rho in found]  # P / (P - N)
     assert min(signed) < 0 and max(signed) > 1 and signed != sorted(signed)
 
 

@@ -1,6 +1,8 @@
 """The recipe's folder stands alone: in another tree, with only the package bapo beside it."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,19 +12,23 @@ ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipe" / "bapo"
 
 
+def documented_command():
+    """The arguments of the README's command for training."""
+    (command,) = re.findall(
+        r"^    python (-m recipe\.bapo\.main_bapo(?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
+    )
+    return shlex.split(command.replace("\\\n", " "))
+
+
 def test_it_works_in_a_tree_of_its_own(task, tmp_path):
     shutil.copytree(RECIPE, tmp_path / "tree" / "recipe" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "bapo", tmp_path / "installed" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "recipe.bapo.main_bapo", "--preflight"),
+            *(sys.executable, *documented_command(), "--preflight"),
             f"actor_rollout_ref.model.path={task}/model",
             f"data.train_files={task}/train.parquet",
             f"data.val_files={task}/test.parquet",
-            "data.train_batch_size=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=-1",
         ],
