@@ -75,6 +75,18 @@ def test_shared_memory_of_a_process_is_found_until_it_is_removed():
     assert path not in processes.shared_memory([os.getpid()])
 
 
+def test_weights_that_nobody_holds_are_found(tmp_path):
+    before, held, orphan = (Path(f"/dev/shm/verl_weights_{os.getpid()}_{i}") for i in range(3))
+    socket = tmp_path / "socket"
+    for path in (before, socket, held, orphan):
+        path.write_bytes(b"x" * 4096)
+        time.sleep(0.02)
+    with open(held, "r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert processes.orphaned_weights([socket]) & {before, held, orphan} == {orphan}
+        assert not processes.orphaned_weights([]) and not processes.orphaned_weights([tmp_path / "gone"])
+    processes.remove([before, held, orphan])
+
+
 def test_what_was_started_with_the_scratch_folder_is_killed():
     outside = subprocess.Popen(["sleep", "60"])
     scratch = processes.make_scratch()

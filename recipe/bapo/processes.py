@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import signal
@@ -101,9 +102,29 @@ def weight_sockets() -> set[Path]:
     return set(SOCKETS.glob(f"rl-colocate-zmq-{ray.get_runtime_context().get_job_id()}-*.sock"))
 
 
+def orphaned_weights(sockets: Iterable[Path]) -> set[Path]:
+    """verl's shared memory for weights on their way over these sockets that no process holds.
+
+    Its worker was killed before vLLM had opened it, so that nobody's maps name it.
+    """
+    began = min((status.st_mtime for status in _status_of(sockets).values()), default=math.inf)
+    weights = _status_of(Path("/dev/shm").glob("verl_weights_*"))
+    since = {path for path, status in weights.items() if status.st_ctime >= began and status.st_uid == os.getuid()}
+    return since - shared_memory(psutil.pids()) if since else since
+
+
+def _status_of(paths):
+    found = {}
+    for path in paths:
+        with suppress(OSError):  # it is gone
+            found[path] = path.stat()
+    return found
+
+
 def leftovers() -> set[Path]:
     """What this job would leave on this node: named shared memory, and verl's sockets in ``/tmp``."""
-    return shared_memory(processes()) | weight_sockets()
+    sockets = weight_sockets()
+    return shared_memory(processes()) | orphaned_weights(sockets) | sockets
 
 
 def remove_leftovers_elsewhere(timeout: float = 10.0) -> None:
