@@ -86,8 +86,14 @@ def test_what_lora_and_offloading_take_from_a_gpu(task, monkeypatch):
 
 def test_a_tensor_beyond_the_bucket_of_shared_memory(task):
     field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    with pytest.raises(ValueError, match=f"{field}=0 is less than the largest weight: use 1 or more"):
-        preflight.check_memory(composed(task, f"{field}=0"))
+    for value in (0, "null"):
+        with pytest.raises(ValueError, match=f"{field}=(0|None) is not usable: use 1 or more, the size of the largest"):
+            preflight.check_memory(composed(task, f"{field}={value}"))
+
+
+def test_a_precision_that_verl_does_not_know(task):
+    with pytest.raises(ValueError, match="fsdp_config.model_dtype=fp8 is not usable: use fp32, bf16 or fp16"):
+        preflight.check_memory(composed(task, "actor_rollout_ref.actor.fsdp_config.model_dtype=fp8"))
 
 
 def test_room_in_shared_memory_for_the_weights(task, monkeypatch):

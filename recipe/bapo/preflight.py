@@ -184,8 +184,15 @@ def count_weights(config) -> tuple[int, int]:
 def bytes_of_a_weight(config) -> tuple[int, int, int]:
     """Bytes of a weight, of its gradient and of AdamW's two moments in FSDP. LoRA trains few beside them: counted as
     none."""
-    width = 4 if str(config.actor_rollout_ref.actor.fsdp_config.model_dtype) in ("fp32", "float32") else 2
-    trained = config.actor_rollout_ref.model.get("lora_rank", 0) <= 0
+    from verl.utils.torch_dtypes import PrecisionType
+
+    dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
+    try:
+        width = PrecisionType.to_dtype(dtype or "fp32").itemsize
+    except RuntimeError:
+        field = "actor_rollout_ref.actor.fsdp_config.model_dtype"
+        raise ValueError(f"{field}={dtype} is not usable: use fp32, bf16 or fp16.") from None
+    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0
     return width, width * trained, 2 * width * trained
 
 
@@ -237,11 +244,13 @@ def _check_shared_weights(rollout, largest, all_weights):
     # Without CUDA IPC verl sends the weights through so many MiB of shared memory, filled as far as needed, and splits
     # no tensor.
     megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
+    if not isinstance(megabytes, int) or largest > megabytes << 20:
+        field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+        raise ValueError(
+            f"{field}={megabytes} is not usable: use {-(-largest >> 20)} or more, the size of the largest weight."
+        )
     needed = min(megabytes << 20, all_weights) / GIB
     _fits(needed, shutil.disk_usage("/dev/shm").free / GIB, "/dev/shm has less free", "docker run --shm-size=16g")
-    if largest > megabytes << 20:
-        field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-        raise ValueError(f"{field}={megabytes} is less than the largest weight: use {-(-largest >> 20)} or more.")
 
 
 def _fits(needed, there, where, fix):
