@@ -25,17 +25,14 @@ from omegaconf import OmegaConf, open_dict
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
-from recipe.bapo import (  # noqa: E402
-    console,
-    cpu_settings,
-    evaluation,
-    input_checks,
-    live,
-    plugin,  # noqa: F401
-    preflight,
-    processes,
-)
-from recipe.bapo.watchdog import Watchdog  # noqa: E402
+from recipe.bapo import plugin  # noqa: E402, F401
+from recipe.bapo.checks import table  # noqa: E402
+from recipe.bapo.checks.other_runs import claim_machine, joins_a_cluster  # noqa: E402
+from recipe.bapo.cpu import settings  # noqa: E402
+from recipe.bapo.launch import console, live, processes  # noqa: E402
+from recipe.bapo.launch.watchdog import Watchdog  # noqa: E402
+from recipe.bapo.records import CONFIG, LOG, PICTURE, RAY_LOGS, VALIDATION, validation  # noqa: E402
+from recipe.bapo.records.checkpoints import latest_checkpoint  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
 logging.disable(logging.NOTSET)
@@ -50,7 +47,7 @@ def on_cpu() -> bool:
 def main(config):
     """Check, train, sum up; end with exit code 1 and a few lines that name the cause if anything fails."""
     run_dir = Path(config.run_dir).absolute()
-    log_file = run_dir / "train.log"
+    log_file = run_dir / LOG
     end_on(signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         end_on(signal.SIGHUP)
@@ -62,7 +59,7 @@ def main(config):
         sys.stderr.flush()
         os._exit(code)  # threads of Ray's that were interrupted abort the interpreter's own exit (SIGABRT)
     if config.trainer.val_only:
-        print(evaluation.table(max((run_dir / "validation").glob("step_*.json"), key=os.path.getmtime)))
+        print(validation.table(max((run_dir / VALIDATION).glob("step_*.json"), key=os.path.getmtime)))
         return
     print(console.summary(run_dir))
     draw(run_dir)
@@ -105,12 +102,12 @@ def run_and_clean_up(config, run_dir: Path, out) -> tuple[str | None, int]:
         leftovers, children = set(watchdog.shared_memory), processes.descendants()
         with suppress(Exception):  # Ray may be half up, or half gone
             leftovers |= processes.leftovers()
-            if processes.joins_a_cluster(config):
+            if joins_a_cluster(config):
                 processes.remove_leftovers_elsewhere()
         ray.shutdown()
         processes.kill_children(scratch, children)
         processes.remove(leftovers)
-        processes.remove_scratch(scratch, run_dir / "ray_logs" if message is not None else None)
+        processes.remove_scratch(scratch, run_dir / RAY_LOGS if message is not None else None)
     return message, code
 
 
@@ -118,7 +115,7 @@ def failure(config, *reasons: str | None) -> str:
     """Why training failed, and how to go on."""
     with suppress(OSError):
         sys.stdout.flush()
-    first = console.first_error((Path(config.run_dir) / "train.log").read_text(errors="replace"))
+    first = console.first_error((Path(config.run_dir) / LOG).read_text(errors="replace"))
     reasons = (*reasons, f"the first error in the log is {first}" if first else None)
     return f"Training failed: {'; '.join(filter(None, reasons))}. {where_to_go_on(config)}"
 
@@ -126,7 +123,7 @@ def failure(config, *reasons: str | None) -> str:
 def where_to_go_on(config) -> str:
     """The last checkpoint, and how to go on from it."""
     try:
-        folder = input_checks.latest_checkpoint(Path(config.trainer.default_local_dir))
+        folder = latest_checkpoint(Path(config.trainer.default_local_dir))
     except ValueError:
         folder = None
     if folder is None:
@@ -139,8 +136,8 @@ def draw(run_dir: Path) -> None:
     try:
         from recipe.bapo import plot
 
-        plot.draw({run_dir.name: [run_dir]}, run_dir / "dynamics.png")
-        print(f"Picture: {run_dir}/dynamics.png")
+        plot.draw({run_dir.name: [run_dir]}, run_dir / PICTURE)
+        print(f"Picture: {run_dir / PICTURE}")
     except (ImportError, ValueError, OSError) as error:
         print(f"No picture: {error}")
 
@@ -152,28 +149,28 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     config.run_dir = str(run_dir)  # absolute, and before it is resolved: workers may run in another folder
     try:
         OmegaConf.resolve(config)
-        lines = preflight.run(config)
+        lines = table.run(config)
     except Exception as error:
         traceback.print_exc()
         return str(error) or type(error).__name__
-    print(preflight.table(lines))
+    print(table.table(lines))
     for line in lines:
         if line.status == "warning":
             print(f"Warning: {line.detail}", file=out)
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         return "\nError: ".join(failed)
-    claim = processes.claim_machine()  # held until this process ends
-    if claim is None and not processes.joins_a_cluster(config):
+    claim = claim_machine()  # held until this process ends
+    if claim is None and not joins_a_cluster(config):
         return "another run was started on this machine at the same moment: wait for its end."
-    OmegaConf.save(config, run_dir / "config.yaml")
+    OmegaConf.save(config, run_dir / CONFIG)
     if on_cpu():
         with open_dict(config):
             runtime_env = config.ray_kwargs.ray_init.runtime_env
-            ours = {name: os.environ.get(name, value) for name, value in cpu_settings.ENVIRONMENT.items()}
+            ours = {name: os.environ.get(name, value) for name, value in settings.ENVIRONMENT.items()}
             runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
     choose_cluster(config, scratch)
-    print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir}/train.log", file=out)
+    print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}", file=out)
     out.flush()
     printer = live.StepPrinter(run_dir, config.trainer.total_training_steps, out, since=time.time())
     printer.start()
@@ -199,7 +196,7 @@ def choose_cluster(config, scratch: Path) -> None:
     """
     ray_init = config.ray_kwargs.ray_init
     with open_dict(config):
-        if processes.joins_a_cluster(config):
+        if joins_a_cluster(config):
             ray_init.address = "auto"
             ray_init.num_cpus = ray_init.num_gpus = None  # of the cluster's nodes; Ray refuses them here
         else:
@@ -233,7 +230,7 @@ WITHOUT_FLASH_ATTN = (
 def machine_overrides() -> tuple[str, ...]:
     """What this machine needs of the config: the CPU path's settings, or sdpa attention without flash-attn."""
     if on_cpu():
-        return cpu_settings.OVERRIDES
+        return settings.OVERRIDES
     if importlib.util.find_spec("flash_attn") is None:
         return WITHOUT_FLASH_ATTN
     return ()
@@ -252,8 +249,8 @@ def check_only(as_json: bool) -> None:
     def task(config):
         with redirect_stdout(sys.stderr):  # verl prints while it validates
             OmegaConf.resolve(config)
-            lines = preflight.run(config)
-        print(json.dumps([asdict(line) for line in lines], indent=1) if as_json else preflight.table(lines))
+            lines = table.run(config)
+        print(json.dumps([asdict(line) for line in lines], indent=1) if as_json else table.table(lines))
         sys.exit(any(line.status == "failed" for line in lines))
 
     task()

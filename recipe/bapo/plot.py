@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from recipe.bapo.console import read_metrics  # noqa: E402
+from recipe.bapo.records.metrics import read_metrics  # noqa: E402
 
 # Each panel: title, label of the y axis, and its curves (metric, name, line style).
 PANELS = [

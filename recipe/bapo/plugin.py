@@ -7,8 +7,8 @@ platform.
 import os
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    from recipe.bapo import cpu_platform
+    from recipe.bapo.cpu import platform
 
-    cpu_platform.install()
+    platform.install()
 
 from recipe.bapo import hydra_config, policy_loss  # noqa: E402, F401

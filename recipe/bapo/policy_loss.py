@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
 from bapo.search import unpack
-from recipe.bapo.token_dump import write_dump
+from recipe.bapo.records.tokens import write_dump
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 

@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, search_clip_bounds  # noqa: E402
-from recipe.bapo.token_dump import about_dump, read_dump  # noqa: E402
+from recipe.bapo.records.tokens import about_dump, read_dump  # noqa: E402
 
 DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in ("rollout_prob", "uniform")]
 TARGETS = (0.4, 0.45, 0.5, 0.55)

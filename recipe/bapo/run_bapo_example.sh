@@ -16,7 +16,7 @@
 #   CONFIG          a file of configs/ without .yaml (example)
 #   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
-#   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster.sh)
+#   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
 set -euo pipefail
 for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
@@ -90,6 +90,6 @@ train=("$python" -m recipe.bapo.main_bapo --config-path ../../configs --config-n
     run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@")
 if [[ ${RAY_ADDRESS:-} == http* && " $* " != *" --preflight "* ]]; then
     [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
-    exec "$python" scripts/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"
+    exec "$python" scripts/cluster/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"
 fi
 exec "${train[@]}"

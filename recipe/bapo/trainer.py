@@ -9,8 +9,8 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from recipe.bapo import evaluation, processes
-from recipe.bapo.console import keep_earlier
+from recipe.bapo.launch import processes
+from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.utils import Role
@@ -60,8 +60,8 @@ class _BAPOTrainer:
 
     def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):
         accuracies = reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])
-        summary = evaluation.summarise(data_sources, sample_uids, accuracies)
-        evaluation.write(Path(self.config.run_dir) / "validation", self.global_steps, summary)
+        summary = validation.summarise(data_sources, sample_uids, accuracies)
+        validation.write(Path(self.config.run_dir) / VALIDATION, self.global_steps, summary)
         return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
 
 
@@ -82,7 +82,7 @@ class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / "metrics.jsonl"))
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
         mode = config.trainer.v1.trainer_mode
         TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 import ray
 
 from bapo import collect_clip_statistics, search_clip_bounds
-from recipe.bapo.console import keep_earlier
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
+from recipe.bapo.records import keep_earlier
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id

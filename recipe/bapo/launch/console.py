@@ -1,0 +1,102 @@
+"""What a run shows a person, as text: a line per step, a screen at the end; verl's and Ray's output goes to a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from recipe.bapo.records import keep_earlier
+from recipe.bapo.records.metrics import read_metrics, validation_reward
+
+
+def first_error(log: str) -> str | None:
+    """The first exception that a worker printed to a run's log, and in which worker; None if there is none."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    of_vllm = r"(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]*\] )?"  # its processes' lines come through their server's
+    pattern = rf"^\((\w+) pid=[^)]*\) {of_vllm}([\w.]*(?:Error|Exception)): (.*)$"
+    for worker, name, text in re.findall(pattern, plain, re.M):
+        return f"{name}: {text.strip()} ({worker})"
+    return None
+
+
+def step_line(step: int, total: int | None, data: dict[str, float], pace: float) -> str:
+    """One step of training as one line; ``pace`` is in seconds a step."""
+    count = f"{step:>{len(str(total))}}/{total}" if total else str(step)
+    parts = [f"step {count}", f"reward {data.get('critic/rewards/mean', float('nan')):.3f}"]
+    if "actor/entropy" in data:
+        parts.append(f"entropy {data['actor/entropy']:.3f}")
+    if "actor/bapo/clip_low" in data:
+        rho = (data["actor/bapo/positive_contribution_start"], data["actor/bapo/positive_contribution"])
+        bounds = (data["actor/bapo/clip_low"], data["actor/bapo/clip_high"])
+        parts += [f"rho {rho[0]:.3f} -> {rho[1]:.3f}", f"bounds [{bounds[0]:.3f}, {bounds[1]:.3f}]"]
+    parts.append(f"grad norm {data.get('actor/grad_norm', float('nan')):.3f}")
+    parts.append(f"length {data.get('response_length/mean', float('nan')):.0f}")
+    parts.append(f"{data.get('timing_s/step', float('nan')):.1f} s")
+    validation = validation_reward(data)
+    if validation is not None:
+        parts.append(f"validation {validation:.3f}")
+    if total:
+        parts.append(f"left {timedelta(seconds=round(pace * max(0, total - step)))}")
+    return "  ".join(parts)
+
+
+def summary(run_dir: Path) -> str:
+    """The screen at the end of a run: before and after, and where everything is."""
+    records = read_metrics(run_dir)
+    steps = [data for _, data in records if "training/global_step" in data]
+    if not steps:
+        return f"No training step was recorded in {run_dir}."
+
+    def first_last(key):
+        values = [data[key] for data in steps if key in data]
+        few = max(1, len(values) // 5)
+        return (sum(values[:few]) / few, sum(values[-few:]) / few, few) if values else None
+
+    lines = [f"{len(steps)} steps, mean of the first and the last {max(1, len(steps) // 5)}:"]
+    rows = [
+        ("training reward", "critic/rewards/mean"),
+        ("entropy, nats a token", "actor/entropy"),
+        ("response length, tokens", "response_length/mean"),
+        ("positive contribution, start of the search", "actor/bapo/positive_contribution_start"),
+        ("positive contribution, at the bounds", "actor/bapo/positive_contribution"),
+        ("updates in which the target was out of reach", "actor/bapo/saturated"),
+        ("gradient norm", "actor/grad_norm"),
+    ]
+    for label, key in rows:
+        found = first_last(key)
+        if found:
+            lines.append(f"  {label:<46}{found[0]:>9.3f}  ->{found[1]:>9.3f}")
+    sides = ("actor/bapo/clip_low", "actor/bapo/clip_high")
+    bounds = [[data[side] for data in steps if side in data] for side in sides]
+    if all(bounds):
+        low, high = (sum(values) / len(values) for values in bounds)
+        lines.append(f"  {'mean bounds on the ratio':<46}{f'[{low:.3f}, {high:.3f}]':>22}")
+    validations = [value for _, data in records if (value := validation_reward(data)) is not None]
+    if len(validations) > 1:
+        lines.append(f"  {'validation reward, first and last':<46}{validations[0]:>9.3f}  ->{validations[-1]:>9.3f}")
+    lines.append(f"Metrics, log and records: {run_dir}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def output_to(log_file: Path):
+    """Send everything this process and its children print to ``log_file``; yields the real standard output."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with open(keep_earlier(log_file), "ab") as log, os.fdopen(os.dup(1), "w") as out:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield out
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # the disk is full
+                    stream.flush()
+            for target, source in zip((1, 2), saved, strict=True):
+                os.dup2(source, target)
+                os.close(source)

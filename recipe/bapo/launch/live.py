@@ -1,0 +1,109 @@
+"""What a run shows while it goes: a line per step, warnings that matter, and in a terminal a progress bar beneath."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from recipe.bapo.launch.console import step_line
+from recipe.bapo.records import METRICS
+from recipe.bapo.records.metrics import parse_lines, validation_reward
+
+WINDOW = 10  # steps
+ENTROPY_FELL, NORM_ROSE = 0.5, 10.0  # to this share of what it was, to so many times its median, within the window
+
+
+def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
+    """What deserves a look in the metrics of the steps so far, by its kind."""
+    found: dict[str, str] = {}
+    recent = history[-WINDOW:]
+    if len(recent) < WINDOW:
+        return found
+    if all(data.get("actor/bapo/saturated") == 1 and data.get("actor/bapo/search_steps", 0) > 0 for data in recent):
+        found["saturated"] = (
+            f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
+            "maximum: lower positive_contribution_target, or see what your data allow (docs/off_policy.md, replay)."
+        )
+    entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
+    if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:
+        found["entropy"] = f"the entropy fell from {entropies[0]:.3f} to {entropies[-1]:.3f} within {WINDOW} steps."
+    norms = [data["actor/grad_norm"] for data in recent if "actor/grad_norm" in data]
+    if len(norms) == WINDOW and not norms[-1] <= NORM_ROSE * statistics.median(norms):
+        found["norm"] = (
+            f"the gradient norm is {norms[-1]:.3g}, its median over {WINDOW} steps {statistics.median(norms):.3g}."
+        )
+    return found
+
+
+class StepPrinter(threading.Thread):
+    """Follows ``metrics.jsonl`` and prints a line per step to ``out``, in a terminal above a progress bar."""
+
+    def __init__(self, run_dir: Path, total: int | None, out, since: float):
+        super().__init__(daemon=True)
+        self.path = run_dir / METRICS
+        self.since = since  # an older file is an earlier run's
+        self.total, self.out = total, out
+        self.done = threading.Event()
+        self.offset = 0
+        self.began: tuple[float, int] | None = None
+        self.history: list[dict[str, float]] = []
+        self.warned: dict[str, int] = {}  # step of the last warning of a kind
+        self.progress = None
+        if out.isatty():
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(file=out))
+            self.task = self.progress.add_task("training", total=total)
+
+    def run(self):
+        """Look for new lines until told to stop, then once more."""
+        with self.progress or nullcontext():
+            while not self.done.wait(0.3):
+                self.print_new()
+            self.print_new()
+
+    def print_new(self):
+        """Print what has been appended since the last look."""
+        if not self.path.exists() or self.path.stat().st_mtime < self.since:
+            return
+        with open(self.path) as file:
+            file.seek(self.offset)
+            text = file.read()
+        complete = text[: text.rfind("\n") + 1]
+        self.offset += len(complete.encode())
+        for step, data in parse_lines(complete):
+            self.show(self.line(step, data))
+            if "training/global_step" in data:
+                self.history.append(data)
+                self.warn(step)
+                if self.progress is not None:
+                    self.progress.update(self.task, completed=step)
+
+    def show(self, text):
+        """One line."""
+        if self.progress is not None:
+            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self.out, flush=True)
+
+    def warn(self, step):
+        """Show what deserves a look, each kind once in ``WINDOW`` steps."""
+        for kind, text in warnings_in(self.history).items():
+            if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
+                self.warned[kind] = step
+                self.show(f"Warning: {text}")
+
+    def line(self, step, data):
+        """The line of one record, with the time left at the pace so far."""
+        validation = validation_reward(data)
+        if "training/global_step" not in data:
+            return f"before training: validation {validation:.3f}" if validation is not None else f"step {step}"
+        if self.began is None:
+            self.began = time.time() - data.get("timing_s/step", 0.0), step - 1
+        pace = (time.time() - self.began[0]) / (step - self.began[1])
+        return step_line(step, self.total, data, pace)

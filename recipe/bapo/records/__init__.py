@@ -1,0 +1,23 @@
+"""What a run writes in its folder and reads back: the only home of the names of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo.records.metrics
+LOG = "train.log"  # everything that verl, Ray and vLLM print
+CONFIG = "config.yaml"  # the whole config that was used
+PICTURE = "dynamics.png"
+VALIDATION = "validation"  # folder of step_<N>.json; recipe.bapo.records.validation
+STACKS = "stacks"  # folder of the stacks of a run that was ended for its silence
+RAY_LOGS = "ray_logs"  # folder of Ray's own logs of a run that failed
+
+
+def keep_earlier(path: Path) -> Path:
+    """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        names = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        last = max((int(name) for name in names if name.isdigit()), default=0)
+        path.rename(path.with_suffix(f".{last + 1}{path.suffix}"))
+    return path

@@ -1,0 +1,35 @@
+"""The metrics of a run, step by step, as verl's file logger writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from recipe.bapo.records import METRICS
+
+
+def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
+    """All ``(step, metrics)`` of a run in order; of a step that a resumed run repeated, the last one counts."""
+    earlier = sorted(run_dir.glob(METRICS.replace(".", ".*.")), key=lambda path: int(path.suffixes[0][1:]))
+    steps: dict[int, dict[str, float]] = {}
+    for path in [*earlier, run_dir / METRICS]:
+        for step, data in parse_lines(path.read_text() if path.exists() else ""):
+            steps[step] = {**(steps.get(step, {}) if step == 0 else {}), **data}
+    return sorted(steps.items())
+
+
+def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
+    """``(step, metrics)`` of each complete line of a metrics file."""
+    lines = text.split("\n")[:-1]  # what follows the last newline is still being written
+    # verl's file logger writes NaN and infinity as null.
+    nan = float("nan")
+    return [
+        (record["step"], {key: nan if value is None else value for key, value in record["data"].items()})
+        for record in map(json.loads, lines)
+    ]
+
+
+def validation_reward(data: dict[str, float]) -> float | None:
+    """The mean validation reward in a step's metrics, over data sources; None where there was no validation."""
+    values = [value for key, value in data.items() if key.startswith("val-core/") and "/mean@" in key]
+    return sum(values) / len(values) if values else None

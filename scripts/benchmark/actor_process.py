@@ -1,0 +1,108 @@
+"""A real actor worker (verl's FSDP2 engine over gloo) outside Ray: for tests and timings of one update."""
+
+import os
+import socket
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port():
+    """A TCP port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_actor(overrides, rank=0, size=1, port=0, config_name="example"):
+    """The actor's worker as verl builds it, from our example's config with ``overrides``."""
+    from recipe.bapo.cpu.settings import ENVIRONMENT, OVERRIDES
+
+    os.environ.update(
+        ENVIRONMENT,
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOCAL_RANK="0",
+    )
+    os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
+    os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
+    import torch
+    from hydra import compose, initialize_config_dir
+
+    import verl  # noqa: F401
+    from recipe.bapo.worker import BAPOActorRolloutRefWorker
+
+    torch.manual_seed(0)
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        config = compose(
+            config_name, ["size=cpu", *OVERRIDES, "actor_rollout_ref.actor.optim.total_training_steps=100", *overrides]
+        )
+    worker = BAPOActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    return worker.actor
+
+
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
+    """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
+    ``staleness`` (standard deviation)."""
+    import torch
+    from tensordict import NonTensorData, TensorDict
+
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(seed)
+    sequences = {name: [] for name in ("prompts", "responses", "input_ids", "position_ids", "loss_mask")}
+    masks, advantages, noise = [], [], []
+    for _ in range(rows):
+        prompt = torch.randint(5, 200, (4,), generator=generator)
+        length = int(torch.randint(3, longest, (1,), generator=generator))
+        response = torch.randint(5, 200, (length,), generator=generator)
+        sequences["prompts"].append(prompt)
+        sequences["responses"].append(response)
+        sequences["input_ids"].append(torch.cat([prompt, response]))
+        sequences["position_ids"].append(torch.arange(4 + length))
+        sequences["loss_mask"].append(torch.cat([torch.zeros(4), torch.ones(length)]).long())
+        masks.append(torch.ones(length).long())
+        advantages.append(torch.full((length,), 1.0 if len(advantages) % 2 else -1.0))
+        noise.append(staleness * torch.randn(length, generator=generator))
+    mine = slice(rank * rows // size, (rank + 1) * rows // size)
+
+    def jagged(parts):
+        return torch.nested.as_nested_tensor(parts[mine], layout=torch.jagged)
+
+    count = len(masks[mine])
+    data = TensorDict({name: jagged(parts) for name, parts in sequences.items()}, batch_size=[count])
+    data["response_mask"] = jagged(masks)
+    data["advantages"] = jagged(advantages)
+    tu.assign_non_tensor(data, temperature=1.0, global_batch_size=rows, calculate_entropy=True, compute_loss=False)
+    log_probs = actor.infer_batch(data.copy())["log_probs"]
+    from verl.workers.utils.padding import response_from_nested
+
+    responses = response_from_nested(log_probs, data["response_mask"])
+    old = [part + off for part, off in zip(responses.unbind(), noise[mine], strict=True)]
+    data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
+    lengths = [len(ids) for ids in sequences["input_ids"]]  # of every rank's, as verl's train_mini_batch gathers them
+    tu.assign_non_tensor(data, compute_loss=True, global_token_num=NonTensorData(lengths))
+    return data
+
+
+def run_update(actor, data):
+    """One update. Returns its metrics and the gradient that the optimizer saw, one flat vector."""
+    import torch
+
+    from verl.utils import tensordict_utils as tu
+
+    gradients = []
+    step = actor.engine.optimizer_step
+
+    def keep_gradient():
+        parameters = [p.grad for p in actor.engine.module.parameters() if p.grad is not None]
+        gradients.append(torch.cat([getattr(g, "full_tensor", lambda g=g: g)().flatten() for g in parameters]).clone())
+        return step()
+
+    actor.engine.optimizer_step = keep_gradient
+    output = actor.train_batch(data)
+    actor.engine.optimizer_step = step
+    return tu.get(output, "metrics"), gradients[0]

@@ -1,0 +1,93 @@
+"""What finding the bounds adds to one optimizer update of the real actor (verl's FSDP2 engine on this CPU).
+
+    .venv/bin/python -m scripts.benchmark.update [--json FILE]
+
+For several model sizes the parts of an update are timed in turn in one process: the pass (a forward without gradient
+over the mini-batch and the statistics), the search with its all-reduce and read, and verl's own update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch
+
+SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers x hidden size
+ROWS, LONGEST, MICRO = 32, 200, 8
+
+
+def seconds_of(call, repeats):
+    """Median seconds of ``call`` after one call to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure(folder, layers, hidden, repeats):
+    """Seconds of the parts of one update of one model."""
+    from recipe.bapo.example.task import make_task
+
+    task = Path(folder) / f"{layers}x{hidden}"
+    make_task(task, steps=3, layers=layers, hidden=hidden, seed=1)
+    actor = make_actor(
+        [
+            f"actor_rollout_ref.model.path={task}/model",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={MICRO}",
+        ],
+        port=free_port(),
+    )
+    data = make_mini_batch(actor, seed=1, rows=ROWS, longest=LONGEST)
+    actor._set_defaults(data)
+
+    def find(ratios_are_1):
+        actor.ratios_are_1 = ratios_are_1
+        actor._find_bounds(data)
+
+    def update(ratios_are_1):
+        actor.ratios_are_1 = ratios_are_1
+        actor.train_batch(data)
+
+    weights = sum(p.numel() for p in actor.engine.module.parameters())
+    return {
+        "weights": weights,
+        "update, with the pass": seconds_of(lambda: update(False), repeats),
+        "update, marked: no pass": seconds_of(lambda: update(True), repeats),
+        "the pass and the search": seconds_of(lambda: find(False), repeats),
+        "the search at ratio 1": seconds_of(lambda: find(True), repeats),
+    }
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stdout(sys.stderr):  # what verl prints is not the table
+            found = {name: measure(folder, *size, arguments.repeats) for name, size in SIZES.items()}
+    parts = [part for part in next(iter(found.values())) if part != "weights"]
+    print("| model | weights | " + " | ".join(f"{part}, s" for part in parts) + " | pass / marked update |")
+    print("|---|---|" + "---|" * (len(parts) + 1))
+    for name, row in found.items():
+        share = row["the pass and the search"] / row["update, marked: no pass"]
+        cells = " | ".join(f"{row[part]:.3f}" for part in parts)
+        print(f"| {name} | {row['weights']:,} | {cells} | {share:.2f} |")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

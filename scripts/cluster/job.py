@@ -1,0 +1,103 @@
+"""A job on the Ray cluster at ``RAY_ADDRESS`` (http://HEAD:8265); called by the run script and scripts/cluster/ray.sh.
+
+    python scripts/cluster/job.py submit NAME COMMAND...   run it in a copy of this repository, and follow it
+    python scripts/cluster/job.py follow NAME              print its output from the start; the exit code is the job's
+    python scripts/cluster/job.py stop NAME                end it
+
+Of the environment the job gets the variables named in ``FORWARDED`` and nothing else; secrets such as ``WANDB_API_KEY``
+belong into the environment of ``scripts/cluster/ray.sh head`` and ``join``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+ROOT = Path(__file__).parents[2]
+FORWARDED = (
+    "MODEL_PATH",
+    "TRAIN_FILE",
+    "TEST_FILE",
+    "NNODES",
+    "ROLLOUT_GPUS_PER_NODE",
+    "VERL_PLATFORM",
+    "HF_HUB_OFFLINE",
+)
+PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
+
+
+def connect() -> JobSubmissionClient:
+    """The client; ends the program if there is no cluster."""
+    address = os.environ.get("RAY_ADDRESS", "http://127.0.0.1:8265")
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        sys.exit(f"Error: RAY_ADDRESS={address} takes no jobs: start scripts/cluster/ray.sh head there. {error}")
+    except AuthenticationError as error:
+        sys.exit(f"Error: RAY_ADDRESS={address} wants the token of scripts/cluster/ray.sh head. {error}")
+
+
+def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
+    """Submit a command and follow it; returns its exit code."""
+    environment = [f"{key}={os.environ[key]}" for key in FORWARDED if os.environ.get(key)]
+    runtime_env = {"working_dir": str(ROOT), "excludes": [".venv*", "runs", ".*_cache", ".hypothesis"]}
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            client.submit_job(
+                entrypoint=shlex.join(["env", *environment, *command]), submission_id=name, runtime_env=runtime_env
+            )
+            break
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > until:
+                sys.exit(f"Error: job {name} was not taken: {str(error).strip().splitlines()[-1]}")
+            time.sleep(2)
+    print(f"Job {name}. It goes on without this command; to follow it again or to end it:")
+    print(f"  bash scripts/cluster/ray.sh follow {name}\n  bash scripts/cluster/ray.sh stop {name}", flush=True)
+    return follow(client, name)
+
+
+def follow(client: JobSubmissionClient, name: str) -> int:
+    """Print a job's output until it ends; returns its exit code, 1 if it has none."""
+
+    async def tail():
+        async for lines in client.tail_job_logs(name):
+            print(lines, end="", flush=True)
+
+    try:
+        asyncio.run(tail())
+        info = client.get_job_info(name)
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:
+        sys.exit(f"Error: job {name}: {str(error).strip().splitlines()[-1]}")
+    if info.status == JobStatus.SUCCEEDED:
+        return 0
+    print(f"Error: job {name} {info.status.lower()}: {info.message}", file=sys.stderr)
+    return info.driver_exit_code or 1
+
+
+def main() -> int:
+    """Command line."""
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    match sys.argv[1:]:
+        case ["submit", name, *command] if command:
+            return submit(connect(), name, command)
+        case ["follow", name]:
+            return follow(connect(), name)
+        case ["stop", name]:
+            return 0 if connect().stop_job(name) else 1
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/cluster.md). The repository is at the same path
+# on every node.
+#
+#   bash scripts/cluster/ray.sh head [OPTIONS]           on the first node; prints what the others need
+#   bash scripts/cluster/ray.sh join IP:PORT [OPTIONS]   on every other node
+#   bash scripts/cluster/ray.sh wait N                   until N nodes are there
+#   bash scripts/cluster/ray.sh follow JOB               print a job's output; the exit code is the job's
+#   bash scripts/cluster/ray.sh stop JOB                 end a job
+#
+# head and join set up the environment, run until they are ended (Ctrl-C or SIGTERM) and take their node's Ray with them.
+# OPTIONS go to `ray start`. From the environment:
+#   RAY_ADDRESS           of the head's dashboard (http://127.0.0.1:8265), for wait, follow and stop
+#   RAY_AUTH_TOKEN_PATH   the secret that all nodes share (~/.ray/auth_token); head makes it if it is missing
+#   WAIT_SECONDS          how long wait waits (600)
+#   BAPO_VENV, VERL_PLATFORM, GPUS_PER_NODE   as for the run script; GPUS_PER_NODE on a CPU only: logical slots (1)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+fail() { echo "Error: $*" >&2; exit 1; }
+usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 2; }
+
+platform=()
+if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then
+    venv=.venv
+    [ "${VERL_PLATFORM:-}" != cpu ] || platform=(--num-cpus=16 --num-gpus="${GPUS_PER_NODE:-1}")
+else
+    venv=.venv-cuda
+fi
+venv=${BAPO_VENV:-$PWD/$venv}
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+export RAY_JOB_STOP_WAIT_TIME_S=60  # a job that is stopped cleans up first
+export RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
+ray=$venv/bin/ray
+
+need_venv() {
+    [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
+    [ -x "$ray" ] || fail "$ray does not exist: set BAPO_VENV to a virtual environment with the requirements, or run scripts/setup.sh."
+}
+
+start() {  # start OPTIONS...: this node, until it is ended
+    unset RAY_ADDRESS
+    "$ray" start --block --disable-usage-stats "${platform[@]}" "$@" &
+    local pid=$! status=0
+    trap 'kill $pid 2>/dev/null' INT TERM
+    wait $pid || status=$?
+    while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done  # the first wait ends with the signal
+    # Ray leaves its address behind, and the next ray.init() on this machine would look for it there.
+    local file=/tmp/ray/ray_current_cluster
+    [ ! -s $file ] || "$ray" health-check --address "$(cat $file)" >/dev/null 2>&1 || rm -f $file
+    exit "$status"
+}
+
+need_token() {
+    [ -s "$RAY_AUTH_TOKEN_PATH" ] || fail "$RAY_AUTH_TOKEN_PATH does not exist: copy it from the head, or set RAY_AUTH_TOKEN_PATH."
+}
+
+command=${1:-}
+shift || true
+case $command in
+head)
+    need_venv
+    if [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
+        mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
+        (umask 077; "$venv/bin/python" -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
+    fi
+    echo "Other nodes need the file $RAY_AUTH_TOKEN_PATH and: bash scripts/cluster/ray.sh join IP:6379 (or the port you gave)"
+    start --head "$@"
+    ;;
+join)
+    [[ ${1:-} == *:* ]] || fail "join ${1:-} is not usable: give the head's address as IP:PORT."
+    need_token
+    need_venv
+    address=$1; shift
+    start --address="$address" "$@"
+    ;;
+wait)
+    [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || fail "wait ${1:-} is not usable: give the number of nodes."
+    [[ ${WAIT_SECONDS:-600} =~ ^[1-9][0-9]*$ ]] || fail "WAIT_SECONDS=$WAIT_SECONDS is not usable: give a whole number of 1 or more."
+    end=$((SECONDS + ${WAIT_SECONDS:-600}))
+    while :; do
+        found=$("$venv/bin/python" - 2>/dev/null <<'PYTHON' || true
+import os
+from ray.util.state import list_nodes
+print(sum(node.state == "ALIVE" for node in list_nodes(address=os.environ["RAY_ADDRESS"])))
+PYTHON
+        )
+        [ "${found:-0}" -lt "$1" ] || break
+        [ "$SECONDS" -lt "$end" ] || fail "${found:-0} of $1 nodes are at $RAY_ADDRESS after ${WAIT_SECONDS:-600} seconds: look at the output of head and join, or raise WAIT_SECONDS."
+        sleep 2
+    done
+    echo "$found nodes"
+    ;;
+follow | stop) exec "$venv/bin/python" scripts/cluster/job.py "$command" "${1:?which job?}" ;;
+*) usage ;;
+esac

@@ -1,0 +1,240 @@
+"""One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from tensordict import NonTensorData, TensorDict
+
+from bapo import BAPOConfig
+from recipe.bapo.replay import search, statistics_of
+from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
+
+ROWS = 16
+CUTS = {
+    "whole": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}"],
+    "halves": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={half}"],
+    "single": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
+    "dynamic": [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+    ],
+    "dynamic, whole": [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+    ],
+    "gradient, whole": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}",
+        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
+    ],
+    "gradient, quarters": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
+    ],
+    "micro_batch scope": [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch",
+    ],
+}
+
+
+COMMON = [
+    "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+]
+
+
+class CollectiveCounter:
+    """Counts our all-reduces and the engine's forward passes without gradient.
+
+    Ours are all that ``_find_bounds`` makes outside the engine, and the float64 ones in it, which the loss makes.
+    """
+
+    def __init__(self, actor):
+        self.collectives = self.passes = 0
+        self.outside_engine = False
+        self.all_reduce, self.infer, self.find = (
+            torch.distributed.all_reduce,
+            actor.engine.infer_batch,
+            actor._find_bounds,
+        )
+        torch.distributed.all_reduce = self.count_collective
+        actor.engine.infer_batch = self.count_pass
+        actor._find_bounds = self.find_bounds
+
+    def find_bounds(self, data):
+        self.outside_engine = True
+        try:
+            return self.find(data)
+        finally:
+            self.outside_engine = False
+
+    def count_collective(self, tensor, *args, **kwargs):
+        self.collectives += self.outside_engine or tensor.dtype == torch.float64
+        return self.all_reduce(tensor, *args, **kwargs)
+
+    def count_pass(self, *args, **kwargs):
+        self.passes += 1
+        self.outside_engine = False
+        try:
+            return self.infer(*args, **kwargs)
+        finally:
+            self.outside_engine = True
+
+    def stop(self):
+        torch.distributed.all_reduce = self.all_reduce
+
+
+@pytest.mark.parametrize(
+    "lengths, sp_size, one", [([1, 2, 6, 4], 1, True), ([1, 2, 6, 5], 1, False), ([1, 2, 6, 5], 2, True)]
+)
+def test_a_dynamic_mini_batch_is_one_micro_batch_where_it_is_on_every_rank(lengths, sp_size, one):
+    from recipe.bapo.worker import BAPOTrainingWorker
+    from verl.utils import tensordict_utils as tu
+
+    worker = object.__new__(BAPOTrainingWorker)
+    worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=sp_size)
+    data = TensorDict({"advantages": torch.zeros(2, 1)}, batch_size=[2])
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=10, global_token_num=NonTensorData(lengths))
+    assert worker._is_one_micro_batch(data) is one
+
+
+def updates_of_rank(rank, size, port, task, folder):
+    results = {}
+    for name, cut in CUTS.items():
+        record = f"{folder}/{name}"
+        actor = make_actor(
+            [
+                f"actor_rollout_ref.model.path={task}/model",
+                *COMMON,
+                f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+                f"actor_rollout_ref.actor.policy_loss.token_dump_dir='{record}/dump'",
+                *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
+            ],
+            rank,
+            size,
+            port,
+        )
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        counter = CollectiveCounter(actor)
+        metrics, gradient = run_update(actor, data)
+        counter.stop()
+        results[name] = {
+            "gradient": gradient,
+            "loss": metrics["loss"],
+            "collectives": counter.collectives,
+            "passes": counter.passes,
+            "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
+        }
+    results["marked"] = marked_updates(rank, size, port, task)
+    torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+def marked_updates(rank, size, port, task):
+    """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
+    from recipe.bapo.worker import RATIOS_START_AT_1
+    from verl.utils import tensordict_utils as tu
+
+    found = {}
+    for marked in (True, False):
+        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
+        counter = CollectiveCounter(actor)
+        actor.ratios_are_1 = marked
+        actor._set_defaults(data)
+        bounds, values = actor._find_bounds(data)
+        counter.stop()
+        found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
+
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **{RATIOS_START_AT_1: marked})
+        counter = CollectiveCounter(actor)
+        actor.train_mini_batch(data)
+        counter.stop()
+        found[marked]["passes of 4 updates"] = counter.passes
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request, task, tmp_path_factory):
+    size = request.param
+    folder = tmp_path_factory.mktemp(f"updates{size}")
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+    for rank, result in enumerate(results):
+        for name in CUTS:
+            lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
+            result[name]["record"] = [json.loads(line) for line in lines]
+            result[name]["dump"] = folder / name / "dump"
+    return results
+
+
+def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
+    for kind, cuts in {
+        "whole": ["halves", "single", "dynamic", "dynamic, whole"],
+        "gradient, whole": ["gradient, quarters"],
+    }.items():
+        whole = ranks[0][kind]
+        assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search had something to do
+        for name in cuts:
+            cut = ranks[0][name]
+            for field in ("low", "high", "search_steps", "saturated"):
+                assert cut["record"][0][field] == whole["record"][0][field], (name, field)
+            assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6, abs=1e-6)
+            torch.testing.assert_close(cut["gradient"], whole["gradient"], rtol=1e-5, atol=1e-5)
+
+
+def test_all_ranks_hold_bit_identical_bounds(ranks):
+    for name in CUTS:
+        assert all(rank[name]["record"] == ranks[0][name]["record"] for rank in ranks), name
+
+
+def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
+    config = BAPOConfig(positive_contribution_target=0.45)
+    for name in CUTS.keys() - {"micro_batch scope"}:
+        definition = replace(config, contribution="gradient" if "gradient" in name else "value")
+        statistics = statistics_of(ranks[0][name]["dump"], config, 3.0)[definition.contribution, "rollout_prob"]
+        (recorded,) = ranks[0][name]["record"]
+        found = search(statistics, definition)
+        assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
+        for key, (value,) in found.items():
+            assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
+
+
+def test_one_collective_and_one_pass_an_update(ranks):
+    for rank in ranks:
+        for name in ("halves", "single", "dynamic", "gradient, quarters"):
+            assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 1), name
+        for name in ("whole", "dynamic, whole", "gradient, whole"):
+            assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
+        micro_batches = 4 // len(ranks)
+        scope = rank["micro_batch scope"]
+        assert (scope["collectives"], scope["passes"], len(scope["record"])) == (micro_batches, 0, micro_batches)
+
+
+def test_the_record_says_where_the_statistics_came_from(ranks):
+    sources = {name: {line["source"] for line in ranks[0][name]["record"]} for name in CUTS}
+    in_loss = {"whole", "dynamic, whole", "gradient, whole", "micro_batch scope"}
+    assert sources == {name: {"loss"} if name in in_loss else {"pass"} for name in CUTS}
+
+
+def test_every_path_logs_the_same_metrics(ranks):
+    keys = [ranks[0][name]["keys"] for name in CUTS]
+    assert len(keys[0]) == 9 and all(other == keys[0] for other in keys)
+
+
+def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
+    for rank in ranks:
+        marked, plain = rank["marked"][True], rank["marked"][False]
+        assert (marked["passes"], plain["passes"]) == (0, 1) and marked["collectives"] == plain["collectives"] == 1
+        assert marked["passes of 4 updates"] == 3 and plain["passes of 4 updates"] == 4
+        for name in ("low", "high", "search_steps", "saturated"):
+            assert marked["values"][name] == plain["values"][name]
+        assert marked["values"]["positive_contribution_start"] == pytest.approx(
+            plain["values"]["positive_contribution_start"], rel=1e-5
+        )

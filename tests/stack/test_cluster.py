@@ -1,0 +1,193 @@
+"""Two Ray nodes on this machine, made by our scripts, and jobs of the real stack submitted to them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NODES = ("127.0.0.1", "127.0.0.2")
+
+
+def call(*command, timeout, **environment):
+    """A command in the repository's root; its output is one text."""
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["join", "head"], "join head is not usable: give the head's address as IP:PORT"),
+        (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
+        (["wait", "some"], "wait some is not usable: give the number of nodes"),
+        (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
+        (["stop", "job"], "RAY_ADDRESS=http://127.0.0.1:1 takes no jobs: start scripts/cluster/ray.sh head there"),
+        (["follow", "job"], "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
+        (["head"], "/no/venv/bin/ray does not exist: set BAPO_VENV to a virtual environment"),
+        (["begin"], "bash scripts/cluster/ray.sh head"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
+    token = tmp_path / "token"
+    if arguments[0] == "stop":
+        token.write_text("a token")
+    if arguments[0] == "head":
+        monkeypatch.setenv("BAPO_VENV", "/no/venv")
+    here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(token), "WAIT_SECONDS": "1"}
+    run = call("bash", "scripts/cluster/ray.sh", *arguments, timeout=120, **here)
+    assert run.returncode in (1, 2) and message in run.stdout
+
+
+def free_ports(count):
+    """Ports that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def test_a_head_whose_port_is_taken_names_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        head = call(
+            *("bash", "scripts/cluster/ray.sh", "head", f"--port={port}", "--node-ip-address=127.0.0.1"),
+            timeout=200,
+            RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"),
+        )
+    assert head.returncode != 0 and str(port) in head.stdout, head.stdout
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The environment for jobs on a cluster of two nodes with a logical GPU each, and what its nodes print."""
+    folder = Path(tempfile.mkdtemp(prefix="bapo", dir="/tmp"))  # a short path: Ray's sockets lie in it
+    port, dashboard = free_ports(2)
+    environment = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    head = ["head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray"]
+    join = ["join", f"{NODES[0]}:{port}"]
+    nodes = []
+    try:
+        for command, address in zip((head, join), NODES, strict=True):
+            log = open(folder / f"{command[0]}.log", "w")
+            nodes.append(
+                subprocess.Popen(
+                    ["bash", "scripts/cluster/ray.sh", *command, f"--node-ip-address={address}"],
+                    cwd=ROOT,
+                    env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+            up = call(
+                "bash",
+                "scripts/cluster/ray.sh",
+                "wait",
+                str(len(nodes)),
+                timeout=200,
+                WAIT_SECONDS="150",
+                **environment,
+            )
+            assert up.returncode == 0, up.stdout + (folder / f"{command[0]}.log").read_text()
+        yield environment, folder
+    finally:
+        for node in reversed(nodes):
+            node.send_signal(signal.SIGTERM)
+        for node in nodes:
+            node.wait(timeout=60)
+        left = subprocess.run(["pgrep", "-fa", str(folder)], capture_output=True, text=True).stdout
+        shutil.rmtree(folder)
+        assert not left, left
+
+
+@pytest.mark.stack
+def test_a_job_on_two_nodes(cluster, tmp_path):
+    environment, folder = cluster
+    shared_memory = set(Path("/dev/shm").glob("psm_*"))
+    length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    run = call(
+        *("bash", "recipe/bapo/run_bapo_example.sh", *length),
+        timeout=600,
+        **environment,
+        NNODES="2",
+        OUTPUT_DIR=str(tmp_path / "run"),
+        WANDB_API_KEY="planted-secret",
+    )
+    log = tmp_path / "run" / "train.log"
+    assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
+    # What a local run shows is shown here too.
+    assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
+    assert set(Path("/dev/shm").glob("psm_*")) == shared_memory  # vLLM's, of either node
+    # A rank and a vLLM server on each node, and the same bounds.
+    text = log.read_text()
+    for node in NODES[1:]:
+        assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
+    records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
+    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
+    # Of real data: each update's share is its own. (The bounds need not differ: all may be the largest.)
+    assert len({json.loads(line)["positive_contribution"] for line in records[0].splitlines()}) > 8
+    # The submitter's secrets go nowhere.
+    written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
+    assert not [path for path in written if b"planted-secret" in path.read_bytes()]
+
+
+SEES_ITS_PROCESSES = """
+import time
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from recipe.bapo.launch.processes import processes
+
+ray.init(address="auto")
+here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+@ray.remote(scheduling_strategy=here)
+def wait_a_while():
+    time.sleep(60)
+
+task = wait_a_while.remote()
+until = time.monotonic() + 50
+while "ray::wait_a_while" not in processes().values() and time.monotonic() < until:
+    time.sleep(0.2)
+print("it sees", sorted(processes().values()))
+"""
+
+
+@pytest.mark.stack
+def test_a_job_sees_its_processes(cluster):
+    """The watchdog looks at them."""
+    environment, _ = cluster
+    command = ("scripts/cluster/job.py", "submit", "sees", sys.executable, "-c", SEES_ITS_PROCESSES)
+    run = call(sys.executable, *command, timeout=200, RAY_AUTH_MODE="token", **environment)
+    assert run.returncode == 0 and re.search(r"it sees \[.*'ray::wait_a_while'", run.stdout), run.stdout
+
+
+@pytest.mark.stack
+def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
+    environment, _ = cluster
+    run = call(
+        *("bash", "recipe/bapo/run_bapo_example.sh", "actor_rollout_ref.actor.clip_ratio_c=1.0"),
+        timeout=200,
+        **environment,
+        NNODES="2",
+        OUTPUT_DIR=str(tmp_path / "run"),
+    )
+    assert run.returncode == 1
+    assert "Error: actor_rollout_ref.actor.clip_ratio_c=1.0 is not usable" in run.stdout

@@ -1,0 +1,16 @@
+"""The metrics that the loss returns on every call."""
+
+METRICS = {
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac_lower",
+    "actor/bapo/clip_low",
+    "actor/bapo/clip_high",
+    "actor/bapo/positive_contribution",
+    "actor/bapo/positive_contribution_start",
+    "actor/bapo/search_steps",
+    "actor/bapo/saturated",
+    "actor/bapo/positive_token_fraction",
+    "actor/bapo/clipfrac_positive",
+    "actor/bapo/clipfrac_negative",
+}

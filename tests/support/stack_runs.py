@@ -1,0 +1,165 @@
+"""Runs of the real stack, for the tests that start them, and what they leave behind."""
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+
+from recipe.bapo.launch.processes import remove
+
+ROOT = Path(__file__).parents[2]
+SECRET = "a-planted-secret"
+NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
+SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
+
+
+def environment_of(output, **environment):
+    """Of a run on the CPU path with its output in ``output``."""
+    return {**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment}
+
+
+def run_example(output, *overrides, timeout=900, **environment):
+    """The main job with its output in ``output``."""
+    return subprocess.run(
+        [*SCRIPT, *overrides],
+        cwd=ROOT,
+        env=environment_of(output, **environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def log_of(output, lines=40):
+    """The end of a run's log."""
+    log = output / "train.log"
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
+
+
+def explain(run, output):
+    """What to read when a run failed."""
+    return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
+
+
+def temporary_files():
+    """What is in shared memory and in the folders for temporary files under names like those of a run's."""
+    folders = (Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
+    paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
+    return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
+
+
+@contextmanager
+def removing_what_others_leave():
+    """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point."""
+    before = temporary_files()
+    try:
+        yield
+    finally:
+        remove(temporary_files() - before)
+
+
+class Started:
+    """A run that goes on in the background while a test does something to it."""
+
+    def __init__(self, output, *overrides, inside=(), console=None, **environment):
+        """``inside``: a command that runs the command that follows it; ``console``: the file that it prints to."""
+        self.output = output
+        self.marker = f"BAPO_TEST_RUN={uuid.uuid4().hex}"  # every process of the run inherits it
+        name, value = self.marker.split("=")
+        self.console = console or output.parent / f"{output.name}.console"
+        self.console.parent.mkdir(parents=True, exist_ok=True)
+        self.before = temporary_files()
+        with open(self.console, "w") as printed:
+            self.process = subprocess.Popen(
+                [*inside, *SCRIPT, *overrides],
+                cwd=ROOT,
+                env=environment_of(output, WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **environment, **{name: value}),
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self):
+        """What it has printed."""
+        return self.console.read_text()
+
+    def wait_for(self, happened, what, timeout=300, interval=0.2):
+        """Wait until ``happened()`` is true and return that; fail if the run ends before."""
+        until = time.monotonic() + timeout
+        while not (found := happened()):
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}\n{log_of(self.output)}"
+            assert time.monotonic() < until, f"no {what} in {timeout} s:\n{self.text()}\n{log_of(self.output)}"
+            time.sleep(interval)
+        return found
+
+    def wait_for_step(self, step, timeout=600):
+        """Wait until a step's line is there."""
+        self.wait_for(lambda: re.search(rf"^step +{step}/", self.text(), re.M), f"step {step}", timeout)
+
+    def processes(self):
+        """Command line of each living process of the run by its id."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[3]
+                # A process may leave the session, or overwrite its environment with a title.
+                if int(session) == self.process.pid or self.marker.encode() in (folder / "environ").read_bytes().split(
+                    b"\0"
+                ):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue  # it has ended
+        return {pid: command for pid, command in found.items() if command}
+
+    def find(self, name):
+        """Ids of its processes whose command line contains ``name``."""
+        return [pid for pid, command in self.processes().items() if name in command]
+
+    def reachable(self):
+        """Its processes that listen on more than the loopback interface, and where."""
+        found = {}
+        for pid, command in self.processes().items():
+            with suppress(psutil.NoSuchProcess):
+                for connection in psutil.Process(pid).net_connections("inet"):
+                    address = ip_address(connection.laddr.ip)
+                    address = getattr(address, "ipv4_mapped", None) or address  # ::ffff:127.0.0.1
+                    if connection.status == psutil.CONN_LISTEN and not address.is_loopback:
+                        found[f"{connection.laddr.ip}:{connection.laddr.port}"] = command
+        return found
+
+    def end(self, timeout):
+        """Wait for its end and return the exit code and the seconds it took; its processes have two more."""
+        began = time.monotonic()
+        code = self.process.wait(timeout)
+        took = time.monotonic() - began
+        while self.processes() and time.monotonic() < began + took + 2:
+            time.sleep(0.2)
+        return code, took
+
+    def left(self):
+        """What it should not leave: processes, files outside its folder, and files in it with the secret."""
+        outside = sorted(str(path) for path in temporary_files() - self.before)
+        inside = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
+        secrets = [str(path) for path in inside if SECRET.encode() in path.read_bytes()]
+        return [*self.processes().items(), *outside, *secrets]
+
+    def clean_up(self):
+        """Kill what is left of it."""
+        for _ in range(3):
+            for pid in self.processes():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.2)
+        self.process.wait(10)

@@ -1,0 +1,161 @@
+"""What is wrong is said in a few lines, with the field, the value and the fix, before Ray starts."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from support.configs import composed
+
+import verl  # noqa: F401  loads the plugin
+from recipe.bapo.checks import Concern, table
+from recipe.bapo.checks.config import check_ratio
+
+ROOT = Path(__file__).parents[2]
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Unusable inputs by name."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{")
+    (folder / "truncated.parquet").write_bytes(b"PAR1 and no more")
+    pd.DataFrame({"prompt": ["x"]}).to_parquet(folder / "columns.parquet")
+    pd.DataFrame({"data_source": [], "prompt": [], "reward_model": []}).to_parquet(folder / "empty.parquet")
+    return folder
+
+
+# Those that look at the config and what it reads, not at this machine.
+CHECKS = [function for name, function in table.CHECKS if not function.__module__.endswith(("machine", "other_runs"))]
+
+
+def check(config):
+    """The checks in order, up to the first that fails."""
+    for function in CHECKS:
+        function(config)
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    """The device that the checks of verl's config ask for."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+
+
+def test_the_example_passes_without_a_warning(task):
+    check(composed(task))
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanilla", "loss_mode='vanilla' is not usable"),
+        ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
+        (f"{ACTOR}.strategy=veomni", f"{ACTOR}.strategy=veomni is not usable"),
+        ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list with file"),
+        ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable"),
+        ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
+        ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=0 is not usable"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "loss_scale_factor"),
+        (f"{ACTOR}.clip_ratio_c=1.0", f"{ACTOR}.clip_ratio_c=1.0 is not usable"),
+        (f"{ACTOR}.clip_ratio_c=null", f"{ACTOR}.clip_ratio_c=None is not usable"),
+        (f"{ACTOR}.ppo_mini_batch_size=null", "ppo_mini_batch_size=None is not usable"),
+        ("data.val_files=null", "data.val_files is not set"),
+        ("actor_rollout_ref.model.path=/no/such/model", "MODEL_PATH)=/no/such/model is not a folder"),
+        ("actor_rollout_ref.model.path={files}/model", "cannot be read as a Hugging Face model"),
+        ("actor_rollout_ref.rollout.max_model_len=9999", "max_model_len=9999 is more than the 1024 positions of"),
+        ("watchdog.max_silence_s=soon", "watchdog.max_silence_s=soon is not usable: set it to a number of seconds"),
+        ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable"),
+        ("data.train_files=/no/such.parquet", "data.train_files=/no/such.parquet does not exist"),
+        ("data.train_files={files}/truncated.parquet", "is not a readable parquet file"),
+        ("data.val_files={files}/columns.parquet", "lacks the columns ['data_source', 'reward_model']"),
+        ("data.val_files={files}/empty.parquet", "has no rows"),
+    ],
+)
+def test_a_mistake_is_named(override, message, files, task):
+    with pytest.raises(ValueError) as error:
+        check(composed(task, override.format(files=files)))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
+    with pytest.raises(Concern, match="algorithm.rollout_correction.bypass_mode=false in an asynchronous mode"):
+        check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
+
+
+def test_without_flash_attn_attention_falls_back(monkeypatch):
+    from recipe.bapo import main_bapo
+
+    monkeypatch.setenv("VERL_PLATFORM", "")
+    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: None)
+    assert main_bapo.machine_overrides() == main_bapo.WITHOUT_FLASH_ATTN
+    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: object())
+    assert main_bapo.machine_overrides() == ()
+    user = ["--config-name", "x", "a=1"]
+    assert main_bapo.with_overrides(user, ("b=2",)) == ["--config-name", "x", "b=2", "a=1"]
+
+
+def run_script(*overrides, **environment):
+    """The main job's script with ``environment`` on top of this one's; it is expected to end at once."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
+    return subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", *overrides],
+        cwd=ROOT,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "environment, overrides, message",
+    [
+        ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
+        ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
+        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_own_data gpu"),
+        ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
+        ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
+        ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
+        ({"NNODES": "2", "VERL_PLATFORM": ""}, [], "Error: NNODES=2 but this machine has no GPU"),
+        (
+            {"RAY_ADDRESS": "http://h:1", "VERL_PLATFORM": ""},
+            [],
+            "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU",
+        ),
+        ({}, ["data.train_batch_size=abc"], "data.train_batch_size='abc' is not usable"),
+        ({}, [f"{ACTOR}.policy_loss.positive_contribution=0.4"], "'positive_contribution' is not in struct"),
+    ],
+)
+def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_path):
+    run = run_script(*overrides, OUTPUT_DIR=str(tmp_path / "run"), **environment)
+    assert run.returncode != 0
+    assert message in run.stderr, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    "gpus, environment, message",
+    [
+        (1, {}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
+        (8, {"CONFIG": "separate_async"}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
+        (
+            1,
+            {"CONFIG": "separate_async"},
+            "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample, and there are 1",
+        ),
+        (8, {"CONFIG": "separate_async", "GPUS_PER_NODE": "8"}, "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=0"),
+        (8, {"CONFIG": "separate_async", "ROLLOUT_GPUS_PER_NODE": "9"}, "ROLLOUT_GPUS_PER_NODE=9 to sample"),
+    ],
+)
+def test_with_gpus_what_is_missing_is_named(tmp_path, gpus, environment, message):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\n" + "echo 'GPU 0: a test'\n" * gpus)
+    fake.chmod(0o755)
+    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="", **environment)
+    assert run.returncode == 1 and message in run.stderr and len(run.stderr.splitlines()) == 1

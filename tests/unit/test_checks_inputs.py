@@ -1,0 +1,172 @@
+"""Bad data and bad checkpoints are named, with the row or the file, before anything starts."""
+
+import pandas as pd
+import pytest
+import torch
+from support.configs import composed
+
+from recipe.bapo.checks.inputs import check_checkpoint, check_model, check_train_data, tokenizer_of
+from recipe.bapo.main_bapo import choose_cluster
+
+
+def row(**changes):
+    """A usable row with changes."""
+    return {
+        "data_source": "bapo/guess",
+        "prompt": [{"role": "user", "content": "1+2="}],
+        "reward_model": {"style": "rule", "ground_truth": "03"},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"data_source": None}, "row 2: data_source is null"),
+        ({"prompt": None}, "row 2: prompt is null"),
+        ({"prompt": []}, "row 2: prompt is empty"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "row 2: prompt is empty"),
+        ({"reward_model": None}, "row 2: reward_model is null"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "row 2: reward_model has no ground_truth"),
+        ({"prompt": [{"role": "user", "content": "9" * 300}]}, "row 2: the prompt has 30"),
+    ],
+)
+def test_a_bad_row_is_named(task, tmp_path, bad, message):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(), row(), row(**bad)]).to_parquet(path)
+    with pytest.raises(ValueError, match=message):
+        check_train_data(composed(task, f"data.train_files={path}"))
+
+
+@pytest.mark.parametrize(
+    "column, value, message",
+    [
+        ("prompt", "1+2=", r"the column prompt is (large_)?string, not a list of \{role, content\}"),
+        ("prompt", [{"text": "1+2="}], r"the column prompt is .*, not a list of \{role, content\}"),
+        ("data_source", 3, "the column data_source is int64, not text"),
+        ("reward_model", "03", r"the column reward_model is (large_)?string, not \{style, ground_truth\}"),
+    ],
+)
+def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value, message):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
+    with pytest.raises(ValueError, match=message):
+        check_train_data(composed(task, f"data.train_files={path}"))
+
+
+def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
+    assert check_train_data(config) == "2 rows"
+
+
+def test_a_prompt_may_just_fill_the_length(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    messages = [{"role": "user", "content": "9" * 10}]
+    pd.DataFrame([row(prompt=messages)]).to_parquet(path)
+    tokenizer = tokenizer_of(composed(task))
+    length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def check(limit):
+        return check_train_data(composed(task, f"data.train_files={path}", f"data.max_prompt_length={limit}"))
+
+    assert check(length) == "1 rows"
+    with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens, and data.max_prompt_length"):
+        check(length - 1)
+
+
+def test_repeated_prompts_are_counted(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row()] * 3).to_parquet(path)
+    text = check_train_data(composed(task, f"data.train_files={path}"))
+    assert text == "3 rows, 2 of them with a prompt that was there before"
+
+
+def test_a_file_of_which_the_middle_is_gone_is_named(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row()] * 1000).to_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + b"\0" * 400 + whole[440:])  # the table of contents is still there
+    with pytest.raises(ValueError, match="is not a readable parquet file"):
+        check_train_data(composed(task, f"data.train_files={path}"))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A folder with the checkpoints of steps 1 and 2, as one rank saves them."""
+    for step in (1, 2):
+        actor = tmp_path / f"global_step_{step}" / "actor"
+        actor.mkdir(parents=True)
+        for kind in ("model", "optim", "extra_state"):
+            torch.save({"weights": torch.zeros(100)}, actor / f"{kind}_world_size_1_rank_0.pt")
+        torch.save({"state": 1}, actor.parent / "data.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    return tmp_path
+
+
+def resuming(task, checkpoints, *overrides):
+    return composed(task, f"trainer.default_local_dir={checkpoints}", "trainer.resume_mode=auto", *overrides)
+
+
+def test_a_complete_checkpoint_passes(task, checkpoints, tmp_path):
+    assert check_checkpoint(resuming(task, checkpoints)).endswith("global_step_2")
+    path = f"trainer.resume_from_path={checkpoints}/global_step_1"
+    config = resuming(task, checkpoints, "trainer.resume_mode=resume_path", path)
+    assert check_checkpoint(config).endswith("global_step_1")
+    assert "starts anew" in check_checkpoint(resuming(task, tmp_path / "none"))
+
+
+def test_a_truncated_file_is_named_with_the_way_back(task, checkpoints):
+    path = checkpoints / "global_step_2" / "actor" / "optim_world_size_1_rank_0.pt"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="optim_world_size_1_rank_0.pt is not complete: go on from an earlier one"):
+        check_checkpoint(resuming(task, checkpoints))
+
+
+def test_a_missing_file_is_named(task, checkpoints):
+    for path in (checkpoints / "global_step_2" / "actor").glob("model_*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="global_step_2 lacks actor/model_world_size_1_rank_0.pt: go on from"):
+        check_checkpoint(resuming(task, checkpoints))
+
+
+def test_another_number_of_ranks_is_named(task, checkpoints):
+    with pytest.raises(ValueError, match="lacks actor/model_world_size_2_rank_0.pt: 2 ranks need it; there are"):
+        check_checkpoint(resuming(task, checkpoints, "trainer.n_gpus_per_node=2"))
+
+
+@pytest.mark.parametrize("content", ["", "3", "two"])
+def test_a_tracker_that_names_nothing_does_not_start_anew(task, checkpoints, content):
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(content)
+    with pytest.raises(ValueError, match=f"latest_checkpointed_iteration.txt names the checkpoint '{content}'"):
+        check_checkpoint(resuming(task, checkpoints))
+
+
+def test_a_path_that_is_no_checkpoint_is_named(task, tmp_path):
+    config = resuming(task, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    with pytest.raises(ValueError, match=f"trainer.resume_from_path={tmp_path} is not a checkpoint's folder"):
+        check_checkpoint(config)
+
+
+def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path):
+    def chosen(*overrides):
+        config = composed(task, *overrides)
+        choose_cluster(config, tmp_path)
+        ray_init = config.ray_kwargs.ray_init
+        return ray_init.get("address"), ray_init.num_cpus, ray_init.get("num_gpus")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert chosen() == ("local", 16, 16)
+    assert chosen("trainer.nnodes=2") == ("auto", None, None)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert chosen() == ("auto", None, None)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert chosen() == ("local", 16, 16)
+
+
+def test_an_extended_context_is_believed(task):
+    length = "actor_rollout_ref.rollout.max_model_len=4096"
+    with pytest.raises(ValueError, match="max_model_len=4096 is more than the 1024 positions"):
+        check_model(composed(task, length))
+    check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))

@@ -1,0 +1,211 @@
+"""The preflight: every line on its own, failures name the fix, the command's table and JSON."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.configs import composed
+
+from recipe.bapo.checks import Concern, machine, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_of(config):
+    return {line.name: line for line in table.run(config)}
+
+
+def test_the_example_passes(task, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    lines = lines_of(composed(task, "++trainer.default_local_dir=/tmp"))
+    assert [line for line in lines.values() if line.status != "ok"] == []
+    names = [
+        "Python",
+        "stack",
+        "verl",
+        "plugin",
+        "flash-attn",
+        "devices",
+        "other runs",
+        "shared memory",
+        "trainer",
+        "loss",
+    ]
+    assert list(lines)[:10] == names
+    assert lines["batches"].detail == (
+        "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
+    )
+    assert lines["training data"].detail.startswith("2,160 rows")
+    assert "9.91e-05 billion weights" in lines["memory"].detail
+
+
+def test_several_failures_are_all_shown(task):
+    config = composed(task, "data.train_files=/no.parquet", "data.train_batch_size=7", "trainer.use_v1=false")
+    failed = {name for name, line in lines_of(config).items() if line.status == "failed"}
+    assert {"training data", "batches", "trainer"} <= failed and "model" not in failed
+
+
+def test_an_unreadable_model_fails_once(task):
+    lines = lines_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
+    assert lines["model"].status == "failed" and "memory" not in lines
+
+
+def test_a_tokenizer_beyond_the_models_vocabulary(task, tmp_path):
+    import shutil
+
+    shutil.copytree(task / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    line = lines_of(composed(task, f"actor_rollout_ref.model.path={tmp_path}/model"))["model"]
+    assert line.status == "failed" and "the model's vocabulary ends at 99" in line.detail
+
+
+def test_memory_that_is_not_there(task, monkeypatch):
+    monkeypatch.setattr(machine, "count_weights", lambda config: (70_000_000_000, 1))
+    line = lines_of(composed(task))["memory"]
+    assert line.status == "failed" and "GiB are needed, and this machine has" in line.detail
+
+
+def test_what_lora_and_offloading_take_from_a_gpu(task, monkeypatch):
+    monkeypatch.setattr(machine, "count_weights", lambda config: (1 << 33, 1))  # 8 GiB of weights if a byte each
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    for overrides, gigabytes in {
+        (): 128,
+        (f"{fsdp}.optimizer_offload=true",): 64,
+        (f"{fsdp}.optimizer_offload=true", f"{fsdp}.param_offload=true"): 32,
+        (f"{fsdp}.offload_policy=true",): 0,
+        (f"{fsdp}.model_dtype=bf16",): 64,
+        ("actor_rollout_ref.model.lora_rank=8",): 32,
+    }.items():
+        text = machine.check_memory(composed(task, "trainer.device=cuda", *overrides))
+        assert f"a device holds {gigabytes}.0 GiB to train" in text, overrides
+
+
+def test_a_tensor_beyond_the_bucket_of_shared_memory(task):
+    field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    for value in (0, "null"):
+        with pytest.raises(ValueError, match=f"{field}=(0|None) is not usable: use 1 or more, the size of the largest"):
+            machine.check_memory(composed(task, f"{field}={value}"))
+
+
+def test_a_precision_that_verl_does_not_know(task):
+    with pytest.raises(ValueError, match="fsdp_config.model_dtype=fp8 is not usable: use fp32, bf16 or fp16"):
+        machine.check_memory(composed(task, "actor_rollout_ref.actor.fsdp_config.model_dtype=fp8"))
+
+
+def test_room_in_shared_memory_for_the_weights(task, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="/dev/shm has less free: use docker run --shm-size"):
+        machine.check_memory(composed(task))
+
+
+REMOTE_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_the_weights_of_a_model_with_code_of_its_own(task, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(task / "model", tmp_path / "model")
+    (folder / "own.py").write_text(REMOTE_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ("actor_rollout_ref.model.trust_remote_code=true", f"actor_rollout_ref.model.path={folder}")
+    assert machine.count_weights(composed(task, *model)) == machine.count_weights(composed(task))
+
+
+def test_a_disk_that_cannot_be_written(task, monkeypatch):
+    def check(folder):
+        saved = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+        machine.check_disk(composed(task, *saved, f"trainer.default_local_dir={folder}"))
+
+    check(f"{task}/checkpoints")
+    with pytest.raises(ValueError, match="trainer.default_local_dir=.*train.parquet/checkpoints cannot be written"):
+        check(f"{task}/train.parquet/checkpoints")
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)  # a read-only mount; root passes permissions
+    with pytest.raises(ValueError, match="trainer.default_local_dir=.*/checkpoints cannot be written"):
+        check(f"{task}/checkpoints")
+
+
+def test_disk_that_is_not_there(task, monkeypatch):
+    config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", "run_dir=/tmp/x")
+    monkeypatch.setattr(machine, "count_weights", lambda config: (10**15, 1))
+    with pytest.raises(ValueError, match="choose another, or lower trainer.max_actor_ckpt_to_keep"):
+        machine.check_disk(config)
+
+
+def test_a_missing_gpu_is_a_warning_and_too_few_are_a_failure(task, monkeypatch):
+    config = composed(task, "trainer.device=cuda", "trainer.n_gpus_per_node=8")
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Concern, match="each node of the cluster needs 8"):
+        machine.check_devices(config)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="asks for 8 GPUs, and there are 4"):
+        machine.check_devices(config)
+
+
+def test_another_verl_and_a_broken_plugin(task, monkeypatch):
+    config = composed(task)
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.8.0")
+    with pytest.raises(Concern, match="verl 0.8.0: the recipe is written for"):
+        machine.check_verl(config)
+
+    class Broken:
+        name = "bapo"
+
+        def load(self):
+            raise ImportError("no module named x")
+
+    monkeypatch.setattr(machine.importlib.metadata, "entry_points", lambda group: [Broken()])
+    with pytest.raises(ValueError, match="raises ImportError: no module named x"):
+        machine.check_plugin(config)
+    monkeypatch.setattr(machine.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(ValueError, match="is not installed"):
+        machine.check_plugin(config)
+
+
+def test_without_flash_attn_and_fp32_the_ratios_precision_is_warned_about(task, monkeypatch):
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    assert "ratios are float32" in machine.check_flash_attn(composed(task))
+    bf16 = composed(task, "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}")
+    with pytest.raises(Concern, match="falls back to sdpa, and verl's log-probs, hence every ratio, are bfl"):
+        machine.check_flash_attn(bf16)
+
+
+def run_preflight(*arguments, **environment):
+    return subprocess.run(
+        ["bash", "recipe/bapo/run_bapo_example.sh", "--preflight", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_the_command_prints_a_table_and_writes_nothing(tmp_path):
+    run = run_preflight(OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(line.startswith("ok ") for line in run.stdout.splitlines()) and len(run.stdout.splitlines()) > 12
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_fails_with_json(tmp_path):
+    run = run_preflight("--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 1
+    failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
+    assert [line["name"] for line in failed][0] == "batches"
+    assert "does not divide data.train_batch_size=7" in failed[0]["detail"]

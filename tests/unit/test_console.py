@@ -1,0 +1,84 @@
+"""The lines, the summary and the metrics files behind them."""
+
+import json
+
+from recipe.bapo.launch.console import first_error, step_line, summary
+from recipe.bapo.records import keep_earlier
+from recipe.bapo.records.metrics import read_metrics
+
+
+def record(step, **data):
+    return json.dumps({"step": step, "data": data}) + "\n"
+
+
+def step_data(step, reward):
+    return {
+        "training/global_step": step,
+        "critic/rewards/mean": reward,
+        "actor/bapo/positive_contribution_start": 0.4,
+        "actor/bapo/positive_contribution": 0.5,
+        "actor/bapo/clip_low": 0.7,
+        "actor/bapo/clip_high": 1.5,
+    }
+
+
+def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
+    for steps in ((1, 2, 3), (3, 4)):
+        path = keep_earlier(tmp_path / "metrics.jsonl")
+        path.write_text("".join(record(step, **step_data(step, steps[0])) for step in steps))
+    steps = read_metrics(tmp_path)
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    assert [data["critic/rewards/mean"] for _, data in steps] == [1, 1, 3, 3]
+
+
+def test_an_earlier_file_is_never_overwritten(tmp_path):
+    for name in ("train.log", "train.2.log"):  # someone has removed train.1.log
+        (tmp_path / name).write_text(name)
+    keep_earlier(tmp_path / "train.log")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "train.2.log": "train.2.log",
+        "train.3.log": "train.log",
+    }
+
+
+def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(record(1, a=1) + '{"step": 2, "da')
+    assert read_metrics(tmp_path) == [(1, {"a": 1})]
+
+
+def test_a_step_is_one_line_with_the_time_left():
+    line = step_line(3, 10, step_data(3, 0.25), pace=6.0)
+    assert "\n" not in line and "step  3/10" in line and "reward 0.250" in line and "left 0:00:42" in line
+
+
+def test_the_summary_says_before_and_after(tmp_path):
+    lines = [record(step, **step_data(step, step / 10)) for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    text = summary(tmp_path)
+    assert "10 steps, mean of the first and the last 2" in text
+    assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
+
+
+def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
+    data = {**step_data(1, 0.5), "actor/grad_norm": None}
+    (tmp_path / "metrics.jsonl").write_text(record(1, **data))
+    ((_, read),) = read_metrics(tmp_path)
+    assert "grad norm nan" in step_line(1, 2, read, pace=1.0) and "nan" in summary(tmp_path)
+
+
+def test_a_run_without_a_step_says_so(tmp_path):
+    assert summary(tmp_path).startswith("No training step")
+
+
+def test_the_first_error_of_a_worker_is_found_in_the_log():
+    log = """
+ValueError: not a worker's
+\x1b[36m(AgentLoopWorkerTQ pid=7)\x1b[0m ray.exceptions.RayTaskError(KeyError): \x1b[36mray::R.compute_score()
+\x1b[36m(AgentLoopWorkerTQ pid=7, ip=10.0.0.2)\x1b[0m KeyError: 'no such answer'
+\x1b[36m(AgentLoopWorkerTQ pid=7)\x1b[0m RuntimeError: a later one
+"""
+    assert first_error(log) == "KeyError: 'no such answer' (AgentLoopWorkerTQ)"
+    of_vllm = "(vLLMHttpServer pid=7) (Worker pid=8) ERROR 11-21 09:33:51 [multiproc_executor.py:1047] "
+    log = f"{of_vllm}    raise RuntimeError('no room')\n{of_vllm}RuntimeError: no room for these weights\n"
+    assert first_error(log) == "RuntimeError: no room for these weights (vLLMHttpServer)"
+    assert first_error("nothing went wrong") is None

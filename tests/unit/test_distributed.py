@@ -1,0 +1,60 @@
+"""On 1, 2 and 4 gloo processes, with uneven and empty ranks, every rank holds the single process's bounds."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.batches import make_batch
+
+from bapo import BAPOConfig, find_clip_bounds
+
+CONFIGS = [
+    BAPOConfig(positive_contribution_target=0.45),
+    BAPOConfig(positive_contribution_target=0.55, contribution="gradient", token_weight="uniform"),
+    BAPOConfig(positive_contribution_target=0.5, search_order="lower_first"),
+]
+# Rows of each rank of a batch of 8.
+SPLITS = {1: [[8]], 2: [[4, 4], [7, 1], [0, 8]], 4: [[2, 2, 2, 2], [0, 5, 0, 3]]}
+SEEDS = range(6)
+
+
+def bounds_of_rank(rank, size, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    found = []
+    for seed in SEEDS:
+        for split in SPLITS[size]:
+            rows = slice(sum(split[:rank]), sum(split[: rank + 1]))
+            part = [tensor[rows] for tensor in make_batch(seed, rows=8)]
+            for config in CONFIGS:
+                bounds = find_clip_bounds(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
+                found.append([value.hex() for value in bounds.read().values()])
+    # One rank's bad data is every rank's error.
+    part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
+    if rank == size - 1:
+        part[1][0, 0] = float("nan")
+    try:
+        find_clip_bounds(*part, CONFIGS[0], process_group=dist.group.WORLD).raise_if_invalid()
+        error = None
+    except ValueError as raised:
+        error = str(raised)
+    torch.save((found, error), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", SPLITS)
+def test_every_rank_holds_the_bounds_of_one_process(size, tmp_path):
+    mp.spawn(bounds_of_rank, args=(size, str(tmp_path)), nprocs=size)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+    assert all(rank == ranks[0] for rank in ranks)
+    found, error = ranks[0]
+    assert "1 in log_prob." in error
+
+    alone = iter(found)
+    for seed in SEEDS:
+        for _ in SPLITS[size]:
+            for config in CONFIGS:
+                expected = find_clip_bounds(*make_batch(seed, rows=8), config, clip_ratio_c=3.0).read()
+                low, high, *rest = next(alone)
+                assert (low, high) == (expected["low"].hex(), expected["high"].hex())
+                others = [float.fromhex(value) for value in rest]
+                assert others == pytest.approx(list(expected.values())[2:], rel=1e-12, abs=1e-15)

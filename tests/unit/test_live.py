@@ -1,0 +1,70 @@
+"""What is shown while a run goes: lines, warnings once in a while, a progress bar in a terminal."""
+
+import io
+import json
+
+import pytest
+
+from recipe.bapo.launch.live import WINDOW, StepPrinter, warnings_in
+
+
+def step(number, **changes):
+    data = {
+        "training/global_step": number,
+        "critic/rewards/mean": 0.5,
+        "actor/entropy": 1.0,
+        "actor/grad_norm": 0.3,
+        "actor/bapo/saturated": 0.5,
+        "actor/bapo/search_steps": 20.0,
+    }
+    return {**data, **changes}
+
+
+QUIET = [step(i) for i in range(1, WINDOW + 1)]
+
+
+@pytest.mark.parametrize(
+    "history, kinds",
+    [
+        (QUIET, []),
+        ([step(i, **{"actor/bapo/saturated": 1.0}) for i in range(WINDOW)], ["saturated"]),
+        # Fixed bounds: nothing is searched, so there is no target to miss.
+        ([step(i, **{"actor/bapo/saturated": 1.0, "actor/bapo/search_steps": 0.0}) for i in range(WINDOW)], []),
+        ([*QUIET[1:], step(11, **{"actor/entropy": 0.4})], ["entropy"]),
+        ([*QUIET[1:], step(11, **{"actor/grad_norm": 4.0})], ["norm"]),
+        ([*QUIET[1:], step(11, **{"actor/grad_norm": float("nan")})], ["norm"]),
+        ([step(1, **{"actor/grad_norm": 4.0})], []),
+    ],
+)
+def test_what_deserves_a_look(history, kinds):
+    assert list(warnings_in(history)) == kinds
+
+
+def follow(tmp_path, out, steps):
+    printer = StepPrinter(tmp_path, len(steps), out, since=0)
+    printer.start()
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for data in steps:
+            file.write(json.dumps({"step": data["training/global_step"], "data": data}) + "\n")
+            file.flush()
+    printer.done.set()
+    printer.join(timeout=10)
+    assert not printer.is_alive()
+    return out.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    steps = [step(i, **{"actor/bapo/saturated": 1.0}) for i in range(1, 26)]
+    lines = follow(tmp_path, io.StringIO(), steps).splitlines()
+    assert len([line for line in lines if line.startswith("step ")]) == 25
+    # At step 10, and again at step 20.
+    assert [i for i, line in enumerate(lines) if line.startswith("Warning: the target was out of reach")] == [10, 21]
+
+
+def test_a_progress_bar_in_a_terminal(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    text = follow(tmp_path, Terminal(), [step(i) for i in range(1, 4)])
+    assert "step 3/3" in text and "3/3" in text.rsplit("training", 1)[1] and "left" in text

@@ -1,0 +1,129 @@
+"""The clipped surrogate: by hand, its gradient, and what is under the mask."""
+
+import math
+
+import pytest
+import torch
+from support.batches import make_batch
+
+from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics
+from bapo.search import search_clip_bounds
+from bapo.statistics import lower_grid, upper_grid
+
+
+def test_three_tokens_by_hand():
+    # Bounds [0.8, 1.2], dual clip 3: -A*min(r, 1.2) = -1.2 for r = 1.5, A = 1; -A*max(r, 0.8) = 1.6 for r = 0.5,
+    # A = -2; -A*min(r, 3) = 3 for r = 4, A = -1. Mean (-1.2 + 1.6 + 3) / 3 = 3.4 / 3. All three are clipped.
+    log_prob = torch.tensor([[1.5, 0.5, 4.0]]).log().requires_grad_()
+    advantages = torch.tensor([[1.0, -2.0, -1.0]])
+    result = clipped_surrogate_loss(
+        torch.zeros(1, 3), log_prob, advantages, torch.ones(1, 3), low=0.8, high=1.2, clip_ratio_c=3.0
+    )
+    assert result.loss.item() == pytest.approx(3.4 / 3)
+    assert result.pg_clipfrac.item() == pytest.approx(2 / 3) and result.pg_clipfrac_lower.item() == pytest.approx(1 / 3)
+    assert result.ppo_kl.item() == pytest.approx(-(math.log(1.5) + math.log(0.5) + math.log(4)) / 3)
+    result.loss.backward()
+    assert log_prob.grad.abs().max() == 0
+
+
+def test_inside_the_bounds_the_gradient_is_the_ratio_times_the_advantage():
+    log_prob = torch.tensor([[1.1, 0.9]]).log().requires_grad_()
+    advantages = torch.tensor([[1.0, -2.0]])
+    clipped_surrogate_loss(torch.zeros(1, 2), log_prob, advantages, torch.ones(1, 2), 0.8, 1.2).loss.backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[-1.1 / 2, 2 * 0.9 / 2]]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_gradient_contribution_is_the_autograd_sum(seed):
+    config = BAPOConfig(contribution="gradient", token_weight="uniform", positive_contribution_target=0.6)
+    old, log_prob, advantages, mask = make_batch(seed, dtype=torch.float64)
+    statistics = collect_clip_statistics(old, log_prob, advantages, mask, config, clip_ratio_c=3.0)
+    bounds = search_clip_bounds(statistics, config)
+    log_prob.requires_grad_()
+    clipped_surrogate_loss(
+        old, log_prob, advantages, mask, bounds.low, bounds.high, 3.0, aggregate=lambda loss, mask: loss.sum()
+    ).loss.backward()
+    p = log_prob.grad.abs()[advantages > 0].sum().item()
+    n = log_prob.grad.abs()[advantages < 0].sum().item()
+    assert bounds.positive_contribution.item() == pytest.approx(p / (p + n), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_value_contribution_is_the_share_of_the_loss(seed):
+    config = BAPOConfig(token_weight="uniform", positive_contribution_target=0.6)
+    old, log_prob, advantages, mask = make_batch(seed, dtype=torch.float64)
+    bounds = search_clip_bounds(collect_clip_statistics(old, log_prob, advantages, mask, config), config)
+
+    def part(rows):
+        loss = clipped_surrogate_loss(old, log_prob, advantages, mask & rows, bounds.low, bounds.high)
+        return abs(loss.loss.item()) * (mask & rows).sum().item()
+
+    p, n = part(advantages > 0), part(advantages < 0)
+    assert bounds.positive_contribution.item() == pytest.approx(p / (p + n), rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_changes_neither_loss_nor_gradient(value):
+    old, log_prob, advantages, mask = make_batch(2)
+    weights = torch.rand(old.shape)
+
+    def loss_and_gradient(old, log_prob, advantages, weights):
+        log_prob = log_prob.clone().requires_grad_()
+        loss = clipped_surrogate_loss(old, log_prob, advantages, mask, 0.7, 1.4, 3.0, rollout_is_weights=weights).loss
+        loss.backward()
+        return loss.item(), log_prob.grad
+
+    loss, gradient = loss_and_gradient(old, log_prob, advantages, weights)
+    spoiled = [torch.where(mask, tensor, value) for tensor in (old, log_prob, advantages, weights)]
+    spoiled_loss, spoiled_gradient = loss_and_gradient(*spoiled)
+    assert spoiled_loss == loss and torch.equal(spoiled_gradient, gradient)
+    assert (spoiled_gradient[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("advantage, mask", [(0.0, 1), (1.0, 0)])
+def test_nothing_to_learn_is_a_loss_of_0_that_can_be_walked_backward(advantage, mask):
+    log_prob = torch.zeros(2, 3, requires_grad=True)
+    loss = clipped_surrogate_loss(
+        torch.zeros(2, 3), log_prob, torch.full((2, 3), advantage), torch.full((2, 3), mask), 0.6, 1.2
+    ).loss
+    loss.backward()
+    assert loss.item() == 0 and (log_prob.grad == 0).all()
+
+
+def test_the_gradient_per_token_does_not_depend_on_the_cut():
+    old, log_prob, advantages, mask = make_batch(4, rows=6)
+    tokens = mask.sum()
+
+    def gradient(pieces):
+        leaf = log_prob.clone().requires_grad_()
+        total = 0.0
+        for rows in torch.arange(6).tensor_split(pieces):
+            loss = clipped_surrogate_loss(
+                old[rows],
+                leaf[rows],
+                advantages[rows],
+                mask[rows],
+                torch.tensor(0.7, dtype=torch.float64),
+                torch.tensor(1.4, dtype=torch.float64),
+                3.0,
+                aggregate=lambda loss, mask: torch.where(mask, loss, 0).sum() / tokens,
+            ).loss
+            loss.backward()
+            total += loss.item()
+        return total, leaf.grad
+
+    whole, whole_gradient = gradient(1)
+    for pieces in (2, 3, 6):
+        total, cut = gradient(pieces)
+        assert torch.equal(cut, whole_gradient)
+        assert total == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_dual_clip_that_is_not_above_1_is_refused():
+    with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
+        clipped_surrogate_loss(*make_batch(0), low=0.8, high=1.2, clip_ratio_c=1.0)
+
+
+def test_the_bounds_the_search_tries_are_around_1():
+    config = BAPOConfig()
+    assert lower_grid(config).max() < 1 < upper_grid(config).min()

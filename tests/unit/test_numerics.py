@@ -1,0 +1,108 @@
+"""Extreme numbers: finite bounds, losses and gradients, or the error that names the tensor."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from support.batches import configs
+
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+
+DUAL_CLIP = 3.0  # verl's default; verl refuses a run without one
+OLD_LOG_PROBS = [0.0, -1e-8, -0.7, -20.0, -1e4]
+LOG_RATIOS = [0.0, 1e-7, -1e-7, 0.3, -0.3, 1.0986123, 20.0, -20.0, 1e4, -1e4]
+ADVANTAGES = [0.0, 1.0, -1.0, 1e-30, -1e-30, 1e30, -1e30]
+UNDER_THE_MASK = [0.0, -math.inf, math.inf, math.nan, -1e4]
+
+
+@st.composite
+def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
+    """Old log-probs, log-probs, advantages and mask, ``(B, T)``; float16 gets advantages that it can hold."""
+    rows, columns, dtype = draw(st.integers(0, 4)), draw(st.integers(1, 6)), draw(st.sampled_from(dtypes))
+    count = rows * columns
+
+    def tensor(values, dtype):
+        found = draw(st.lists(st.sampled_from(values), min_size=count, max_size=count))
+        return torch.tensor(found, dtype=torch.float64).to(dtype).reshape(rows, columns)
+
+    mask = tensor([0, 1], torch.bool) & tensor([0, 1, 1], torch.bool)[:, :1]  # rows without a token, too
+    old, hidden = tensor(OLD_LOG_PROBS, dtype), [tensor(UNDER_THE_MASK, dtype) for _ in range(3)]
+    log_prob = (old.double() + tensor(LOG_RATIOS, torch.float64)).to(dtype)
+    largest = torch.finfo(dtype).max / 100
+    advantages = tensor(ADVANTAGES, torch.float64).clamp(-largest, largest).to(dtype)
+    visible = (old, log_prob, advantages)
+    return [torch.where(mask, seen, unseen) for seen, unseen in zip(visible, hidden, strict=True)] + [mask]
+
+
+@settings(max_examples=400, deadline=None)
+@given(extreme_batches(), configs())
+def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
+    found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP).read()
+    assert all(math.isfinite(value) for value in found.values())
+    assert config.ratio_lower_start <= found["low"] <= config.ratio_lower_max
+    assert config.ratio_upper_start <= found["high"] <= config.ratio_upper_max
+    for name in ("positive_contribution", "positive_contribution_start", "clipfrac_positive", "clipfrac_negative"):
+        assert 0 <= found[name] <= 1, name
+    assert found["saturated"] in (0, 1) and 0 <= found["search_steps"] <= config.upper_steps + config.lower_steps
+
+
+@settings(max_examples=400, deadline=None)
+@given(extreme_batches(), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
+def test_the_loss_and_its_gradient_are_finite(batch, bounds):
+    old, log_prob, advantages, mask = batch
+    leaf = log_prob.detach().requires_grad_()
+    result = clipped_surrogate_loss(old, leaf, advantages, mask, *bounds, DUAL_CLIP)
+    result.loss.backward()
+    assert result.loss.isfinite() and leaf.grad.isfinite().all() and not leaf.grad[~mask].any()
+    for value in (result.pg_clipfrac, result.pg_clipfrac_lower):
+        assert 0 <= value <= 1
+    assert result.ppo_kl.isfinite()
+
+
+@settings(max_examples=200, deadline=None)
+@given(extreme_batches(), st.data())
+def test_a_bad_token_is_the_named_error(batch, data):
+    mask = batch[3]
+    assume(mask.any())
+    index = data.draw(st.integers(0, 2))
+    row, column = data.draw(st.sampled_from(mask.nonzero().tolist()))
+    batch[index][row, column] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    bounds = find_clip_bounds(*batch, data.draw(configs()), clip_ratio_c=DUAL_CLIP)
+    name = ("old_log_prob", "log_prob", "advantages")[index]
+    with pytest.raises(ValueError, match=rf": 1 in {name}\. No clip bounds were found"):
+        bounds.read()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([None, 1.5, DUAL_CLIP]), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
+def test_the_gradient_is_that_of_finite_differences(seed, clip_ratio_c, bounds):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale):
+        return scale * torch.randn(3, 5, generator=generator, dtype=torch.float64)
+
+    old, advantages = -normal(1.0).abs(), normal(1.0)
+    log_prob = old + normal(0.6)
+    mask = torch.rand(3, 5, generator=generator) < 0.8
+    ratio = (log_prob - old).exp()
+    kinks = [*bounds, *([clip_ratio_c] if clip_ratio_c else [])]
+    mask &= torch.stack([(ratio - kink).abs() > 1e-4 for kink in kinks]).all(0)  # no derivative there
+    assume(mask.any())
+    assert torch.autograd.gradcheck(
+        lambda value: clipped_surrogate_loss(old, value, advantages, mask, *bounds, clip_ratio_c).loss,
+        log_prob.requires_grad_(),
+    )
+
+
+def test_log_ratios_beyond_20_count_as_20_and_carry_no_gradient():
+    old, log_prob = torch.zeros(1, 3), torch.tensor([[0.0, -1e4, 1e4]], requires_grad=True)
+    advantages, mask = torch.tensor([[2e8, 1.0, -1.0]]), torch.ones(1, 3)
+    n = math.exp(20)
+    bounds = find_clip_bounds(old, log_prob, advantages, mask, BAPOConfig(token_weight="uniform"))
+    assert bounds.positive_contribution_start.item() == pytest.approx(2e8 / (2e8 + n), rel=1e-6)
+    result = clipped_surrogate_loss(old, log_prob, advantages, mask, 0.9, 3.0)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx((n - 2e8) / 3, rel=1e-6)
+    assert log_prob.grad[0, 0] < 0 and not log_prob.grad[0, 1:].any()

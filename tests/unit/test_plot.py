@@ -1,0 +1,65 @@
+"""The pictures: what they need, and that seeds become a band."""
+
+import json
+
+import pytest
+from matplotlib import image
+
+from bapo import BAPOConfig
+from recipe.bapo.plot import PANELS, draw, marks_of, series
+
+
+def make_run(folder, rewards):
+    folder.mkdir()
+    lines = [
+        json.dumps({"step": step, "data": {"training/global_step": step, "critic/rewards/mean": reward}})
+        for step, reward in enumerate(rewards, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_series_joins_the_seeds(tmp_path):
+    runs = [make_run(tmp_path / name, rewards) for name, rewards in (("a", [0.1, 0.2]), ("b", [0.3, 0.4, 0.5]))]
+    assert series(runs, "critic/rewards/mean") == ([1, 2, 3], [[0.1, 0.3], [0.2, 0.4], [0.5]])
+
+
+def test_a_picture_of_several_methods(tmp_path):
+    runs = [make_run(tmp_path / str(seed), [0.1 * seed, 0.2 * seed]) for seed in (1, 2, 3)]
+    draw({"GRPO": runs[:2], "BAPO": runs[2:]}, tmp_path / "out.png")
+    assert image.imread(tmp_path / "out.png").shape[0] > 500
+
+
+def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
+    loss = {name: getattr(BAPOConfig(), name) for name in BAPOConfig.__dataclass_fields__}
+    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
+    assert marks_of(tmp_path)["Upper bound"] == {"start": 1.2, "max": 3.0}
+    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.5}
+    assert marks_of(tmp_path / "none") == {}
+    for side, bound in (("lower", 0.8), ("upper", 1.2)):
+        loss |= {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
+    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
+    assert marks_of(tmp_path) == {"Upper bound": {"fixed": 1.2}, "Lower bound": {"fixed": 0.8}}
+
+
+def test_a_run_without_metrics_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nothing has no metrics"):
+        draw({"x": [tmp_path / "nothing"]}, tmp_path / "out.png")
+
+
+def test_every_panel_shows_a_metric_that_a_run_logs():
+    from support.metrics import METRICS
+
+    shown = {metric for _, _, curves in PANELS for metric, _, _ in curves}
+    staleness = {
+        "trajectory_staleness/mean",
+        "cut_fraction",
+        "updates_per_rollout_batch",
+    }  # tests/test_stack.py sees them logged
+    known = {
+        "critic/rewards/mean",
+        "actor/entropy",
+        "actor/grad_norm",
+        *(f"training/off_policy/{s}" for s in staleness),
+    }
+    assert shown <= METRICS | known

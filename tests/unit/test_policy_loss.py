@@ -1,0 +1,159 @@
+"""The loss registered in verl: verl's own loss at fixed bounds, what it refuses, its metrics and its host reads."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.batches import make_batch
+from support.golden import CASES, authors_config, golden_batch, golden_gradient
+from support.metrics import METRICS
+
+import verl  # noqa: F401  loads the plugin
+from bapo import find_clip_bounds
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update, compute_policy_loss_bapo
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+
+FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+
+
+def actor_config(policy_loss, **changes):
+    return FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=8,
+        ppo_mini_batch_size=16,
+        ppo_micro_batch_size_per_gpu=changes.pop("micro", 4),
+        policy_loss=policy_loss,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        **changes,
+    )
+
+
+def with_batch_info(config, rows, dp_size=1, tokens=None):
+    config.global_batch_info.update(
+        dp_size=dp_size, batch_num_tokens=tokens, global_batch_size=rows * dp_size, loss_scale_factor=None
+    )
+    return config
+
+
+def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
+    old, log_prob, advantages, mask = batch
+    log_prob = log_prob.clone().requires_grad_()
+    loss, metrics = loss_fn(
+        old_log_prob=old,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode=mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    loss.backward()
+    return loss.detach(), log_prob.grad, metrics
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
+    batch = make_batch(seed, spread=1.0)
+    weights = torch.rand(batch[0].shape) if weighted else None
+    vanilla = with_batch_info(actor_config(PolicyLossConfig()), rows=5, tokens=50)
+    ours = with_batch_info(actor_config(BAPOPolicyLossConfig(**FIXED)), rows=5, tokens=50)
+    expected = run_loss(get_policy_loss_fn("vanilla"), vanilla, batch, mode, weights)
+    found = run_loss(get_policy_loss_fn("bapo"), ours, batch, mode, weights)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-8)
+    for name, value in expected[2].items():
+        assert found[2][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
+def test_the_registered_loss_with_the_authors_config_gives_the_authors_figures(case):
+    config = actor_config(BAPOPolicyLossConfig(**vars(authors_config(case))), clip_ratio_c=case["clip_ratio_c"])
+    loss, gradient, metrics = run_loss(get_policy_loss_fn("bapo"), config, golden_batch(case))
+    assert metrics["actor/bapo/clip_low"] == pytest.approx(case["clip_low"], abs=1e-6)
+    assert metrics["actor/bapo/clip_high"] == pytest.approx(case["clip_high"], abs=1e-6)
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(gradient, golden_gradient(case), rtol=1e-5, atol=1e-7)
+
+
+def test_the_metrics_have_the_same_keys_on_every_path():
+    batch = make_batch(1)
+    config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
+    assert set(run_loss(compute_policy_loss_bapo, config, batch)[2]) == METRICS
+    bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=3.0)
+    update = UpdateBounds((bounds, bounds.read()), None, record=None)
+    given = run_loss(partial(compute_policy_loss_bapo, update=update), config, batch)
+    found = run_loss(compute_policy_loss_bapo, config, batch)
+    assert given[2] == found[2] and torch.equal(given[1], found[1]) and torch.equal(given[0], found[0])
+
+
+def test_a_part_of_the_mini_batch_is_refused_without_our_worker():
+    config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10)
+    with pytest.raises(ValueError) as error:
+        run_loss(compute_policy_loss_bapo, config, make_batch(1))
+    for name in ("ppo_micro_batch_size_per_gpu=4", "main_bapo", "bound_scope=micro_batch"):
+        assert name in str(error.value)
+
+
+def test_an_unknown_mini_batch_is_refused():
+    config = actor_config(BAPOPolicyLossConfig())
+    with pytest.raises(ValueError, match="needs the whole mini-batch"):
+        run_loss(compute_policy_loss_bapo, config, make_batch(1))
+
+
+def test_micro_batch_scope_needs_nothing():
+    config = actor_config(BAPOPolicyLossConfig(bound_scope="micro_batch"))
+    assert set(run_loss(compute_policy_loss_bapo, config, make_batch(1))[2]) == METRICS
+
+
+def test_a_loss_that_would_depend_on_the_padded_width_is_refused():
+    policy_loss = BAPOPolicyLossConfig(bound_scope="micro_batch")
+    config = actor_config(policy_loss, loss_agg_mode="seq-mean-token-sum-norm")
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
+
+
+def test_a_config_of_another_loss_is_refused():
+    with pytest.raises(ValueError, match="_target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"):
+        run_loss(compute_policy_loss_bapo, actor_config(PolicyLossConfig(loss_mode="bapo")), make_batch(1))
+    with pytest.raises(ValueError, match="loss_mode='vanilla'"):
+        BAPOPolicyLossConfig(loss_mode="vanilla")
+    with pytest.raises(TypeError, match="positive_contribution"):
+        BAPOPolicyLossConfig(positive_contribution=0.4)
+    with pytest.raises(ValueError, match="ratio_lower_max=1.2 is not usable"):
+        replace(BAPOPolicyLossConfig(), ratio_lower_max=1.2)
+
+
+def test_non_finite_input_is_an_error_of_the_loss():
+    batch = make_batch(1, masked=0)
+    batch[2][0, 0] = float("inf")
+    config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
+    with pytest.raises(ValueError, match="1 in advantages"):
+        run_loss(compute_policy_loss_bapo, config, batch)
+
+
+def test_binding_reaches_the_loss_verl_looks_up_and_leaves_no_trace():
+    seen = []
+
+    def verls_loss():
+        seen.append(get_policy_loss_fn("bapo"))
+        raise RuntimeError
+
+    registered = POLICY_LOSS_REGISTRY["bapo"]
+    update = UpdateBounds(None, None, None)
+    with pytest.raises(RuntimeError):
+        bind_update(verls_loss, update)()
+    assert seen[0].keywords == {"update": update} and POLICY_LOSS_REGISTRY["bapo"] is registered
+
+
+@pytest.mark.parametrize("module", ["policy_loss", "trainer"])
+def test_the_plugin_is_loaded_whatever_is_imported_first(module):
+    # Importing ours imports verl, which imports the plugin, which imports ours; verl swallows what goes wrong there.
+    code = f"import sys, recipe.bapo.{module}; sys.exit('recipe.bapo.plugin' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

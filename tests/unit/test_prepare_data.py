@@ -1,0 +1,216 @@
+"""Published schemas become verl's rows, every row is scored by verl's own reward manager, bad files are named."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from recipe.bapo import prepare_data
+from recipe.bapo.checks.inputs import check_data
+from recipe.bapo.example.task import make_tokenizer
+from recipe.bapo.prepare_data import DATA_SETS, SCHEMA, prepare
+
+
+def verl_row(content, truth, source, **extra):
+    return {
+        "data_source": source,
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": extra,
+    }
+
+
+def skywork(folder):
+    """Two files, JSON lists as ground truth, sources that verl does not route."""
+    difficulty = {"DeepSeek-R1-Distill-Qwen-7B": 3}
+    rows = [
+        verl_row("What is 1/2 as a fraction?", '["\\\\frac{1}{2}"]', "train-math-deepscaler", index=1),
+        verl_row("Sum of 2 and 2? Put it in \\boxed{}.", '["4"]', "train-math-numinamath", index=2),
+        verl_row("Name both roots.", '["1", "2"]', "train-math-deepscaler", index=3),
+        verl_row("", '["4"]', "train-math-deepscaler", index=4),
+    ]
+    for row in rows:
+        row["extra_info"]["model_difficulty"] = difficulty
+    (folder / "data").mkdir()
+    for part in (0, 1):
+        table = pa.Table.from_pylist(rows[2 * part : 2 * part + 2])
+        pyarrow.parquet.write_table(table, folder / "data" / f"math-0000{part}-of-00002.parquet")
+
+
+def dapo(folder):
+    """Every prompt a hundred times."""
+    rows = [
+        verl_row(f"Solve: {i}+1. End with Answer: $Answer.", str(i + 1), "math_dapo", index=f"uuid{i}")
+        for i in range(3)
+    ]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows * 100), folder / "dapo-math-17k.parquet")
+
+
+def aime_2024(folder):
+    rows = [verl_row(f"Problem {i}", f"{i:03d}", "aime", index=i) for i in range(30)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows * 32), folder / "aime-2024.parquet")
+
+
+def aime_2025(folder):
+    rows = [{"id": str(i), "problem": f"Problem {i}", "answer": str(i)} for i in range(30)]
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def math_500(folder):
+    rows = [
+        {
+            "problem": f"Half of {i}?",
+            "solution": "...",
+            "answer": f"\\frac{{{i}}}{{2}}",
+            "level": 1,
+            "unique_id": str(i),
+        }
+        for i in range(500)
+    ]
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+MAKE = {
+    "skywork_or1_math": (skywork, 2, {"several answers, which no scorer of verl's takes": 1, "empty prompt": 1}),
+    "dapo_math_17k": (dapo, 3, {"repeated prompt": 297}),
+    "aime_2024": (aime_2024, 30, {"repeated prompt": 930}),
+    "aime_2025": (aime_2025, 30, {}),
+    "math_500": (math_500, 500, {}),
+}
+
+
+@pytest.fixture(params=sorted(DATA_SETS))
+def made(request, tmp_path):
+    """Each data set from a small local folder: its name, the report and the rows."""
+    source = tmp_path / "source"
+    source.mkdir()
+    MAKE[request.param][0](source)
+    report = prepare(request.param, source, tmp_path / "out.parquet")
+    return request.param, report, tmp_path / "out.parquet"
+
+
+def test_rows_are_kept_and_dropped_by_reason(made):
+    name, report, out = made
+    _, kept, dropped = MAKE[name]
+    assert f"{kept:,} rows kept of {kept + sum(dropped.values()):,}" in report
+    for reason, count in dropped.items():
+        assert f"dropped {count:,}: {reason}" in report
+    assert "Warning" not in report
+    table = pyarrow.parquet.read_table(out)
+    assert table.schema.equals(SCHEMA) and table.num_rows == kept
+    data = {"prompt_key": "prompt", "max_prompt_length": 4096, "filter_overlong_prompts": True}
+    check_data(OmegaConf.create({"data": data}), str(out), "data.train_files")
+    assert not list(out.parent.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("manager_name", ["naive", "dapo"])
+def test_right_and_wrong_answers_through_verls_reward_manager(made, manager_name):
+    from verl import DataProto
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+
+    tokenizer = make_tokenizer()
+    config = OmegaConf.create({"reward": {"reward_kwargs": {}}})
+    manager = get_reward_manager_cls(manager_name)(config, tokenizer, None)
+
+    def score(row, text):
+        response = torch.tensor([tokenizer.encode(text)])
+        batch = TensorDict({"responses": response, "attention_mask": torch.ones_like(response)}, batch_size=1)
+        fields = {key: np.array([row[key]], dtype=object) for key in ("data_source", "reward_model", "extra_info")}
+        data = DataProto(batch=batch, non_tensor_batch=fields)
+        return manager.loop.run_until_complete(manager.run_single(data))["reward_score"]
+
+    for row in pyarrow.parquet.read_table(made[2]).to_pylist()[:5]:
+        truth = row["reward_model"]["ground_truth"]
+        right, wrong = (score(row, f"So we find\n\\boxed{{{answer}}}") for answer in (truth, "12345"))
+        assert right == 1.0 and wrong in (0.0, -1.0), row
+
+
+def test_an_equal_fraction_in_other_notation_is_right_for_skywork(tmp_path):
+    from verl.utils.reward_score import default_compute_score
+
+    skywork(tmp_path)
+    prepare("skywork_or1_math", tmp_path, tmp_path / "out.parquet")
+    row = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()[0]
+    assert row["extra_info"]["source"] == "train-math-deepscaler" and "\\boxed" in row["prompt"][0]["content"]
+    truth = row["reward_model"]["ground_truth"]
+    assert default_compute_score(row["data_source"], "\\boxed{\\dfrac{1}{2}}", truth) == 1.0
+
+
+def test_an_existing_file_is_kept(tmp_path):
+    aime_2025(tmp_path)
+    (tmp_path / "out.parquet").write_text("mine")
+    with pytest.raises(ValueError, match="out.parquet exists: remove it"):
+        prepare("aime_2025", tmp_path, tmp_path / "out.parquet")
+    assert (tmp_path / "out.parquet").read_text() == "mine"
+
+
+def truncate(folder):
+    dapo(folder)
+    path = next(folder.glob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    "name, make, message",
+    [
+        ("dapo_math_17k", lambda folder: None, "holds no \\*.parquet"),
+        ("dapo_math_17k", truncate, "dapo-math-17k.parquet cannot be read"),
+        ("dapo_math_17k", lambda folder: (folder / "a.parquet").touch(), "a.parquet is empty"),
+        (
+            "dapo_math_17k",
+            lambda folder: pyarrow.parquet.write_table(pa.table({"text": ["x"]}), folder / "a.parquet"),
+            "lacks the column problem or question: it has text",
+        ),
+        (
+            "dapo_math_17k",
+            lambda folder: pyarrow.parquet.write_table(pa.table({"prompt": ["x"]}), folder / "a.parquet"),
+            "prompt is 'x', not a list of role and content",
+        ),
+        (
+            "dapo_math_17k",
+            lambda folder: pyarrow.parquet.write_table(
+                pa.table({"problem": ["x"], "reward_model": ["5"]}), folder / "a.parquet"
+            ),
+            "reward_model is '5', not a struct",
+        ),
+        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"\n'), "a.jsonl cannot be read"),
+        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text("[1, 2]\n"), "not an object"),
+        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"}\n'), "lacks the column answer"),
+        (
+            "aime_2025",
+            lambda folder: (folder / "a.jsonl").write_text('{"problem": "x", "answer": null}\n'),
+            "no row was left. Dropped: {'no answer': 1}",
+        ),
+    ],
+)
+def test_bad_files_are_named_and_leave_nothing(tmp_path, name, make, message):
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source)
+    with pytest.raises(ValueError, match=message):
+        prepare(name, source, tmp_path / "out.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_missing_problem_is_warned_about(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "x", "answer": 7}\n')
+    assert "Warning: aime_2025 has 30 problems, and 1 were found." in prepare(
+        "aime_2025", tmp_path / "a.jsonl", tmp_path / "out.parquet"
+    )
+
+
+def test_an_unreachable_hub_is_named(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match="math-ai/aime25 cannot be fetched from the hub .ConnectionError."):
+        prepare_data.prepare("aime_2025", None, tmp_path / "out.parquet")

@@ -1,0 +1,300 @@
+"""The vectorised search against arithmetic by hand, the literal Algorithm 1 and the claims of the documentation."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from support.batches import configs, make_batch, same_bits
+from support.oracle import contribution, sequential_search
+
+from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, find_clip_bounds, search_clip_bounds
+from bapo.statistics import MAX_CPU_CHUNK, lower_grid, split_buckets, upper_grid
+
+
+def tokens(ratios, advantages, old_log_prob=0.0):
+    """One row of tokens with the given ratios; ``exp(0) = 1`` makes both token weights equal."""
+    old = torch.full((1, len(ratios)), float(old_log_prob))
+    return old, old + torch.tensor([ratios]).log(), torch.tensor([advantages]), torch.ones(1, len(ratios))
+
+
+def test_three_tokens_by_hand_value():
+    # Positive tokens r = 1.5 and 0.5, A = 1; a negative token r = 1, A = -2: N = 2 * max(1, c_low) = 2.
+    # P(c) = min(1.5, c) + 0.5. Start c = 1.2: P = 1.7, rho = 1.7 / 3.7 = 0.459. The target 0.48 needs
+    # P >= 0.48 / 0.52 * 2 = 1.846, so c >= 1.346: the third step, c = 1.35, rho = 1.85 / 3.85 = 0.4805.
+    batch = tokens([1.5, 0.5, 1.0], [1.0, 1.0, -2.0])
+    bounds = find_clip_bounds(*batch, BAPOConfig(positive_contribution_target=0.48))
+    assert bounds.low.item() == 0.6 and bounds.high.item() == pytest.approx(1.35)
+    assert bounds.search_steps.item() == 3 and not bounds.saturated.item()
+    assert bounds.positive_contribution_start.item() == pytest.approx(1.7 / 3.7)
+    assert bounds.positive_contribution.item() == pytest.approx(1.85 / 3.85)
+    assert bounds.positive_token_fraction.item() == pytest.approx(2 / 3)
+    assert bounds.clipfrac_positive.item() == pytest.approx(1 / 2) and bounds.clipfrac_negative.item() == 0
+
+
+def test_three_tokens_by_hand_gradient():
+    # A positive token r = 1, A = 1: P_g = 1. Negative tokens r = 0.7 and 1.5, A = -1: N_g = 0.7 + 1.5 while
+    # c_low < 0.7, then 1.5. rho = 1 / 3.2 = 0.3125, and 1 / 2.5 = 0.4 from c_low = 0.7 on. c_high changes nothing,
+    # so the search runs 36 steps up c_high and 5 or 6 up c_low (0.6 + 5 * 0.02 = 0.7, and r = 0.7 is a float32).
+    batch = tokens([1.0, 0.7, 1.5], [1.0, -1.0, -1.0])
+    config = BAPOConfig(positive_contribution_target=0.39, contribution="gradient")
+    bounds = find_clip_bounds(*batch, config)
+    assert bounds.positive_contribution_start.item() == pytest.approx(1 / 3.2)
+    assert bounds.positive_contribution.item() == pytest.approx(0.4)
+    assert bounds.low.item() == pytest.approx(0.7, abs=0.021) and bounds.high.item() == 3.0
+    assert bounds.clipfrac_negative.item() == 0.5
+
+
+def test_a_ratio_exactly_at_a_bound_carries_no_gradient():
+    # P_g counts r < c_high, N_g counts r > c_low: one positive token at a+, one negative at a-, one of each inside.
+    log_ratio = torch.tensor([[0.3, -0.4, 0.1, -0.1]])
+    ratio = log_ratio.exp()
+    config = BAPOConfig(
+        contribution="gradient",
+        token_weight="uniform",
+        ratio_upper_start=ratio[0, 0].item(),
+        ratio_lower_start=ratio[0, 1].item(),
+    )
+    batch = torch.zeros(1, 4), log_ratio, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), torch.ones(1, 4)
+    start = find_clip_bounds(*batch, config).positive_contribution_start.item()
+    p, n = ratio[0, 2].item(), ratio[0, 3].item()
+    assert start == pytest.approx(p / (p + n), rel=1e-12)
+    assert start == pytest.approx(sequential_search(*batch, config)[3], rel=1e-12)
+
+
+def test_the_dual_clip_takes_its_tokens_out_of_the_gradient_only():
+    batch = tokens([1.0, 4.0], [1.0, -1.0])
+    gradient = BAPOConfig(contribution="gradient")
+    assert find_clip_bounds(*batch, gradient).positive_contribution_start.item() == pytest.approx(1 / 5)
+    assert find_clip_bounds(*batch, gradient, clip_ratio_c=3.0).positive_contribution_start.item() == 1
+    exactly = tokens([1.0, 1.0], [1.0, -1.0])
+    assert find_clip_bounds(*exactly, gradient, clip_ratio_c=1.0).positive_contribution_start.item() == 1
+    value = find_clip_bounds(*batch, BAPOConfig(), clip_ratio_c=3.0)
+    assert value.positive_contribution_start.item() == pytest.approx(1 / 5)
+
+
+def test_what_the_dual_clip_takes_leaves_no_rounding_behind():
+    # A clipped token of r = e^20 beside tokens of 1e-6: added and taken away again, it would leave more than they are.
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    log_prob = torch.tensor([[0.0, 0.0, 20.0]], dtype=torch.float64)
+    batch = old, log_prob, torch.tensor([[1e-6, -1e-6, -1.0]], dtype=torch.float64), torch.ones(1, 3)
+    config = BAPOConfig(contribution="gradient", token_weight="uniform")
+    bounds = find_clip_bounds(*batch, config, clip_ratio_c=3.0)
+    assert bounds.positive_contribution.item() == 0.5 and bounds.search_steps.item() == 0
+
+
+@pytest.mark.parametrize("clip_ratio_c", [0.5, -1.0, math.nan])
+def test_a_dual_clip_below_1_is_refused(clip_ratio_c):
+    with pytest.raises(ValueError, match="clip_ratio_c"):
+        find_clip_bounds(*make_batch(0), BAPOConfig(), clip_ratio_c=clip_ratio_c)
+
+
+@settings(max_examples=3000)
+@given(configs(), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.7, 3.0]), st.sampled_from([None, 1.5, 3.0]))
+def test_the_search_is_algorithm_1(config, seed, spread, clip_ratio_c):
+    batch = make_batch(seed, spread=spread)
+    low, high, rho, start, steps, saturated = sequential_search(*batch, config, clip_ratio_c)
+    bounds = find_clip_bounds(*batch, config, clip_ratio_c=clip_ratio_c)
+    assert same_bits(bounds.low, low) and same_bits(bounds.high, high)
+    assert bounds.search_steps.item() == steps and bounds.saturated.item() == saturated
+    assert bounds.positive_contribution.item() == pytest.approx(rho, rel=1e-9, abs=1e-12)
+    assert bounds.positive_contribution_start.item() == pytest.approx(start, rel=1e-9, abs=1e-12)
+    assert bounds.low.dtype == bounds.high.dtype == torch.float64
+
+
+@settings(max_examples=300)
+@given(configs(), st.integers(0, 2**31))
+def test_the_grids_are_python_arithmetic(config, seed):
+    for grid, side in ((upper_grid(config), "upper"), (lower_grid(config), "lower")):
+        start, step = getattr(config, f"ratio_{side}_start"), getattr(config, f"ratio_{side}_step")
+        assert grid.tolist() == [start + k * step for k in range(len(grid) - 1)] + [
+            getattr(config, f"ratio_{side}_max")
+        ]
+
+
+def test_the_tie_at_ratio_1_stays_at_the_start_whatever_the_rounding():
+    # r = 1, uniform weights, equal lengths, a GRPO group of 1 right and 2 wrong: sum A = 0 up to float32 rounding.
+    rows = torch.tensor([[1.0], [0.0], [0.0]])
+    advantages = ((rows - rows.mean()) / (rows.std() + 1e-6)).expand(3, 1001)
+    old = torch.full((3, 1001), -0.3)
+    bounds = find_clip_bounds(old, old, advantages, torch.ones(3, 1001), BAPOConfig(token_weight="uniform"))
+    assert bounds.positive_contribution_start.item() == pytest.approx(0.5, abs=1e-7)
+    above = BAPOConfig(token_weight="uniform", positive_contribution_target=0.5 + 2e-10)
+    exact = tokens([1.0, 1.0], [1.0, -1.0])
+    assert find_clip_bounds(*exact, above).search_steps.item() == 0
+    assert find_clip_bounds(*exact, BAPOConfig(positive_contribution_target=0.5 + 1e-8)).saturated.item()
+
+
+def test_at_ratio_1_the_search_stops_at_once_or_saturates():
+    for negatives, steps in ((1, 0), (3, 51)):
+        batch = tokens([1.0] * (1 + negatives), [1.0] + [-1.0] * negatives)
+        bounds = find_clip_bounds(*batch, BAPOConfig())
+        assert bounds.search_steps.item() == steps and bounds.saturated.item() == (negatives == 3)
+        assert bounds.clipfrac_positive.item() == 0 and bounds.clipfrac_negative.item() == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_raising_c_low_never_helps_the_value_and_never_harms_the_gradient(seed):
+    old, log_prob, advantages, mask = make_batch(seed, rows=40)
+    ratio = (log_prob - old)[mask].exp().double()
+    rho = {"value": [], "gradient": []}
+    for low in torch.linspace(0.6, 0.9, 16).tolist():
+        for kind, shares in rho.items():
+            p, n = contribution(ratio, advantages[mask].double(), torch.ones_like(ratio), low, 1.2, kind, None)
+            shares.append(p / (p + n))
+    assert rho["value"] == sorted(rho["value"], reverse=True)
+    assert rho["gradient"] == sorted(rho["gradient"])
+    assert rho["value"][0] > rho["value"][-1] and rho["gradient"][0] < rho["gradient"][-1]
+
+
+@pytest.mark.parametrize("longer, rho", [(1, 0.5), (3, 0.25)])
+def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longer(longer, rho):
+    # A group of 2 right (reward 1) and 2 wrong: advantages of equal size, so that rho is the share of right tokens.
+    rewards = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    advantages = ((rewards - rewards.mean()) / rewards.std()).view(4, 1).expand(4, 30)
+    lengths = torch.tensor([10, 10, 10 * longer, 10 * longer]).view(4, 1)
+    mask = torch.arange(30).expand(4, 30) < lengths
+    old = torch.full((4, 30), -0.3)
+    bounds = find_clip_bounds(old, old, advantages, mask, BAPOConfig())
+    assert bounds.positive_contribution_start.item() == pytest.approx(rho)
+
+
+def test_rho_is_a_share_where_the_signed_form_of_eq_8_has_a_pole():
+    old, log_prob, advantages, mask = tokens([1.0, 1.0], [1.0, -1.0])
+    found = []
+    for size in (0.5, 0.9, 1.1, 2.0):  # of the positive advantage: P - N changes its sign
+        bounds = find_clip_bounds(old, log_prob, advantages * torch.tensor([size, 1.0]), mask, BAPOConfig())
+        found.append(bounds.positive_contribution.item())
+    assert found == sorted(found) and 0 < found[0] and found[-1] < 1
+    signed = [rho / (2 * rho - 1) for rho in found]  # P / (P - N)
+    assert min(signed) < 0 and max(signed) > 1 and signed != sorted(signed)
+
+
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+@pytest.mark.parametrize(
+    "advantages, masked, rho, steps",
+    [
+        ([-1.0, -2.0], False, 0.0, 51),
+        ([1.0, 2.0], False, 1.0, 0),
+        ([0.0, 0.0], False, 0.0, 0),
+        ([1.0, -1.0], True, 0, 0),
+    ],
+)
+def test_degenerate_batches(advantages, masked, rho, steps, contribution):
+    old, log_prob, adv, mask = tokens([1.0, 1.0], advantages)
+    bounds = find_clip_bounds(old, log_prob, adv, mask * (not masked), BAPOConfig(contribution=contribution))
+    assert bounds.positive_contribution.item() == rho
+    assert bounds.search_steps.item() == steps and bounds.saturated.item() == (steps == 51)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_no_tokens_at_all(shape):
+    empty = torch.zeros(shape)
+    bounds = find_clip_bounds(empty, empty, empty, empty, BAPOConfig())
+    assert bounds.low.item() == 0.6 and bounds.high.item() == 1.2 and bounds.positive_contribution.item() == 0
+    bounds.raise_if_invalid()
+
+
+@pytest.mark.parametrize("index, name", [(0, "old_log_prob"), (1, "log_prob"), (2, "advantages")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_token_is_named_and_counted_unless_it_is_masked(index, name, value):
+    batch = [tensor.clone() for tensor in make_batch(3)]
+    clean = find_clip_bounds(*batch, BAPOConfig())
+    spoiled = batch[index].clone()
+    spoiled[~batch[3]] = value
+    bounds = find_clip_bounds(*batch[:index], spoiled, *batch[index + 1 :], BAPOConfig())
+    bounds.raise_if_invalid()
+    assert bounds.read() == clean.read()
+
+    spoiled[batch[3]] = spoiled[batch[3]].index_fill(0, torch.tensor([1, 4]), value)
+    bounds = find_clip_bounds(*batch[:index], spoiled, *batch[index + 1 :], BAPOConfig())
+    for check in (bounds.raise_if_invalid, bounds.read):
+        with pytest.raises(ValueError, match=rf"2 in {name}\."):
+            check()
+
+
+def test_shapes_that_differ_are_named():
+    with pytest.raises(ValueError, match=r"advantages \(2, 1\)"):
+        find_clip_bounds(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3), BAPOConfig())
+
+
+def test_statistics_of_other_grids_are_refused():
+    statistics = collect_clip_statistics(*make_batch(0), BAPOConfig())
+    with pytest.raises(ValueError, match="other grids"):
+        search_clip_bounds(statistics, BAPOConfig(ratio_lower_step=0.1))
+
+
+@settings(max_examples=200)
+@given(configs(), st.integers(0, 2**31), st.integers(1, 7), st.randoms())
+def test_bounds_do_not_depend_on_the_cut_or_the_order(config, seed, pieces, random):
+    batch = make_batch(seed, rows=7)
+    whole = collect_clip_statistics(*batch, config, clip_ratio_c=3.0)
+    order = list(range(7))
+    random.shuffle(order)
+    parts = [
+        collect_clip_statistics(*(tensor[rows] for tensor in batch), config, clip_ratio_c=3.0)
+        for rows in torch.tensor(order).tensor_split(pieces)
+    ]
+    total = sum(parts, start=ClipStatistics.zeros(config))
+    torch.testing.assert_close(total.vector, whole.vector, rtol=1e-12, atol=0)
+    one, other = search_clip_bounds(whole, config), search_clip_bounds(total, config)
+    assert same_bits(one.low, other.low) and same_bits(one.high, other.high)
+    assert one.search_steps.item() == other.search_steps.item()
+
+
+@pytest.mark.parametrize("sign, grid", [(1.0, upper_grid), (-1.0, lower_grid)])
+def test_float32_ratios_beside_a_grid_point_fall_on_its_right_side(sign, grid):
+    config = BAPOConfig()
+    points = grid(config)
+    around = [points.log().float()]
+    for direction in (-math.inf, math.inf):
+        neighbour = around[0]
+        for _ in range(4):
+            neighbour = neighbour.nextafter(torch.tensor(direction))
+            around.append(neighbour)
+    log_prob = torch.stack(around)
+    ratio = log_prob.exp().double()
+    assert (ratio < points).any(0).all() and (ratio > points).any(0).all()
+    batch = torch.zeros_like(log_prob), log_prob, torch.full_like(log_prob, sign), torch.ones_like(log_prob)
+    positive, negative = split_buckets(collect_clip_statistics(*batch, config), config)
+    counts = (positive if sign > 0 else negative)[2]
+    bucket = torch.bucketize(ratio.view(-1), points, right=sign > 0)
+    assert torch.equal(counts, torch.bincount(bucket, minlength=len(counts)).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("token_weight", ["rollout_prob", "uniform"])
+def test_the_inputs_stay_as_they_are(dtype, token_weight):
+    batch = [tensor.to(dtype) for tensor in make_batch(6)]
+    before = [tensor.clone() for tensor in batch]
+    find_clip_bounds(*batch, BAPOConfig(token_weight=token_weight), clip_ratio_c=3.0)
+    assert all(torch.equal(now, then) for now, then in zip(batch, before, strict=True))
+
+
+@pytest.mark.parametrize("columns", [70_000, 70_001])  # in eight lanes, and an odd rest in one
+def test_more_tokens_than_one_chunk(columns):
+    batch = [tensor.repeat(1, columns // 17 + 1)[:1, :columns] for tensor in make_batch(7)]
+    assert columns > MAX_CPU_CHUNK
+    whole = collect_clip_statistics(*batch, BAPOConfig(), clip_ratio_c=3.0)
+    parts = [
+        collect_clip_statistics(*(tensor[:, start : start + 1000] for tensor in batch), BAPOConfig(), clip_ratio_c=3.0)
+        for start in range(0, columns, 1000)
+    ]
+    total = sum(parts, start=ClipStatistics.zeros(BAPOConfig()))
+    torch.testing.assert_close(whole.vector, total.vector, rtol=1e-12, atol=0)
+    assert whole.vector[-1] == batch[3].sum()
+
+
+def test_padding_changes_nothing():
+    batch = make_batch(5)
+    padded = [torch.nn.functional.pad(tensor, (0, 9)) for tensor in batch]
+    assert find_clip_bounds(*padded, BAPOConfig()).read() == find_clip_bounds(*batch, BAPOConfig()).read()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_float_types(dtype):
+    batch = make_batch(8, dtype=dtype)
+    low, high, *_ = sequential_search(*batch, BAPOConfig())
+    bounds = find_clip_bounds(*batch, BAPOConfig())
+    assert same_bits(bounds.low, low) and same_bits(bounds.high, high)

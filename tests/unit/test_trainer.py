@@ -1,0 +1,92 @@
+"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the polling interval."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+import verl  # noqa: F401  loads the plugin
+from recipe.bapo.trainer import _BAPOTrainer
+from recipe.bapo.worker import RATIOS_START_AT_1
+
+
+class Parent:
+    """Stands for verl's trainer in the two calls that ours extends."""
+
+    def __init__(self, mode, bypass, local_trigger_step):
+        self.trainer_mode, self.local_trigger_step = mode, local_trigger_step
+        self.config = OmegaConf.create(
+            {
+                "data": {"train_batch_size": 32},
+                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2}},
+                "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
+                "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
+            }
+        )
+
+    def _update_actor(self, batch, metrics):
+        metrics["actor/entropy_loss"] = 0.7
+        return batch
+
+    def _build_replay_buffer(self):
+        return SimpleNamespace(poll_interval=2.0)
+
+
+class Trainer(_BAPOTrainer, Parent):
+    pass
+
+
+def make_batch():
+    return SimpleNamespace(extra_info={}, tags=[{"min_global_steps": 3, "max_global_steps": 3}])
+
+
+@pytest.mark.parametrize(
+    "mode, bypass, local_trigger_step, marked",
+    [
+        ("sync", False, 0, True),
+        ("sync", True, 0, False),
+        ("colocate_async", False, 0, True),
+        ("colocate_async", True, 0, False),
+        ("separate_async", False, 0, True),
+        ("separate_async", False, 1, False),
+        ("separate_async", True, 0, False),
+    ],
+)
+def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):
+    batch = Trainer(mode, bypass, local_trigger_step)._update_actor(make_batch(), {})
+    assert batch.extra_info[RATIOS_START_AT_1] is marked
+
+
+def test_the_entropy_is_filled_where_verl_skipped_it():
+    trainer = Trainer("sync", True, 0)
+    for before, after in (({}, 0.7), ({"actor/entropy": 0.4}, 0.4)):
+        trainer._update_actor(make_batch(), before)
+        assert before["actor/entropy"] == after
+
+
+def test_the_share_of_resumed_responses_leaves_out_padding():
+    versions = [(3, 3, False), (3, 4, False), (2, 2, False), (1, 4, False), (1, 4, True)]
+    tags = [{"min_global_steps": a, "max_global_steps": b, "is_padding": padding} for a, b, padding in versions]
+    metrics = {}
+    Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
+    assert metrics["training/off_policy/cut_fraction"] == 0.5
+    assert metrics["training/off_policy/updates_per_rollout_batch"] == 32 / 8 * 2
+
+
+def test_the_polling_interval_is_the_configs():
+    assert Trainer("sync", False, 0)._build_replay_buffer().poll_interval == 0.25
+
+
+def test_verl_averages_our_metrics_over_the_updates_of_a_step():
+    """verl sums a metric whose name holds "sum" or "total", and takes the largest or smallest for "max" or "min"."""
+    from support.metrics import METRICS
+
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    metrics = {}
+    Trainer("separate_async", True, 0)._update_actor(make_batch(), metrics)
+    aggregator = MetricsAggregator()
+    for value in (0.2, 0.4):
+        aggregator.add_step_metrics({name: value for name in (*metrics, *METRICS)}, sample_count=8)
+    for name, value in aggregator.get_aggregated_metrics().items():
+        assert value == pytest.approx(0.3), name
