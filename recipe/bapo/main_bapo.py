@@ -1,13 +1,10 @@
-"""Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-path DIR --config-name NAME] [key=value ...]``.
+"""Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
-With ``--preflight`` (and ``--json``) the config and the machine are only checked.
 The console gets a line per step and a summary; what verl and Ray print goes to ``train.log`` in the run's folder.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -15,8 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -25,10 +21,10 @@ from omegaconf import OmegaConf, open_dict
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
+from recipe.bapo import config as _resolvers  # noqa: E402, F401
 from recipe.bapo import plugin  # noqa: E402, F401
 from recipe.bapo.checks import table  # noqa: E402
 from recipe.bapo.checks.other_runs import claim_machine, joins_a_cluster  # noqa: E402
-from recipe.bapo.cpu import settings  # noqa: E402
 from recipe.bapo.launch import console, live, processes  # noqa: E402
 from recipe.bapo.launch.watchdog import Watchdog  # noqa: E402
 from recipe.bapo.records import CONFIG, LOG, PICTURE, RAY_LOGS, VALIDATION, validation  # noqa: E402
@@ -36,11 +32,6 @@ from recipe.bapo.records.checkpoints import latest_checkpoint  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
 logging.disable(logging.NOTSET)
-
-
-def on_cpu() -> bool:
-    """Whether the environment asks for the CPU platform."""
-    return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
@@ -164,11 +155,6 @@ def run(config, run_dir: Path, out, watchdog: Watchdog, scratch: Path) -> str | 
     if claim is None and not joins_a_cluster(config):
         return "another run was started on this machine at the same moment: wait for its end."
     OmegaConf.save(config, run_dir / CONFIG)
-    if on_cpu():
-        with open_dict(config):
-            runtime_env = config.ray_kwargs.ray_init.runtime_env
-            ours = {name: os.environ.get(name, value) for name, value in settings.ENVIRONMENT.items()}
-            runtime_env.env_vars = {**ours, **(runtime_env.get("env_vars") or {})}
     choose_cluster(config, scratch)
     print(f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}", file=out)
     out.flush()
@@ -220,45 +206,5 @@ def reason_of(error: Exception) -> str:
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
 
 
-# What runs without flash-attn in the place of what needs it.
-WITHOUT_FLASH_ATTN = (
-    "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.use_remove_padding=False",
-)
-
-
-def machine_overrides() -> tuple[str, ...]:
-    """What this machine needs of the config: the CPU path's settings, or sdpa attention without flash-attn."""
-    if on_cpu():
-        return settings.OVERRIDES
-    if importlib.util.find_spec("flash_attn") is None:
-        return WITHOUT_FLASH_ATTN
-    return ()
-
-
-def with_overrides(arguments: list[str], overrides: tuple[str, ...]) -> list[str]:
-    """The command line with ``overrides`` before the user's own, which win."""
-    first = next((i for i, a in enumerate(arguments) if "=" in a and not a.startswith("-")), len(arguments))
-    return [*arguments[:first], *overrides, *arguments[first:]]
-
-
-def check_only(as_json: bool) -> None:
-    """Print the table of the checks, or JSON, and end with exit code 0 or 1; nothing is written or started."""
-
-    @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
-    def task(config):
-        with redirect_stdout(sys.stderr):  # verl prints while it validates
-            OmegaConf.resolve(config)
-            lines = table.run(config)
-        print(json.dumps([asdict(line) for line in lines], indent=1) if as_json else table.table(lines))
-        sys.exit(any(line.status == "failed" for line in lines))
-
-    task()
-
-
 if __name__ == "__main__":
-    flags = [argument for argument in sys.argv if argument in ("--preflight", "--json")]
-    sys.argv[1:] = with_overrides([a for a in sys.argv[1:] if a not in flags], machine_overrides())
-    if "--preflight" in flags:
-        check_only(as_json="--json" in flags)
     main()

@@ -1,6 +1,6 @@
 """Loaded by verl in every process (entry point ``verl.plugins``), and usable as ``external_lib``.
 
-Registers the policy loss ``bapo``, our configs with Hydra and, only where ``VERL_PLATFORM=cpu`` asks for it, the CPU
+Registers the policy loss ``bapo`` and, only where ``VERL_PLATFORM=cpu`` asks for it, the CPU
 platform.
 """
 
@@ -11,4 +11,4 @@ if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
 
     platform.install()
 
-from recipe.bapo import hydra_config, policy_loss  # noqa: E402, F401
+from recipe.bapo import policy_loss  # noqa: E402, F401

@@ -8,12 +8,11 @@ in which the loss can tell that it sees the whole mini-batch. Everything else is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from hydra.core.config_store import ConfigStore
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
@@ -46,20 +45,6 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
                 "fixed bounds (start equal to max) it is verl's vanilla loss; others start with verl.trainer.main_ppo."
             )
-
-
-# The switches as a node of bapo_trainer.yaml: their defaults live in the dataclasses alone.
-ConfigStore.instance().store(
-    group="bapo",
-    name="policy_loss",
-    node={
-        "_target_": f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}",
-        "loss_mode": BAPOPolicyLossConfig.loss_mode,
-        **asdict(BAPOConfig()),
-        "bounds_record_dir": BAPOPolicyLossConfig.bounds_record_dir,
-        "token_dump_dir": BAPOPolicyLossConfig.token_dump_dir,
-    },
-)
 
 
 @dataclass(frozen=True)

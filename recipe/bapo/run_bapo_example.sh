@@ -13,7 +13,7 @@
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
 #   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/ without .yaml (example)
+#   CONFIG          a file of configs/experiment without .yaml (example)
 #   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
@@ -52,10 +52,10 @@ export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PE
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
-if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; else default=cpu; fi
+if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; elif [ "$CONFIG" = partial_rollout ]; then default=cpu_long; else default=cpu; fi
 SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
-choose CONFIG "$CONFIG" configs
+choose CONFIG "$CONFIG" configs/experiment
 choose SIZE "$SIZE" configs/size
 [[ $CONFIG != paper_* || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
 if [ "${VERL_PLATFORM:-}" != cpu ]; then
@@ -86,9 +86,20 @@ fi
 # default where it cannot form clusters.)
 [ "$NNODES" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
-train=("$python" -m recipe.bapo.main_bapo --config-path ../../configs --config-name "$CONFIG" size="$SIZE"
-    run_dir="'$OUTPUT_DIR'" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE" "$@")
-if [[ ${RAY_ADDRESS:-} == http* && " $* " != *" --preflight "* ]]; then
+arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"
+    trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE")
+if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
+    ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flash_attn") is None)'; then
+    echo "flash-attn is not installed: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
+    arguments+=(platform=gpu_without_flash_attn)
+fi
+given=() preflight=
+for argument in "$@"; do
+    if [ "$argument" = --preflight ]; then preflight=1; else given+=("$argument"); fi
+done
+[ -z "$preflight" ] || exec "$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}"
+train=("$python" -m recipe.bapo.main_bapo "${arguments[@]}" "${given[@]}")
+if [[ ${RAY_ADDRESS:-} == http* ]]; then
     [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
     exec "$python" scripts/cluster/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"
 fi

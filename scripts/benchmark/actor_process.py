@@ -14,12 +14,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, config_name="example"):
+def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
     """The actor's worker as verl builds it, from our example's config with ``overrides``."""
-    from recipe.bapo.cpu.settings import ENVIRONMENT, OVERRIDES
-
     os.environ.update(
-        ENVIRONMENT,
+        VERL_PLATFORM="cpu",
         RANK=str(rank),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
@@ -29,16 +27,21 @@ def make_actor(overrides, rank=0, size=1, port=0, config_name="example"):
     os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
     os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
     import torch
-    from hydra import compose, initialize_config_dir
 
     import verl  # noqa: F401
+    from recipe.bapo.config import compose_config
     from recipe.bapo.worker import BAPOActorRolloutRefWorker
 
     torch.manual_seed(0)
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        config = compose(
-            config_name, ["size=cpu", *OVERRIDES, "actor_rollout_ref.actor.optim.total_training_steps=100", *overrides]
-        )
+    config = compose_config(
+        [
+            f"experiment={experiment}",
+            "size=cpu",
+            "actor_rollout_ref.actor.optim.total_training_steps=100",
+            *overrides,
+        ],
+        ROOT / "configs",
+    )
     worker = BAPOActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
     worker.init_model()
     return worker.actor

@@ -4,8 +4,9 @@
     python scripts/cluster/job.py follow NAME              print its output from the start; the exit code is the job's
     python scripts/cluster/job.py stop NAME                end it
 
-Of the environment the job gets the variables named in ``FORWARDED`` and nothing else; secrets such as ``WANDB_API_KEY``
-belong into the environment of ``scripts/cluster/ray.sh head`` and ``join``.
+Of the environment the job gets the variables named in ``FORWARDED`` and those that begin with one of
+``FORWARDED_KINDS``, never a secret: what is called ``WANDB_API_KEY`` or ``HF_TOKEN`` belongs into the environment of
+``scripts/cluster/ray.sh head`` and ``join``.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).parents[2]
 FORWARDED = (
-    "MODEL_PATH",
-    "TRAIN_FILE",
-    "TEST_FILE",
-    "NNODES",
-    "ROLLOUT_GPUS_PER_NODE",
-    "VERL_PLATFORM",
-    "HF_HUB_OFFLINE",
+    *("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "OUTPUT_DIR", "NNODES", "ROLLOUT_GPUS_PER_NODE"),
+    *("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "TQ_NUM_THREADS"),
 )
+FORWARDED_KINDS = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")
+SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
+
+
+def is_forwarded(name: str) -> bool:
+    """Whether a job gets this variable of the environment."""
+    return name in FORWARDED or (name.startswith(FORWARDED_KINDS) and not name.endswith(SECRETS))
 
 
 def connect() -> JobSubmissionClient:
@@ -47,7 +50,7 @@ def connect() -> JobSubmissionClient:
 
 def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
     """Submit a command and follow it; returns its exit code."""
-    environment = [f"{key}={os.environ[key]}" for key in FORWARDED if os.environ.get(key)]
+    environment = [f"{key}={value}" for key, value in os.environ.items() if value and is_forwarded(key)]
     runtime_env = {"working_dir": str(ROOT), "excludes": [".venv*", "runs", ".*_cache", ".hypothesis"]}
     until = time.monotonic() + PATIENCE
     while True:

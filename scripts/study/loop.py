@@ -84,13 +84,13 @@ class Rollouts:
 
 
 def read_method(name: str) -> tuple[BAPOConfig, float]:
-    """The switches of ``configs/method/<name>.yaml`` and its ``clip_ratio_c``; ``name@0.38`` with another target."""
+    """The switches of ``configs/method/<name>.yaml`` and the dual clip; ``name@0.38`` with another target."""
     name, _, target = name.partition("@")
-    actor = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "method" / f"{name}.yaml"))
-    switches = {key: value for key, value in actor["policy_loss"].items() if key != "loss_mode"}
+    switches = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "method" / f"{name}.yaml"))
+    switches.pop("loss_mode", None)
     if target:
         switches["positive_contribution_target"] = float(target)
-    return BAPOConfig(**switches), actor.get("clip_ratio_c", DUAL_CLIP)
+    return BAPOConfig(**switches), DUAL_CLIP
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hydra import compose, initialize_config_dir
+from support.configs import composed
 from support.stack_runs import ROOT, Started, log_of, removing_what_others_leave
 
-from recipe.bapo.cpu import settings
+from recipe.bapo.cpu.platform import environment as cpu_environment
 from recipe.bapo.records.metrics import read_metrics
 
 pytestmark = pytest.mark.stack
@@ -114,9 +114,7 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
     from verl.utils.dataset.rl_dataset import collate_fn
 
     task = ROOT / "runs" / "example_task"
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        files = (f"data.train_files={task}/train.parquet", f"data.val_files={task}/test.parquet")
-        data = compose("example", ["size=cpu", *settings.OVERRIDES, *files]).data
+    data = composed(task).data
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     dataset = create_rl_dataset(data.train_files, data, tokenizer, None, is_train=True)
     loader = StatefulDataLoader(
@@ -154,7 +152,7 @@ llm = LLM(path, dtype="float32", max_model_len=64, enforce_eager=True)
 served = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids
 assert list(served) == output, (list(served), output)
 """
-    environment = {**os.environ, **settings.ENVIRONMENT}
+    environment = {**os.environ, **cpu_environment()}
     command = [sys.executable, "-c", code, str(exported)]
     with removing_what_others_leave():
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)

@@ -63,7 +63,7 @@ def test_windows_leave_out_what_is_not_there():
 def test_methods_are_read_from_the_configs():
     assert read_method("bapo") == (BAPOConfig(), 3.0)
     assert read_method("bapo@0.38") == (BAPOConfig(positive_contribution_target=0.38), 3.0)
-    assert read_method("grpo")[0].ratio_upper_max == 1.2 and read_method("paper")[1] > 1e6
+    assert read_method("grpo")[0].ratio_upper_max == 1.2
 
 
 def test_a_finished_run_is_kept_and_one_with_other_settings_is_named(tmp_path):

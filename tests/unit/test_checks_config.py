@@ -88,18 +88,6 @@ def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
         check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
 
 
-def test_without_flash_attn_attention_falls_back(monkeypatch):
-    from recipe.bapo import main_bapo
-
-    monkeypatch.setenv("VERL_PLATFORM", "")
-    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: None)
-    assert main_bapo.machine_overrides() == main_bapo.WITHOUT_FLASH_ATTN
-    monkeypatch.setattr(main_bapo.importlib.util, "find_spec", lambda name: object())
-    assert main_bapo.machine_overrides() == ()
-    user = ["--config-name", "x", "a=1"]
-    assert main_bapo.with_overrides(user, ("b=2",)) == ["--config-name", "x", "b=2", "a=1"]
-
-
 def run_script(*overrides, **environment):
     """The main job's script with ``environment`` on top of this one's; it is expected to end at once."""
     kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
@@ -118,7 +106,7 @@ def run_script(*overrides, **environment):
     [
         ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
         ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
-        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_own_data gpu"),
+        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_long cpu_own_data gpu"),
         ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
         ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
         ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),

@@ -1,23 +1,23 @@
 """Every yaml is composed, its loss config instantiated, and checked by verl's own rules."""
 
 import re
-from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from support.configs import ROOT, compose_in_groups
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
 from recipe.bapo.checks.config import check_batches, check_ratio
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
-from scripts.cluster.job import FORWARDED
+from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 
-ROOT = Path(__file__).parents[2]
-CONFIGS, METHODS, SIZES = (
-    sorted(path.stem for path in (ROOT / "configs" / folder).glob("*.yaml")) for folder in ("", "method", "size")
+EXPERIMENTS, METHODS, SIZES = (
+    sorted(path.stem for path in (ROOT / "configs" / folder).glob("*.yaml"))
+    for folder in ("experiment", "method", "size")
 )
+PLATFORMS = sorted(path.stem for path in (ROOT / "recipe/bapo/config/platform").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -25,24 +25,40 @@ def inputs(monkeypatch):
     """What the configs read from the environment."""
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, f"/{name}")
+    monkeypatch.delenv("OUTPUT_DIR", raising=False)
+    monkeypatch.delenv("VERL_PLATFORM")
 
 
-def compose_in(folder, name, overrides=()):
-    with initialize_config_dir(str(ROOT / folder), version_base=None):
-        return compose(name, list(overrides))
+def test_the_trainer_config_shows_every_switch_with_its_default():
+    config = OmegaConf.load(ROOT / "recipe/bapo/config/bapo_trainer.yaml")
+    shown = dict(config.actor_rollout_ref.actor.policy_loss)
+    assert shown.pop("_target_") == f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}"
+    defaults = BAPOPolicyLossConfig()
+    assert shown == {name: getattr(defaults, name) for name in shown}
+    assert set(BAPOConfig.__dataclass_fields__) <= set(shown)
 
 
-def test_bapo_trainer_repeats_no_default():
-    config = compose_in("recipe/bapo/config", "bapo_trainer")
-    loss = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
-    assert loss == BAPOPolicyLossConfig()
-    assert {name: loss[name] for name in BAPOConfig.__dataclass_fields__} == vars(BAPOConfig())
-    assert config.algorithm.adv_estimator == "grpo" and not config.actor_rollout_ref.actor.use_kl_loss
+def test_every_switch_of_the_trainer_config_has_a_comment():
     text = (ROOT / "recipe/bapo/config/bapo_trainer.yaml").read_text()
-    keys = [
-        line.split(":")[0].strip() for line in text.splitlines() if ":" in line and not line.strip().startswith("#")
-    ]
-    assert not set(keys) & set(BAPOConfig.__dataclass_fields__)
+    block = re.search(r"^    policy_loss:\n((?:      .*\n)+)", text, re.M).group(1).splitlines()
+    keys = [line.split(":")[0].strip() for line in block if not line.strip().startswith("#")]
+    after_a_comment = {
+        line.split(":")[0].strip() for above, line in zip(block, block[1:], strict=False) if above.strip()[0] == "#"
+    }
+    families = {key.rpartition("_")[0] for key in after_a_comment}  # ratio_lower_start speaks for _max and _step
+    uncommented = {key for key in keys if key not in after_a_comment and key.rpartition("_")[0] not in families}
+    assert uncommented == {"_target_", "loss_mode"}
+
+
+def test_the_defaults_are_grpo_without_kl():
+    config = compose_in_groups()
+    assert config.algorithm.adv_estimator == "grpo" and not config.actor_rollout_ref.actor.use_kl_loss
+    assert config.run_dir == "runs/bapo"
+
+
+def test_the_runs_folder_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("OUTPUT_DIR", "/a/folder")
+    assert compose_in_groups("experiment=example").run_dir == "/a/folder"
 
 
 def check(config):
@@ -55,10 +71,11 @@ def check(config):
 
 
 @pytest.mark.parametrize(
-    "name, size", [(name, size) for name in CONFIGS for size in SIZES if size == "gpu" or not name.startswith("paper_")]
+    "name, size",
+    [(name, size) for name in EXPERIMENTS for size in SIZES if size == "gpu" or not name.startswith("paper_")],
 )
 def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
-    config = compose_in("configs", name, [f"size={size}"])
+    config = compose_in_groups(f"experiment={name}", f"size={size}")
     loss = check(config)
     assert loss.bounds_record_dir == (None if size == "gpu" else f"{config.run_dir}/bounds")
     assert config.trainer.experiment_name.startswith(name)
@@ -66,7 +83,7 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_composes(method):
-    loss = check(compose_in("configs", "example", [f"method={method}"]))
+    loss = check(compose_in_groups("experiment=example", "size=gpu", f"method={method}"))
     if method in FIXED:
         assert (loss.ratio_lower_start, loss.ratio_upper_start) == FIXED[method]
         assert (loss.ratio_lower_max, loss.ratio_upper_max) == FIXED[method]
@@ -75,21 +92,49 @@ def test_every_method_composes(method):
 FIXED = {"grpo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "widest": (0.9, 3.0)}
 
 
+def test_methods_differ_in_switches_of_the_search_alone():
+    for method in METHODS:
+        text = (ROOT / f"configs/method/{method}.yaml").read_text()
+        assert text.startswith("# @package actor_rollout_ref.actor.policy_loss\n")
+        assert set(OmegaConf.create(text)) <= {*BAPOConfig.__dataclass_fields__, "loss_mode"}
+
+
+def test_another_method_on_the_command_line_wins_over_the_experiments():
+    config = compose_in_groups("experiment=paper_7b", "size=gpu", "method=grpo")
+    assert check(config).ratio_upper_max == 1.2
+    assert config.actor_rollout_ref.actor.clip_ratio_c > 1e6  # the experiment's, whatever the method
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
+    size = "cpu" if platform == "cpu" and not name.startswith("paper_") else "gpu"
+    config = compose_in_groups(f"experiment={name}", f"size={size}", f"platform={platform}")
+    check(config)
+    assert config.trainer.device == ("cpu" if platform == "cpu" else "cuda")
+    if name == "separate_async":
+        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == ("gloo" if platform == "cpu" else "nccl")
+    if platform == "gpu_without_flash_attn":
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == longest
+
+
 def test_the_papers_settings():
-    paper, octothinker = (compose_in("configs", "example", [f"method={m}"]) for m in ("paper", "paper_octothinker"))
+    paper, octothinker = (
+        compose_in_groups("experiment=example", "size=gpu", f"method={m}") for m in ("paper", "paper_octothinker")
+    )
     for config, target, lower, upper in ((paper, 0.4, 0.6, 3.0), (octothinker, 0.45, 0.8, 2.0)):
         loss = check(config)
         assert loss.positive_contribution_target == target
         assert (loss.ratio_lower_start, loss.ratio_lower_max) == (lower, 0.9)
         assert (loss.ratio_upper_start, loss.ratio_upper_max) == (1.2, upper)
-        assert config.actor_rollout_ref.actor.clip_ratio_c > 1e6
 
 
 @pytest.mark.parametrize(
     "name, model_length, staleness", [("paper_7b", 8192, 8), ("paper_llama_3b", 8192, 8), ("paper_32b", 65536, 4)]
 )
 def test_the_papers_scale(name, model_length, staleness):
-    config = compose_in("configs", name)
+    config = compose_in_groups(f"experiment={name}", "size=gpu")
     loss = check(config)
     assert loss.positive_contribution_target == (0.45 if name == "paper_llama_3b" else 0.4)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -104,7 +149,7 @@ def test_the_papers_scale(name, model_length, staleness):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("staleness", [1, 2, 4, 8, 32])
 def test_staleness_is_updates_per_rollout_batch(staleness, size):
-    config = compose_in("configs", "replay", [f"staleness={staleness}", f"size={size}"])
+    config = compose_in_groups("experiment=replay", f"staleness={staleness}", f"size={size}")
     check(config)
     actor = config.actor_rollout_ref.actor
     assert config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs == staleness
@@ -112,7 +157,7 @@ def test_staleness_is_updates_per_rollout_batch(staleness, size):
 
 
 def test_a_staleness_that_does_not_divide_is_named():
-    config = compose_in("configs", "replay", ["staleness=7"])
+    config = compose_in_groups("experiment=replay", "size=gpu", "staleness=7")
     with pytest.raises(Exception, match="7, do not divide data.train_batch_size"):
         OmegaConf.resolve(config)
 
@@ -120,7 +165,7 @@ def test_a_staleness_that_does_not_divide_is_named():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name, mode", [("partial_rollout", "colocate_async"), ("separate_async", "separate_async")])
 def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode, size):
-    config = compose_in("configs", name, [f"size={size}"])
+    config = compose_in_groups(f"experiment={name}", f"size={size}")
     check(config)
     assert config.trainer.v1.trainer_mode == mode and "the policy that sampled" in check_ratio(config)
     assert config.actor_rollout_ref.actor.calculate_entropy
@@ -134,11 +179,12 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
 
 def test_a_switch_is_overridden_without_a_plus():
     override = "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4"
-    config = compose_in("configs", CONFIGS[0], [override])
+    config = compose_in_groups(f"experiment={EXPERIMENTS[0]}", override)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).positive_contribution_target == 0.4
 
 
 def test_a_submitted_job_gets_every_variable_that_a_config_reads():
     text = "".join(path.read_text() for folder in ("configs", "recipe") for path in (ROOT / folder).rglob("*.yaml"))
     read = set(re.findall(r"\$\{oc\.env:(\w+)", text))
-    assert read and read <= set(FORWARDED)
+    assert read and all(map(is_forwarded, read))
+    assert not is_forwarded("HF_TOKEN") and not is_forwarded("WANDB_API_KEY")

@@ -15,7 +15,7 @@ RECIPE = ROOT / "recipe" / "bapo"
 def documented_command():
     """The arguments of the README's command for training."""
     (command,) = re.findall(
-        r"^    python (-m recipe\.bapo\.main_bapo(?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
+        r"^    python -m recipe\.bapo\.main_bapo((?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
     )
     return shlex.split(command.replace("\\\n", " "))
 
@@ -25,7 +25,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
     shutil.copytree(ROOT / "bapo", tmp_path / "installed" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
     run = subprocess.run(
         [
-            *(sys.executable, *documented_command(), "--preflight"),
+            *(sys.executable, "-m", "recipe.bapo.checks", *documented_command()),
             f"actor_rollout_ref.model.path={task}/model",
             f"data.train_files={task}/train.parquet",
             f"data.val_files={task}/test.parquet",

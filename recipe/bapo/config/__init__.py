@@ -1,0 +1,52 @@
+"""How a run's config comes together: verl's, ours, and the groups platform, size, experiment and method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+SEARCH_PATH = "pkg://verl.trainer.config"
+
+
+def compose_config(overrides: list[str], groups: str | Path | None = None) -> DictConfig:
+    """The config that ``main_bapo`` gets from the same command line, without its output.
+
+    Args:
+        overrides: as on the command line, ``key=value``.
+        groups: the folder of the groups ``size``, ``experiment`` and ``method``, as with ``--config-dir``.
+
+    Raises:
+        hydra.errors.HydraException: an override is not usable.
+    """
+    path = [SEARCH_PATH] if groups is None else [SEARCH_PATH, f"file://{Path(groups).absolute()}"]
+    with initialize_config_module("recipe.bapo.config", version_base=None):
+        return compose("bapo_trainer", [f"hydra.searchpath=[{','.join(path)}]", *overrides])
+
+
+def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
+    """Prompts per update so that a rollout batch makes ``staleness`` updates.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    for name, value in (
+        ("data.train_batch_size", train_batch_size),
+        ("ppo_epochs", ppo_epochs),
+        ("staleness", staleness),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
+    size, rest = divmod(train_batch_size * ppo_epochs, staleness)
+    if rest:
+        raise ValueError(
+            f"The updates per rollout batch (staleness, or parameter_sync_step), {staleness}, do not divide "
+            f"data.train_batch_size * ppo_epochs = {train_batch_size * ppo_epochs}: choose a divisor."
+        )
+    return size
+
+
+# OmegaConf has no arithmetic.
+OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)
+OmegaConf.register_new_resolver("bapo.sum", lambda *numbers: sum(numbers), replace=True)
