@@ -1,10 +1,34 @@
 #!/usr/bin/env bash
-# Set up what is missing and run the style checks and all tests. Arguments go to pytest: scripts/test.sh -m "not stack"
+# Set up what is missing and run tests.
+#
+#   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
+#   bash scripts/test.sh all       these, and the study, stale data, resume, cluster and faults on the real stack
+#   bash scripts/test.sh rest      all but the first
+#   bash scripts/test.sh slow      the faults and the two ranks that are in none of these
+#   bash scripts/test.sh ARGUMENTS of pytest: scripts/test.sh tests/unit -k search
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export VERL_PLATFORM=cpu  # the tests run the CPU stack, on any machine
 bash scripts/setup.sh
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+pytest() { .venv/bin/python -m pytest "$@"; }
+
+first() {
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+    .venv/bin/mypy
+    pytest -n 2 tests/unit
+    pytest -n 2 tests/actor
+    pytest tests/stack/test_example.py
+}
+rest() {
+    HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis
+    pytest -n 2 tests/study
+    pytest tests/stack --ignore tests/stack/test_example.py
+}
+case ${1:-} in
+"") first ;;
+all) first; rest ;;
+rest) rest ;;
+slow) pytest -m slow -rP ;;
+*) pytest "$@" ;;
+esac

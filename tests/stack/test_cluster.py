@@ -118,7 +118,6 @@ def cluster():
         assert not left, left
 
 
-@pytest.mark.stack
 def test_a_job_on_two_nodes(cluster, tmp_path):
     environment, folder = cluster
     shared_memory = set(Path("/dev/shm").glob("psm_*"))
@@ -170,7 +169,6 @@ print("it sees", sorted(processes().values()))
 """
 
 
-@pytest.mark.stack
 def test_a_job_sees_its_processes(cluster):
     """The watchdog looks at them."""
     environment, _ = cluster
@@ -179,7 +177,6 @@ def test_a_job_sees_its_processes(cluster):
     assert run.returncode == 0 and re.search(r"it sees \[.*'ray::wait_a_while'", run.stdout), run.stdout
 
 
-@pytest.mark.stack
 def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
     environment, _ = cluster
     run = call(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.stack_runs import ROOT, SCRIPT, Started, environment_of
 
-pytestmark = pytest.mark.stack
 WITHIN = 75  # seconds from the fault to the end of the run
 SHORT = (
     "trainer.total_training_steps=60",

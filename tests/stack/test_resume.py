@@ -16,7 +16,6 @@ from support.stack_runs import ROOT, Started, log_of, removing_what_others_leave
 from recipe.bapo.cpu.platform import environment as cpu_environment
 from recipe.bapo.records.metrics import read_metrics
 
-pytestmark = pytest.mark.stack
 STEPS = 4
 
 

@@ -1,9 +1,5 @@
 """What is wrong is said in a few lines, with the field, the value and the fix, before Ray starts."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pandas as pd
 import pytest
 from support.configs import composed
@@ -12,7 +8,6 @@ import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import Concern, table
 from recipe.bapo.checks.config import check_ratio
 
-ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -86,64 +81,3 @@ def test_a_mistake_is_named(override, message, files, task):
 def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
     with pytest.raises(Concern, match="algorithm.rollout_correction.bypass_mode=false in an asynchronous mode"):
         check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
-
-
-def run_script(*overrides, **environment):
-    """The main job's script with ``environment`` on top of this one's; it is expected to end at once."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
-    return subprocess.run(
-        ["bash", "recipe/bapo/run_bapo_example.sh", *overrides],
-        cwd=ROOT,
-        env={**kept, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.mark.parametrize(
-    "environment, overrides, message",
-    [
-        ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
-        ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
-        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_long cpu_own_data gpu"),
-        ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
-        ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
-        ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
-        ({"NNODES": "2", "VERL_PLATFORM": ""}, [], "Error: NNODES=2 but this machine has no GPU"),
-        (
-            {"RAY_ADDRESS": "http://h:1", "VERL_PLATFORM": ""},
-            [],
-            "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU",
-        ),
-        ({}, ["data.train_batch_size=abc"], "data.train_batch_size='abc' is not usable"),
-        ({}, [f"{ACTOR}.policy_loss.positive_contribution=0.4"], "'positive_contribution' is not in struct"),
-    ],
-)
-def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_path):
-    run = run_script(*overrides, OUTPUT_DIR=str(tmp_path / "run"), **environment)
-    assert run.returncode != 0
-    assert message in run.stderr, run.stdout + run.stderr
-    assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
-
-
-@pytest.mark.parametrize(
-    "gpus, environment, message",
-    [
-        (1, {}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
-        (8, {"CONFIG": "separate_async"}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
-        (
-            1,
-            {"CONFIG": "separate_async"},
-            "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample, and there are 1",
-        ),
-        (8, {"CONFIG": "separate_async", "GPUS_PER_NODE": "8"}, "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=0"),
-        (8, {"CONFIG": "separate_async", "ROLLOUT_GPUS_PER_NODE": "9"}, "ROLLOUT_GPUS_PER_NODE=9 to sample"),
-    ],
-)
-def test_with_gpus_what_is_missing_is_named(tmp_path, gpus, environment, message):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\n" + "echo 'GPU 0: a test'\n" * gpus)
-    fake.chmod(0o755)
-    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="", **environment)
-    assert run.returncode == 1 and message in run.stderr and len(run.stderr.splitlines()) == 1

@@ -1,8 +1,6 @@
 """The preflight: every line on its own, failures name the fix, the command's table and JSON."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,29 +181,3 @@ def test_without_flash_attn_and_fp32_the_ratios_precision_is_warned_about(task, 
     bf16 = composed(task, "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}")
     with pytest.raises(Concern, match="falls back to sdpa, and verl's log-probs, hence every ratio, are bfl"):
         machine.check_flash_attn(bf16)
-
-
-def run_preflight(*arguments, **environment):
-    return subprocess.run(
-        ["bash", "recipe/bapo/run_bapo_example.sh", "--preflight", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-
-
-def test_the_command_prints_a_table_and_writes_nothing(tmp_path):
-    run = run_preflight(OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert all(line.startswith("ok ") for line in run.stdout.splitlines()) and len(run.stdout.splitlines()) > 12
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_command_fails_with_json(tmp_path):
-    run = run_preflight("--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode == 1
-    failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
-    assert [line["name"] for line in failed][0] == "batches"
-    assert "does not divide data.train_batch_size=7" in failed[0]["detail"]

@@ -1,0 +1,75 @@
+"""The commands that people type, up to the start of Ray: each imports verl, so some seconds each."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support.commands import ROOT, run_script
+
+RECIPE = ROOT / "recipe" / "bapo"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("data.train_batch_size=abc", "data.train_batch_size='abc' is not usable"),
+        ("actor_rollout_ref.actor.policy_loss.positive_contribution=0.4", "'positive_contribution' is not in struct"),
+    ],
+)
+def test_a_wrong_key_or_value_ends_the_run_before_ray_starts(override, message, tmp_path):
+    run = run_script(override, OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode != 0
+    assert message in run.stderr, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
+
+
+def run_preflight(*arguments, **environment):
+    return run_script("--preflight", *arguments, **environment)
+
+
+def test_the_command_prints_a_table_and_writes_nothing(tmp_path):
+    run = run_preflight(OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(line.startswith("ok ") for line in run.stdout.splitlines()) and len(run.stdout.splitlines()) > 12
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_fails_with_json(tmp_path):
+    run = run_preflight("--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 1
+    failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
+    assert [line["name"] for line in failed][0] == "batches"
+    assert "does not divide data.train_batch_size=7" in failed[0]["detail"]
+
+
+def documented_command():
+    """The arguments of the README's command for training."""
+    (command,) = re.findall(
+        r"^    python -m recipe\.bapo\.main_bapo((?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
+    )
+    return shlex.split(command.replace("\\\n", " "))
+
+
+def test_it_works_in_a_tree_of_its_own(task, tmp_path):
+    shutil.copytree(RECIPE, tmp_path / "tree" / "recipe" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "bapo", tmp_path / "installed" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "recipe.bapo.checks", *documented_command()),
+            f"actor_rollout_ref.model.path={task}/model",
+            f"data.train_files={task}/train.parquet",
+            f"data.val_files={task}/test.parquet",
+            "trainer.n_gpus_per_node=1",
+            "trainer.save_freq=-1",
+        ],
+        cwd=tmp_path / "tree",
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}/tree:{tmp_path}/installed"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
