@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "scripts" / "requirements"
 LOCKS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt"}
 
