@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recipe.bapo.launch import console, tree
 from recipe.bapo.launch.run import Run
-from recipe.bapo.records import PICTURE, RAY_LOGS, VALIDATION, validation
+from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, VALIDATION, keep_earlier, validation
 
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")  # -u: its last words reach the log if it is killed
 
@@ -26,10 +26,16 @@ def main(arguments: list[str]) -> int:
     interruptions = catch_interruptions()
     tree.adopt_orphans()
     run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
+    try:
+        log = keep_earlier(run_dir / LOG)
+        log.touch()
+    except OSError as error:
+        print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
+        return 1
     scratch = tree.make_scratch()
     message: str | None = "the launcher failed"
     try:
-        run = Run([*TRAINING, *arguments], run_dir, scratch)
+        run = Run([*TRAINING, *arguments], run_dir, log, scratch)
         try:
             while run.goes_on() and not interruptions:
                 time.sleep(0.2)
@@ -40,7 +46,7 @@ def main(arguments: list[str]) -> int:
         tree.remove_scratch(scratch, None if message is None else run_dir / RAY_LOGS)
     with suppress(OSError):  # of a terminal that is gone
         if message is not None:
-            print(f"Error: {message}\nThe whole output: {run.log}", file=sys.stderr)
+            print(f"Error: {message}\nThe whole output: {log}", file=sys.stderr)
         else:
             show_result(run.run_dir, evaluated=run.config.trainer.val_only)
     return code
@@ -66,7 +72,7 @@ def show_result(run_dir: Path, evaluated: bool) -> None:
 
         plot.draw({run_dir.name: [run_dir]}, run_dir / PICTURE)
         print(f"Picture: {run_dir / PICTURE}")
-    except (ImportError, ValueError, OSError) as error:
+    except Exception as error:
         print(f"No picture: {error}")
 
 

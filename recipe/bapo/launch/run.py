@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from recipe.bapo.launch import console, tree
 from recipe.bapo.launch.live import StepPrinter
 from recipe.bapo.launch.watchdog import Watchdog
-from recipe.bapo.records import CONFIG, LOG, keep_earlier
+from recipe.bapo.records import CONFIG
 from recipe.bapo.records.checkpoints import latest_checkpoint
 from recipe.bapo.records.leftovers import remove
 from recipe.bapo.records.messages import PIPE
@@ -28,19 +28,17 @@ FEW = 6  # lines of the log, where nobody said what is wrong
 
 
 class Run:
-    """Training as a child of this process; all that it prints goes to ``train.log`` in ``run_dir``.
+    """Training as a child of this process.
 
     Args:
         command: of the child.
         run_dir: the run's folder.
+        log: the file for all that the child prints.
         scratch: the folder for temporary files of everything below.
-
-    Raises:
-        OSError: nothing can be written to ``run_dir``.
     """
 
-    def __init__(self, command: Sequence[str], run_dir: Path, scratch: Path):
-        self.run_dir, self.began = run_dir, time.time()
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Path, scratch: Path):
+        self.run_dir, self.log, self.began = run_dir, log, time.time()
         self.errors: list[str] = []
         self.config = None  # this and the two below: once the checks have passed
         self.watchdog: Watchdog | None = None
@@ -49,10 +47,9 @@ class Run:
         self.unread = b""
         self.pipe, of_child = os.pipe()
         os.set_blocking(self.pipe, False)
-        self.log = keep_earlier(run_dir / LOG)
-        with open(self.log, "ab") as log:
-            environment = {**os.environ, "TMPDIR": str(scratch), PIPE: str(of_child)}
-            self.process = tree.start(command, stdout=log, stderr=log, env=environment, pass_fds=(of_child,))
+        environment = {**os.environ, "TMPDIR": str(scratch), PIPE: str(of_child)}
+        with open(log, "ab") as out:
+            self.process = tree.start(command, stdout=out, stderr=out, env=environment, pass_fds=(of_child,))
         os.close(of_child)
 
     def goes_on(self) -> bool:
