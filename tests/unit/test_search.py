@@ -10,6 +10,7 @@ from support.batches import configs, make_batch, same_bits
 from support.oracle import contribution, sequential_search
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, find_clip_bounds, search_clip_bounds
+from bapo.search import search_path
 from bapo.statistics import CPU_CHUNK, TOKENS, lower_grid, upper_grid
 
 
@@ -160,15 +161,35 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
     assert bounds.positive_contribution_start.item() == pytest.approx(rho)
 
 
-def test_rho_is_a_share_where_the_signed_form_of_eq_8_has_a_pole():
+@pytest.mark.parametrize("rho0", [0.1, 0.4, 0.45, 0.9])
+def test_eq_8_as_printed_is_another_value_of_the_target(rho0):
+    # Eq. 8 has bars round both sums: |P| / |P - N| >= rho0. That is the share P / (P + N) >= rho0 / (1 + 2 * rho0).
+    config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
+    high, low = upper_grid(config), lower_grid(config)
+    path = [(low[j].item(), high[i].item()) for i, j in zip(*search_path(config), strict=True)]
+    steps = []
+    for seed in range(40):
+        old, log_prob, advantages, mask = make_batch(seed, rows=8)
+        advantages = torch.where(advantages > 0, advantages * 0.5, advantages)
+        ratio, one = (log_prob - old)[mask].exp().double(), torch.ones(int(mask.sum()))
+        sums = (contribution(ratio, advantages[mask].double(), one, *bounds, "value", None) for bounds in path)
+        reached = [p >= rho0 * abs(p - n) for p, n in sums]
+        bounds = find_clip_bounds(old, log_prob, advantages, mask, config)
+        assert bounds.saturated.item() == (not any(reached))
+        assert bounds.search_steps.item() == (reached.index(True) if any(reached) else len(path) - 1)
+        steps.append(bounds.search_steps.item())
+    assert len(set(steps)) > 2  # at once, on the way, and at the end
+
+
+def test_rho_grows_with_the_positive_tokens_where_the_quotient_of_eq_8_does_not():
     old, log_prob, advantages, mask = tokens([1.0, 1.0], [1.0, -1.0])
     found = []
     for size in (0.5, 0.9, 1.1, 2.0):  # of the positive advantage: P - N changes its sign
         bounds = find_clip_bounds(old, log_prob, advantages * torch.tensor([size, 1.0]), mask, BAPOConfig())
         found.append(bounds.positive_contribution.item())
     assert found == sorted(found) and 0 < found[0] and found[-1] < 1
-    signed = [rho / (2 * rho - 1) for rho in found]  # P / (P - N)
-    assert min(signed) < 0 and max(signed) > 1 and signed != sorted(signed)
+    printed = [rho / abs(2 * rho - 1) for rho in found]  # |P| / |P - N|
+    assert max(printed) > 1 and printed != sorted(printed)
 
 
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
