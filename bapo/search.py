@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, lower_grid, upper_grid
+from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, grid
 
 # Relative to P + N. With r = 1 and a target of 0.5 the start often sits exactly on the tie P = N; rounding must not
 # choose between the first candidate and the last.
@@ -82,7 +82,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     if statistics.vector.shape != ClipStatistics.zeros(config).vector.shape:
         raise ValueError(f"The statistics were collected with other grids than {config}.")
     device = statistics.vector.device
-    high, low = upper_grid(config, device), lower_grid(config, device)
+    high, low = grid(config, "upper", device), grid(config, "lower", device)
 
     # P and N at every point of their grids.
     positive_below, positive_above = _below_and_above(statistics.positive)

@@ -23,22 +23,16 @@ COUNTS = 4  # response tokens, and those of them with a non-finite old log-prob,
 CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time: temporaries that fit a CPU's cache; few kernels
 
 
-def upper_grid(config: BAPOConfig, device=None) -> Tensor:
-    """Candidates of ``c_high``, ``(upper_steps + 1,)`` float64: start + k*step, the last one exactly the maximum."""
-    return _grid(config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step, config.upper_steps, device)
-
-
-def lower_grid(config: BAPOConfig, device=None) -> Tensor:
-    """Candidates of ``c_low``, ``(lower_steps + 1,)`` float64: start + k*step, the last one exactly the maximum."""
-    return _grid(config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step, config.lower_steps, device)
-
-
-def _grid(start, maximum, step, steps, device):
+def grid(config: BAPOConfig, side: str, device=None) -> Tensor:
+    """Candidates of ``c_high`` (side ``upper``) or ``c_low`` (``lower``), ``(steps + 1,)`` float64: start + k*step, the
+    last one exactly the maximum."""
+    start, maximum, step = (getattr(config, f"ratio_{side}_{part}") for part in ("start", "max", "step"))
     # Built on the device from scalars: a copy from host memory would stop the host. Multiply and add are separate
     # operations so that every device rounds them as Python does.
-    grid = torch.arange(steps + 1, dtype=torch.float64, device=device).mul_(step).add_(start)
-    grid[steps:].fill_(maximum)
-    return grid
+    steps = torch.arange(getattr(config, f"{side}_steps") + 1, dtype=torch.float64, device=device)
+    points = steps.mul_(step).add_(start)
+    points[-1:].fill_(maximum)
+    return points
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def collect_clip_statistics(
     check_inputs(clip_ratio_c, **tensors)
     device = log_prob.device
     statistics = ClipStatistics.zeros(config, device)
-    upper_edges, lower_edges = upper_grid(config, device), lower_grid(config, device)
+    upper_edges, lower_edges = grid(config, "upper", device), grid(config, "lower", device)
     # The last bucket is r >= clip_ratio_c, that is r > the number just below it.
     dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
     lower_edges = torch.cat([lower_edges, lower_edges.new_full((1,), dual_clip)])

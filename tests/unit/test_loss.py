@@ -8,7 +8,7 @@ from support.batches import make_batch
 
 from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics
 from bapo.search import search_clip_bounds
-from bapo.statistics import lower_grid, upper_grid
+from bapo.statistics import grid
 
 
 def test_three_tokens_by_hand():
@@ -126,4 +126,4 @@ def test_a_dual_clip_that_is_not_above_1_is_refused():
 
 def test_the_bounds_the_search_tries_are_around_1():
     config = BAPOConfig()
-    assert lower_grid(config).max() < 1 < upper_grid(config).min()
+    assert grid(config, "lower").max() < 1 < grid(config, "upper").min()

@@ -11,7 +11,7 @@ from support.oracle import contribution, sequential_search
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, find_clip_bounds, search_clip_bounds
 from bapo.search import search_path
-from bapo.statistics import CPU_CHUNK, TOKENS, lower_grid, upper_grid
+from bapo.statistics import CPU_CHUNK, TOKENS, grid
 
 
 def tokens(ratios, advantages, old_log_prob=0.0):
@@ -107,11 +107,10 @@ def test_the_search_is_algorithm_1(config, seed, spread, clip_ratio_c):
 @settings(max_examples=300)
 @given(configs(), st.integers(0, 2**31))
 def test_the_grids_are_python_arithmetic(config, seed):
-    for grid, side in ((upper_grid(config), "upper"), (lower_grid(config), "lower")):
+    for side in ("upper", "lower"):
+        points = grid(config, side).tolist()
         start, step = getattr(config, f"ratio_{side}_start"), getattr(config, f"ratio_{side}_step")
-        assert grid.tolist() == [start + k * step for k in range(len(grid) - 1)] + [
-            getattr(config, f"ratio_{side}_max")
-        ]
+        assert points == [start + k * step for k in range(len(points) - 1)] + [getattr(config, f"ratio_{side}_max")]
 
 
 def test_the_tie_at_ratio_1_stays_at_the_start_whatever_the_rounding():
@@ -165,7 +164,7 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
 def test_eq_8_as_printed_is_another_value_of_the_target(rho0):
     # Eq. 8 has bars round both sums: |P| / |P - N| >= rho0. That is the share P / (P + N) >= rho0 / (1 + 2 * rho0).
     config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
-    high, low = upper_grid(config), lower_grid(config)
+    high, low = grid(config, "upper"), grid(config, "lower")
     path = [(low[j].item(), high[i].item()) for i, j in zip(*search_path(config), strict=True)]
     steps = []
     for seed in range(40):
@@ -264,10 +263,10 @@ def test_bounds_do_not_depend_on_the_cut_or_the_order(config, seed, pieces, rand
     assert one.search_steps.item() == other.search_steps.item()
 
 
-@pytest.mark.parametrize("sign, grid", [(1.0, upper_grid), (-1.0, lower_grid)])
-def test_float32_ratios_beside_a_grid_point_fall_on_its_right_side(sign, grid):
+@pytest.mark.parametrize("sign, side", [(1.0, "upper"), (-1.0, "lower")])
+def test_float32_ratios_beside_a_grid_point_fall_on_its_right_side(sign, side):
     config = BAPOConfig()
-    points = grid(config)
+    points = grid(config, side)
     around = [points.log().float()]
     for direction in (-math.inf, math.inf):
         neighbour = around[0]
