@@ -57,6 +57,7 @@ def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch)
     socket = tmp_path / "socket"
     monkeypatch.setattr(watchdog, "weight_sockets", lambda job: [socket])
     dog = Watchdog(tmp_path, None, 60, 0)
+    dog.job = "01000000"
     assert dog.stuck_weights() is None  # none is open
     socket.touch()
     assert dog.stuck_weights() is None
@@ -115,7 +116,9 @@ def test_a_ray_that_does_not_answer_is_in_the_log_and_no_reason(tmp_path, monkey
     monkeypatch.setattr(ray.util.state, "list_actors", lambda **query: 1 / 0)
     dog = Watchdog(tmp_path, None, 60, 0)
     dog.job = "01000000"
-    assert dog.dead_actor() is None
+    assert dog.find_reason() is None
+    dog.max_silence_s = -1
+    assert "no step ended" in dog.find_reason()  # the other looks go on
     assert (tmp_path / "train.log").read_text() == "watchdog: ZeroDivisionError: division by zero\n"
 
 

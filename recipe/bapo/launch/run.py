@@ -130,8 +130,9 @@ class Run:
 
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
-        if self.printer is not None:
-            self.printer.close()
+        with suppress(OSError):
+            if self.printer is not None:
+                self.printer.close()
         if not self.cluster:
             tree.suspend_below()  # so that no shared memory is made while we look
         left = self.watchdog.leftovers() if self.watchdog is not None else set()

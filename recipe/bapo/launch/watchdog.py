@@ -38,6 +38,7 @@ class Watchdog:
         self.began = time.time()
         self.looked = self.found = -INTERVAL  # when, by the monotonic clock
         self.reason: str | None = None
+        self.trouble: str | None = None  # what kept it from looking
         self.job = self.node = None  # the run's number and this node's in Ray, once it is up
         self.actors: list = []
         self.servers: dict[int, str] = {}  # processes that vLLM starts beside Ray's, by id
@@ -61,7 +62,16 @@ class Watchdog:
 
     def find_reason(self) -> str | None:
         """What is wrong, if anything."""
-        return self.silence() or (self.dead_actor() or self.dead_server() or self.stuck_weights() if self.job else None)
+        for look in (self.silence, self.dead_actor, self.dead_server, self.stuck_weights):
+            try:
+                if reason := look():
+                    return reason
+            except Exception as error:  # Ray does not answer
+                if str(error) != self.trouble:  # new
+                    with suppress(OSError), open(self.run_dir / LOG, "a") as log:
+                        print(f"watchdog: {type(error).__name__}: {error}", file=log)
+                self.trouble = str(error)
+        return None
 
     def silence(self) -> str | None:
         """Since the metrics file last grew, or the run began."""
@@ -76,13 +86,11 @@ class Watchdog:
 
     def dead_actor(self) -> str | None:
         """A Ray actor of the run, on any node, that died and was not ended on purpose."""
+        if self.job is None:
+            return None
         from ray.util.state import list_actors  # a second, which the start of training need not wait for
 
-        try:
-            self.actors = list_actors(filters=[("job_id", "=", self.job)], detail=True, limit=10_000, timeout=5)
-        except Exception as error:  # Ray is going down, or busy
-            with suppress(OSError), open(self.run_dir / LOG, "a") as log:
-                print(f"watchdog: {type(error).__name__}: {error}", file=log)
+        self.actors = list_actors(filters=[("job_id", "=", self.job)], detail=True, limit=10_000, timeout=5)
         for actor in self.actors:
             death = (actor.death_cause or {}).get("actor_died_error_context")
             if death and death["reason"] not in ENDED_ON_PURPOSE:
@@ -101,7 +109,7 @@ class Watchdog:
 
     def stuck_weights(self) -> str | None:
         """A synchronisation of the weights that goes on for too long: verl removes the socket at its end."""
-        for path in weight_sockets(self.job):
+        for path in weight_sockets(self.job) if self.job else ():
             try:
                 began = path.stat().st_mtime
             except OSError:
