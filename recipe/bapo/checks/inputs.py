@@ -104,14 +104,14 @@ def _check_parquet(path, what, config):
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{what} is not a readable parquet file: {str(error).strip().splitlines()[0]}") from error
     if missing:
-        raise ValueError(f"{what} lacks the columns {missing}: it has {schema.names}; see docs/data.md.")
+        raise ValueError(f"{what} lacks the columns {missing}: it has {schema.names}; see docs/running.md.")
     if number == 0:
         raise ValueError(f"{what} has no rows.")
     _check_types(schema, key, what)
     for index, row in enumerate(rows):
         empty = [column for column in columns if row[column] is None]
         if empty:
-            raise ValueError(f"{what}, row {index}: {empty[0]} is null; see docs/data.md.")
+            raise ValueError(f"{what}, row {index}: {empty[0]} is null; see docs/running.md.")
         if not any(message and message.get("content") for message in row[key]):
             raise ValueError(f"{what}, row {index}: {key} is empty; give at least one message with content.")
         if row["reward_model"].get("ground_truth") is None and row["reward_model"].get("style") in (None, "rule"):
@@ -134,7 +134,7 @@ def _check_types(schema, key, what):
         ("reward_model", bool(fields_of(types["reward_model"])), "{style, ground_truth}"),
     ):
         if not right:
-            raise ValueError(f"{what}: the column {name} is {types[name]}, not {wanted}; see docs/data.md.")
+            raise ValueError(f"{what}: the column {name} is {types[name]}, not {wanted}; see docs/running.md.")
 
 
 def _check_lengths(prompts, what, config):
