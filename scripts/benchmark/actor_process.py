@@ -38,6 +38,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
             f"experiment={experiment}",
             "size=cpu",
             "actor_rollout_ref.actor.optim.total_training_steps=100",
+            "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null",
             *overrides,
         ],
         ROOT / "configs",

@@ -3,6 +3,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --output=bapo-%j.log
 # Training on the nodes of a Slurm allocation: a Ray head on the first, the others join, and the run script submits its
 # job. From the repository's root, with the run script's environment and overrides; options of sbatch win over the above:
@@ -10,26 +11,30 @@
 #   MODEL_PATH=/models/mine TRAIN_FILE=/data/train.parquet TEST_FILE=/data/test.parquet \
 #       sbatch --nodes=4 --gpus-per-node=8 scripts/cluster/slurm.sh [key=value ...]
 #
+#   HEAD_IP                the head's address between the nodes (its first one, which may be a container bridge's)
 #   PORT, DASHBOARD_PORT   of the head (6379, 8265)
+#
+# Not `ray symmetric-run`: in Ray 2.60 it exits with 0 where Ray does not start.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?Error: submit this with sbatch}"
 [ -f scripts/cluster/ray.sh ] || { echo "Error: $PWD is not the repository's root: call sbatch there." >&2; exit 1; }
 nodes=$SLURM_JOB_NUM_NODES port=${PORT:-6379}
 export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh  # once, before the nodes look for it
-address=$(hostname -I | cut -d' ' -f1)
+address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
+step=(srun --overlap --mem=0 --cpu-bind=none)
 finish() {
     kill $(jobs -p) 2>/dev/null
     wait
-    srun --overlap --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster  # the address of a Ray that is gone
+    "${step[@]}" --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster  # the address of a Ray that is gone
 }
 trap finish EXIT
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
+"${step[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
     bash scripts/cluster/ray.sh head --node-ip-address="$address" --port="$port" --dashboard-port="${RAY_ADDRESS##*:}" &
 WAIT_SECONDS=600 bash scripts/cluster/ray.sh wait 1 &
 wait -n || { echo "Error: the head did not start." >&2; exit 1; }
 if [ "$nodes" -gt 1 ]; then
-    srun --overlap --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$SLURMD_NODENAME" \
+    "${step[@]}" --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$SLURMD_NODENAME" \
         bash scripts/cluster/ray.sh join "$address:$port" &
 fi
 bash scripts/cluster/ray.sh wait "$nodes" &

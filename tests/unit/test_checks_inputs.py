@@ -22,12 +22,18 @@ def row(**changes):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"data_source": None}, "row 2: data_source is null"),
-        ({"prompt": None}, "row 2: prompt is null"),
-        ({"prompt": []}, "row 2: prompt is empty"),
-        ({"prompt": [{"role": "user", "content": ""}]}, "row 2: prompt is empty"),
-        ({"reward_model": None}, "row 2: reward_model is null"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "row 2: reward_model has no ground_truth"),
+        ({"data_source": None}, "row 2, data_source: Input should be a valid string"),
+        ({"prompt": None}, "row 2, prompt: Input should be a valid list"),
+        ({"prompt": []}, "row 2, prompt: List should have at least 1 item"),
+        (
+            {"prompt": [{"role": "user", "content": ""}]},
+            "row 2, prompt.0.content: String should have at least 1 character",
+        ),
+        ({"reward_model": None}, "row 2, reward_model: Input should be"),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": None}},
+            "row 2, reward_model: Value error, no ground_truth",
+        ),
         ({"prompt": [{"role": "user", "content": "9" * 300}]}, "row 2: the prompt has 30"),
     ],
 )
@@ -41,10 +47,10 @@ def test_a_bad_row_is_named(task, tmp_path, bad, message):
 @pytest.mark.parametrize(
     "column, value, message",
     [
-        ("prompt", "1+2=", r"the column prompt is (large_)?string, not a list of \{role, content\}"),
-        ("prompt", [{"text": "1+2="}], r"the column prompt is .*, not a list of \{role, content\}"),
-        ("data_source", 3, "the column data_source is int64, not text"),
-        ("reward_model", "03", r"the column reward_model is (large_)?string, not \{style, ground_truth\}"),
+        ("prompt", "1+2=", "row 0, prompt: Input should be a valid list"),
+        ("prompt", [{"text": "1+2="}], "row 0, prompt.0.role: Field required"),
+        ("data_source", 3, "row 0, data_source: Input should be a valid string"),
+        ("reward_model", "03", "row 0, reward_model: Input should be"),
     ],
 )
 def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value, message):

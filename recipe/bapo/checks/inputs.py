@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Annotated, Any
 
 import pyarrow
 import pyarrow.parquet
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from recipe.bapo.records.checkpoints import latest_checkpoint
+
+DATA_PAGE = "docs/running.md, Data"
 
 
 def check_model(config) -> str:
@@ -92,49 +96,59 @@ def check_data(config, files, field) -> str:
     return f"{rows:,} rows" + (f", {repeated:,} of them with a prompt that was there before" if repeated else "")
 
 
+class Message(BaseModel):
+    """One message of a prompt."""
+
+    role: str
+    content: Annotated[str, Field(min_length=1)] | list  # a list: text and images
+
+
+class RewardModel(BaseModel):
+    """By what a response is scored; a rule needs the right answer."""
+
+    style: str | None = None
+    ground_truth: Any = None
+
+    @model_validator(mode="after")
+    def _a_rule_has_a_ground_truth(self):
+        if self.ground_truth is None and self.style in (None, "rule"):
+            raise ValueError("no ground_truth, by which a rule scores")
+        return self
+
+
+class Row(BaseModel):
+    """What verl needs of a row; ``prompt`` stands for the column that ``data.prompt_key`` names."""
+
+    data_source: str
+    prompt: Annotated[list[Message], Field(min_length=1)]
+    reward_model: RewardModel
+
+
 def _check_parquet(path, what, config):
     """Raise a ValueError that names the row; returns the prompts as text."""
     key = config.data.prompt_key
     columns = ("data_source", key, "reward_model")
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            schema, number = table.schema_arrow, table.metadata.num_rows
-            missing = [column for column in columns if column not in schema.names]
+            names = table.schema_arrow.names
+            missing = [column for column in columns if column not in names]
             rows = [] if missing else table.read(columns=list(columns)).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{what} is not a readable parquet file: {str(error).strip().splitlines()[0]}") from error
     if missing:
-        raise ValueError(f"{what} lacks the columns {missing}: it has {schema.names}; see docs/running.md.")
-    if number == 0:
+        raise ValueError(f"{what} lacks the columns {missing}: it has {names}; see {DATA_PAGE}.")
+    if not rows:
         raise ValueError(f"{what} has no rows.")
-    _check_types(schema, key, what)
     for index, row in enumerate(rows):
-        empty = [column for column in columns if row[column] is None]
-        if empty:
-            raise ValueError(f"{what}, row {index}: {empty[0]} is null; see docs/running.md.")
-        if not any(message and message.get("content") for message in row[key]):
-            raise ValueError(f"{what}, row {index}: {key} is empty; give at least one message with content.")
-        if row["reward_model"].get("ground_truth") is None and row["reward_model"].get("style") in (None, "rule"):
-            raise ValueError(f"{what}, row {index}: reward_model has no ground_truth, by which a rule scores.")
+        try:
+            Row.model_validate({**row, "prompt": row[key]})
+        except ValidationError as error:
+            first = error.errors()[0]
+            fields = {**Row.model_fields, **Message.model_fields}  # not the names of a union's types
+            where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in fields)
+            raise ValueError(f"{what}, row {index}, {where}: {first['msg']}; see {DATA_PAGE}.") from error
     _check_lengths([row[key] for row in rows], what, config)
     return [repr(row[key]) for row in rows]
-
-
-def _check_types(schema, key, what):
-    types = {name: schema.field(name).type for name in ("data_source", key, "reward_model")}
-
-    def fields_of(type_):
-        return {type_.field(i).name for i in range(type_.num_fields)} if pyarrow.types.is_struct(type_) else set()
-
-    is_text = pyarrow.types.is_string(types["data_source"]) or pyarrow.types.is_large_string(types["data_source"])
-    messages = getattr(types[key], "value_type", None)
-    for name, right, wanted in (
-        ("data_source", is_text or pyarrow.types.is_dictionary(types["data_source"]), "text"),
-        (key, messages is not None and {"role", "content"} <= fields_of(messages), "a list of {role, content}"),
-        ("reward_model", bool(fields_of(types["reward_model"])), "{style, ground_truth}"),
-    ):
-        if not right:
-            raise ValueError(f"{what}: the column {name} is {types[name]}, not {wanted}; see docs/running.md.")
 
 
 def _check_lengths(prompts, what, config):
