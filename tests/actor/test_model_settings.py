@@ -72,7 +72,7 @@ def test_the_mini_batchs_bounds_are_the_same_with_every_setting(records, name):
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_so_are_each_micro_batchs(records, name):
+def test_each_micro_batchs_bounds_are_the_same_with_every_setting(records, name):
     plain, found = records["none", "micro_batch"], records[name, "micro_batch"]
     assert len(plain) == len(found) == ROWS // 4 and len({line["high"] for line in plain}) > 1
     for one, other in zip(plain, found, strict=True):
