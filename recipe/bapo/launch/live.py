@@ -28,7 +28,7 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
     if all(data.get("actor/bapo/saturated") == 1 and data.get("actor/bapo/search_steps", 0) > 0 for data in recent):
         found["saturated"] = (
             f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
-            "maximum: lower positive_contribution_target, or see what your data allow (docs/configuration.md, choosing rho0)."
+            "maximum: lower positive_contribution_target, or see what your data allow (docs/configuration.md)."
         )
     entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
     if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:
