@@ -53,14 +53,12 @@ class BAPOConfig:
             if value not in choices:
                 _refuse(name, value, f"use one of {', '.join(choices)}")
         _require_number(self, "positive_contribution_target")
-        if not 0 < self.positive_contribution_target < 1:
-            _refuse(
-                "positive_contribution_target",
-                self.positive_contribution_target,
-                "it is a share: use a number between 0 and 1, ends excluded (a ratio t = P/N is the share t/(1+t))",
-            )
-        for side in ("lower", "upper"):
-            self._check_range(side)
+        target = self.positive_contribution_target
+        if not 0 < target < 1:
+            fix = "it is a share: use a number between 0 and 1, ends excluded (a ratio t = P/N is the share t/(1+t))"
+            _refuse("positive_contribution_target", target, fix)
+        self._check_range("lower")
+        self._check_range("upper")
         if self.ratio_lower_start < 0:
             _refuse("ratio_lower_start", self.ratio_lower_start, "a ratio is never negative: use a number from 0 to 1")
         if self.ratio_lower_max >= 1:

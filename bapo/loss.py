@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bapo.ratio import LOG_RATIO_LIMIT, check_shapes, log_ratio_of
+from bapo.ratio import check_inputs, log_ratio_of
 
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    """The loss to minimise and three fractions and means over the response tokens, all 0-d tensors.
+    """The loss to minimise and three means over the response tokens, all 0-d tensors.
 
     Attributes:
         loss: carries the graph.
@@ -60,52 +61,30 @@ def clipped_surrogate_loss(
     Raises:
         ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
     """
-    check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-    if clip_ratio_c is not None and not clip_ratio_c > 1:
-        raise ValueError(
-            f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
-        )
+    tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    check_inputs(clip_ratio_c, **tensors)
+    # What is masked is gone before exp, not only after it: infinity times 0 would be NaN.
     mask = response_mask.bool()
-    token_loss, log_ratio, clipped, dual_clipped = _ClippedSurrogate.apply(
-        log_prob, old_log_prob, advantages, mask, low, high, clip_ratio_c
-    )
+    advantages = torch.where(mask, advantages.detach(), 0)
+    log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)
+    ratio = log_ratio.exp()
+
+    # One clamp a token, with bounds of its own.
+    negative = advantages < 0
+    low, high = ratio.new_empty(()).fill_(low), ratio.new_empty(()).fill_(high)
+    floor = torch.where(negative, low, 0.0)
+    ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
+    clipped_ratio = ratio.clamp(floor, ceiling)
+    token_loss = -advantages * clipped_ratio
     if rollout_is_weights is not None:
-        token_loss = token_loss * rollout_is_weights.masked_fill(~mask, 0)
+        token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
+
     tokens = mask.sum().clamp(min=1)
+    clipped = ((clipped_ratio != ratio) & (advantages != 0)).sum()
+    dual_clipped = (negative & (ratio > ceiling)).sum()
     return SurrogateLoss(
         loss=aggregate(token_loss, mask),
-        pg_clipfrac=(clipped.sum() - dual_clipped.sum()) / tokens,
-        ppo_kl=-log_ratio.sum() / tokens,
-        pg_clipfrac_lower=dual_clipped.sum() / tokens,
+        pg_clipfrac=(clipped - dual_clipped) / tokens,
+        ppo_kl=-log_ratio.detach().sum() / tokens,
+        pg_clipfrac_lower=dual_clipped / tokens,
     )
-
-
-class _ClippedSurrogate(torch.autograd.Function):
-    """The loss per token and, because d r / d log_prob = r, its gradient at once: ``-A*r`` where nothing clips.
-
-    Autograd over the plain operations would keep and visit a (B, T) tensor for each of them.
-    """
-
-    @staticmethod
-    def forward(ctx, log_prob, old_log_prob, advantages, mask, low, high, clip_ratio_c):
-        log_ratio = log_ratio_of(old_log_prob, log_prob).masked_fill_(~mask, 0)
-        ratio = log_ratio.exp()
-        minus_advantages = advantages.to(ratio.dtype).neg().masked_fill_(~mask, 0)
-        negative = minus_advantages > 0
-        raised = ratio.clamp(min=low)  # apart from the next line: a number beside a tensor would be a read by the host
-        if clip_ratio_c is not None:
-            raised.clamp_(max=clip_ratio_c)
-        clipped_ratio = torch.where(negative, raised, ratio.clamp(max=high))
-        clipped = (clipped_ratio != ratio).logical_and_(minus_advantages != 0)
-        dual_clipped = negative.logical_and_(ratio > clip_ratio_c) if clip_ratio_c is not None else negative.zero_()
-        gradient = ratio.mul_(minus_advantages).masked_fill_(clipped, 0)
-        gradient.masked_fill_(log_ratio.abs() >= LOG_RATIO_LIMIT, 0)
-        ctx.save_for_backward(gradient)
-        ctx.dtype = log_prob.dtype
-        ctx.mark_non_differentiable(log_ratio, clipped, dual_clipped)
-        return clipped_ratio.mul_(minus_advantages), log_ratio, clipped, dual_clipped
-
-    @staticmethod
-    def backward(ctx, grad_loss, *unused):
-        (gradient,) = ctx.saved_tensors
-        return (grad_loss * gradient).to(ctx.dtype), None, None, None, None, None, None

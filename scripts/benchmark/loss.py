@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bapo import BAPOConfig, find_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, compute_policy_loss_bapo
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from, compute_policy_loss_bapo
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -121,8 +121,8 @@ def make_variants(batch, group) -> dict[str, Callable]:
         fixed(low, high, config)
 
     def ours(config):
-        update = UpdateBounds(None, group, lambda values: None)
-        step(partial(compute_policy_loss_bapo, update=update), actor_config(config))
+        with bounds_from(lambda *tensors: find_clip_bounds(*tensors, config, group, clip_ratio_c=3.0)):
+            step(compute_policy_loss_bapo, actor_config(config))
 
     def search(config):
         find_clip_bounds(*batch, config, process_group=group, clip_ratio_c=3.0)
@@ -253,7 +253,6 @@ def check_no_sync(batch):
             leaf = batch[1].detach().requires_grad_()
             result = clipped_surrogate_loss(batch[0], leaf, *batch[2:], bounds.low, bounds.high, 3.0)
             result.loss.backward()
-            bounds.packed()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

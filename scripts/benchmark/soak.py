@@ -53,7 +53,8 @@ def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
             command, memory = process.cmdline(), process.memory_full_info().pss / 1e6
             title = Path(command[0]).name.split(" ")[0].removeprefix("ray::").split(".")[0]  # without the method
             if title.startswith("python"):
-                title = "driver" if process == root else "Ray's dashboard and monitors"
+                ours = {"recipe.bapo.launch": "launcher", "recipe.bapo.main_bapo": "driver"}
+                title = next((ours[word] for word in command if word in ours), "Ray's dashboard and monitors")
             found[f"{title}, MB"] += memory
             found["all, MB"] += memory
             found["all, threads"] += process.num_threads()

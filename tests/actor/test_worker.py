@@ -148,7 +148,7 @@ def marked_updates(rank, size, port, task):
         counter = CollectiveCounter(actor)
         actor.ratios_are_1 = marked
         actor._set_defaults(data)
-        bounds, values = actor._find_bounds(data)
+        values = actor._find_bounds(data).read()
         counter.stop()
         found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.bapo.launch.processes import remove
+from recipe.bapo.records.leftovers import remove
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"

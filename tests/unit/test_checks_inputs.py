@@ -158,7 +158,7 @@ def test_a_path_that_is_no_checkpoint_is_named(task, tmp_path):
 def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path):
     def chosen(*overrides):
         config = composed(task, *overrides)
-        choose_cluster(config, tmp_path)
+        choose_cluster(config)
         ray_init = config.ray_kwargs.ray_init
         return ray_init.get("address"), ray_init.num_cpus, ray_init.get("num_gpus")
 

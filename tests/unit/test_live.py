@@ -42,14 +42,12 @@ def test_what_deserves_a_look(history, kinds):
 
 def follow(tmp_path, out, steps):
     printer = StepPrinter(tmp_path, len(steps), out, since=0)
-    printer.start()
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for data in steps:
             file.write(json.dumps({"step": data["training/global_step"], "data": data}) + "\n")
             file.flush()
-    printer.done.set()
-    printer.join(timeout=10)
-    assert not printer.is_alive()
+            printer.print_new()
+    printer.close()
     return out.getvalue()
 
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from support.golden import CASES, authors_config, golden_batch, golden_gradient
 from support.metrics import METRICS
 
 import verl  # noqa: F401  loads the plugin
-from bapo import find_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, UpdateBounds, bind_update, compute_policy_loss_bapo
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from bapo import BAPOConfig, find_clip_bounds
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from, compute_policy_loss_bapo
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
@@ -87,8 +86,8 @@ def test_the_metrics_have_the_same_keys_on_every_path():
     config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
     assert set(run_loss(compute_policy_loss_bapo, config, batch)[2]) == METRICS
     bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=3.0)
-    update = UpdateBounds((bounds, bounds.read()), None, record=None)
-    given = run_loss(partial(compute_policy_loss_bapo, update=update), config, batch)
+    with bounds_from(lambda *tensors: bounds):
+        given = run_loss(compute_policy_loss_bapo, config, batch)
     found = run_loss(compute_policy_loss_bapo, config, batch)
     assert given[2] == found[2] and torch.equal(given[1], found[1]) and torch.equal(given[0], found[0])
 
@@ -138,18 +137,21 @@ def test_non_finite_input_is_an_error_of_the_loss():
         run_loss(compute_policy_loss_bapo, config, batch)
 
 
-def test_binding_reaches_the_loss_verl_looks_up_and_leaves_no_trace():
-    seen = []
+def test_the_loss_takes_its_bounds_from_the_finder_while_it_is_set():
+    config, batch = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10), make_batch(1)
+    fixed, seen = find_clip_bounds(*batch, BAPOConfig(**FIXED)), []
 
-    def verls_loss():
-        seen.append(get_policy_loss_fn("bapo"))
+    def find(*tensors):
+        seen.append(tensors)
+        return fixed
+
+    with pytest.raises(RuntimeError), bounds_from(find):
+        metrics = run_loss(get_policy_loss_fn("bapo"), config, batch)[2]
         raise RuntimeError
-
-    registered = POLICY_LOSS_REGISTRY["bapo"]
-    update = UpdateBounds(None, None, None)
-    with pytest.raises(RuntimeError):
-        bind_update(verls_loss, update)()
-    assert seen[0].keywords == {"update": update} and POLICY_LOSS_REGISTRY["bapo"] is registered
+    assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
+    assert [torch.equal(*pair) for pair in zip(seen[0], batch, strict=True)] == [True] * 4
+    with pytest.raises(ValueError, match="needs the whole mini-batch"):  # the finder is gone, after an error too
+        run_loss(compute_policy_loss_bapo, config, batch)
 
 
 @pytest.mark.parametrize("module", ["policy_loss", "trainer"])

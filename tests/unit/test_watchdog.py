@@ -1,22 +1,23 @@
-"""The watchdog's rules; that it ends a real run is in test_faults.py."""
+"""The watchdog's rules, and those for what a run leaves; that it ends a real run is in tests/stack/test_faults.py."""
 
 import mmap
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray.util.state
 from omegaconf import OmegaConf
 
 from recipe.bapo.checks import other_runs
-from recipe.bapo.launch import processes, watchdog
+from recipe.bapo.launch import tree, watchdog
 from recipe.bapo.launch.watchdog import Watchdog
+from recipe.bapo.records import leftovers
 
 
 @contextmanager
@@ -43,8 +44,8 @@ def test_a_step_that_ends_is_progress(tmp_path):
 
 def test_a_server_that_was_there_and_is_gone_is_named(tmp_path, monkeypatch):
     there = {7: "VLLM::EngineCore", 8: "ray::WorkerDict"}
-    monkeypatch.setattr(watchdog, "processes", lambda: dict(there))
     dog = Watchdog(tmp_path, None, 60, 0)
+    monkeypatch.setattr(dog, "processes", lambda: dict(there))
     assert dog.dead_server() is None
     there[9] = "VLLM::Worker"
     assert dog.dead_server() is None
@@ -54,7 +55,7 @@ def test_a_server_that_was_there_and_is_gone_is_named(tmp_path, monkeypatch):
 
 def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch):
     socket = tmp_path / "socket"
-    monkeypatch.setattr(watchdog, "weight_sockets", lambda: [socket])
+    monkeypatch.setattr(watchdog, "weight_sockets", lambda job: [socket])
     dog = Watchdog(tmp_path, None, 60, 0)
     assert dog.stuck_weights() is None  # none is open
     socket.touch()
@@ -69,11 +70,11 @@ def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch)
 def test_shared_memory_of_a_process_is_found_until_it_is_removed():
     block = python_shared_memory.SharedMemory(create=True, size=4096)
     path = Path("/dev/shm") / block.name
-    assert path in processes.shared_memory([os.getpid()])
-    assert path not in processes.shared_memory([1 << 30])
+    assert path in leftovers.shared_memory([os.getpid()])
+    assert path not in leftovers.shared_memory([1 << 30])
     block.close()
     block.unlink()
-    assert path not in processes.shared_memory([os.getpid()])
+    assert path not in leftovers.shared_memory([os.getpid()])
 
 
 def test_weights_that_nobody_holds_are_found(tmp_path):
@@ -83,122 +84,82 @@ def test_weights_that_nobody_holds_are_found(tmp_path):
         path.write_bytes(b"x" * 4096)
         time.sleep(0.02)
     with open(held, "r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert processes.orphaned_weights([socket]) & {before, held, orphan} == {orphan}
-        assert not processes.orphaned_weights([]) and not processes.orphaned_weights([tmp_path / "gone"])
-    processes.remove([before, held, orphan])
+        assert leftovers.orphaned_weights([socket]) & {before, held, orphan} == {orphan}
+        assert not leftovers.orphaned_weights([]) and not leftovers.orphaned_weights([tmp_path / "gone"])
+    leftovers.remove([before, held, orphan])
 
 
-def test_what_was_started_with_the_scratch_folder_is_killed():
-    outside = subprocess.Popen(["sleep", "60"])
-    scratch = processes.make_scratch()
-    inside = subprocess.Popen(["sleep", "60"])
-    try:
-        processes.kill_children(scratch)
-        assert inside.wait(10) == -signal.SIGKILL and outside.poll() is None
-    finally:
-        processes.remove_scratch(scratch, None)
-        for child in (inside, outside):
-            child.kill()
-            child.wait()
+DIED = {"reason": "WORKER_DIED", "pid": 7, "node_ip_address": "10.0.0.2", "class_name": "WorkerDict"}
 
 
-def test_a_child_that_hides_its_environment_is_killed(tmp_path):
-    known = subprocess.Popen(["env", "-i", "sleep", "60"])
-    unknown = subprocess.Popen(["env", "-i", "sleep", "60"])
-    try:
-        children = [child for child in processes.descendants() if child.pid != unknown.pid]
-        assert known.pid in {child.pid for child in children}
-        processes.kill_children(tmp_path, children)
-        assert known.wait(10) == -signal.SIGKILL and unknown.poll() is None
-    finally:
-        for child in (known, unknown):
-            child.kill()
-            child.wait()
+@pytest.mark.parametrize(
+    "death, found",
+    [
+        (None, None),  # it lives
+        ({}, None),
+        ({"actor_died_error_context": {**DIED, "reason": "OUT_OF_SCOPE"}}, None),
+        ({"actor_died_error_context": {**DIED, "reason": "RAY_KILL"}}, None),
+        ({"actor_died_error_context": DIED}, "the worker WorkerDict (process 7 on 10.0.0.2) has died"),
+        ({"actor_died_error_context": {**DIED, "class_name": ""}}, "the worker A (process 7 on 10.0.0.2) has died"),
+    ],
+)
+def test_an_actor_that_was_not_ended_on_purpose_is_named(tmp_path, monkeypatch, death, found):
+    actors = [SimpleNamespace(death_cause=death, class_name="A", state="DEAD")]
+    monkeypatch.setattr(ray.util.state, "list_actors", lambda **query: actors)
+    dog = Watchdog(tmp_path, None, 60, 0)
+    dog.job = "01000000"
+    assert dog.dead_actor() == found
 
 
-def test_what_is_being_started_while_others_are_killed_is_killed_too(monkeypatch, tmp_path):
-    late = subprocess.Popen(["sleep", "60"])
-    looks = iter([{}, {}, {late.pid: "sleep 60"}])
-    monkeypatch.setattr(processes, "_with_environment", lambda mark: next(looks, {}))
-    try:
-        processes.kill_children(tmp_path)
-        assert late.wait(10) == -signal.SIGKILL
-    finally:
-        late.kill()
-        late.wait()
+def test_a_ray_that_does_not_answer_is_in_the_log_and_no_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray.util.state, "list_actors", lambda **query: 1 / 0)
+    dog = Watchdog(tmp_path, None, 60, 0)
+    dog.job = "01000000"
+    assert dog.dead_actor() is None
+    assert (tmp_path / "train.log").read_text() == "watchdog: ZeroDivisionError: division by zero\n"
 
 
-def test_the_wait_for_what_was_killed_has_an_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "_with_environment", lambda mark: {1 << 30: "never gone"})
-    began = time.monotonic()
-    processes.kill_children(tmp_path, patience=0.5)
-    assert 0.5 <= time.monotonic() - began < 5
+def test_the_trainer_has_time_to_report_what_was_found(tmp_path, monkeypatch):
+    dog = Watchdog(tmp_path, None, 60, grace_s=0.3)
+    monkeypatch.setattr(watchdog, "INTERVAL", 0)
+    assert not dog.is_time_to_end()
+    monkeypatch.setattr(dog, "find_reason", lambda: "the worker has died")
+    assert not dog.is_time_to_end() and dog.reason == "the worker has died"
+    monkeypatch.setattr(dog, "find_reason", lambda: "another one too")
+    time.sleep(0.4)
+    assert dog.is_time_to_end() and dog.reason == "the worker has died"
 
 
-SLOW_TO_CLEAN_UP = """
-import os, signal, sys, threading, time
-from pathlib import Path
-import ray
-from omegaconf import OmegaConf
-from recipe.bapo import main_bapo
-
-def run(config, run_dir, out, watchdog, scratch):
-    ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=f"{scratch}/ray")
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    ray.get(ray.remote(lambda: time.sleep(60)).remote())
-
-main_bapo.run = run
-main_bapo.processes.leftovers = lambda: time.sleep(4) or set()
-config = OmegaConf.create({"watchdog": {"max_silence_s": None, "max_sync_s": 60, "grace_s": 0}})
-config.trainer = {"default_local_dir": f"{sys.argv[1]}/none"}
-print(main_bapo.run_and_clean_up(config, Path(sys.argv[1]), sys.stdout), flush=True)
-os._exit(0)
-"""
-
-
-def test_a_terminated_run_has_time_to_clean_up(tmp_path):
-    """Ray's handler of SIGTERM would abort it after three seconds."""
-    run = subprocess.run(
-        [sys.executable, "-c", SLOW_TO_CLEAN_UP, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "('interrupted by SIGTERM. No checkpoint was saved.', 143)" in run.stdout
-
-
-@pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
-def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
-    parent = tempfile.mkdtemp(prefix="x" * (processes.LONGEST + longer - len("/tmp/") - 8), dir="/tmp")
-    assert len(parent) == processes.LONGEST + longer
-    monkeypatch.setenv("TMPDIR", parent)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    scratch = processes.make_scratch()
-    try:
-        assert (scratch.parent == Path(parent)) == there
-        in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
-        assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
-    finally:
-        processes.remove_scratch(scratch, None)
-        os.rmdir(parent)
-
-
-def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):
-    for kept in (None, tmp_path / "kept"):
-        scratch = processes.make_scratch()
-        logs = scratch / "ray" / "session_latest" / "logs"
-        logs.mkdir(parents=True)
-        (logs / "gcs_server.out").write_text("a log")
-        processes.remove_scratch(scratch, kept)
-        assert not scratch.exists()
-    assert (tmp_path / "kept" / "gcs_server.out").read_text() == "a log"
+def test_processes_of_a_cluster_are_found_by_their_actors(tmp_path, monkeypatch):
+    """They are below Ray's processes there, not below the launcher."""
+    monkeypatch.setattr(tree, "below", list)
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    with killed_at_the_end([sys.executable, "-c", code], start_new_session=True) as actor:
+        dog = Watchdog(tmp_path, None, 60, 0)
+        dog.node = "here"
+        dog.actors = [
+            SimpleNamespace(state="ALIVE", node_id="here", pid=actor.pid),
+            SimpleNamespace(state="ALIVE", node_id="elsewhere", pid=os.getpid()),
+            SimpleNamespace(state="DEAD", node_id="here", pid=1),
+        ]
+        until = time.monotonic() + 30
+        while "sleep 60" not in dog.processes().values() and time.monotonic() < until:
+            time.sleep(0.1)
+        found = dog.processes()
+        os.killpg(actor.pid, 9)
+    assert len(found) == 2 and actor.pid in found and "sleep 60" in found.values()
 
 
 def test_stacks_are_written(tmp_path, monkeypatch):
     code = "import time; print(flush=True); time.sleep(60)"
     with killed_at_the_end([sys.executable, "-c", code], stdout=subprocess.PIPE) as sleeper:
-        monkeypatch.setattr(watchdog, "processes", lambda: {sleeper.pid: "ray::Sleeper.sleep"})
+        dog = Watchdog(tmp_path, None, 60, 0)
+        monkeypatch.setattr(dog, "processes", lambda: {sleeper.pid: "ray::Sleeper.sleep", 1: "raylet"})
         sleeper.stdout.readline()  # it is where it should be
-        watchdog.write_stacks(tmp_path)
-    text = (tmp_path / f"Sleeper_sleep-{sleeper.pid}.txt").read_text()
+        dog.write_stacks(os.getpid())
+    written = {path.name: path.read_text() for path in (tmp_path / "stacks").iterdir()}
+    assert set(written) == {f"Sleeper_sleep-{sleeper.pid}.txt", f"driver-{os.getpid()}.txt"}
+    text = written[f"Sleeper_sleep-{sleeper.pid}.txt"]
     if "Permission" in text:
         pytest.skip("tracing is refused here")
     assert "<module>" in text  # of a frame; the command line is there in any case
@@ -243,27 +204,21 @@ def test_shared_memory_of_others_stays(tmp_path):
         path.write_bytes(b"x" * 4096)
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
             assert str(path) in Path("/proc/self/maps").read_text()
-            assert not processes.shared_memory([os.getpid()]) & {path}
+            assert not leftovers.shared_memory([os.getpid()]) & {path}
         path.unlink()
     path.parent.rmdir()
 
 
-def test_stacks_that_cannot_be_written_do_not_keep_the_run(tmp_path, monkeypatch):
-    signals = []
-    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: signals.append((pid, number)))
-    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+def test_stacks_that_cannot_be_written_do_not_keep_the_run(tmp_path):
     (tmp_path / "stacks").write_text("a file where the folder should be")
-    dog = Watchdog(tmp_path, max_silence_s=0.05, max_sync_s=60, grace_s=0.01)
-    dog.start()
-    dog.join(30)
-    assert signals == [(os.getpid(), signal.SIGTERM)] and "no step ended" in dog.reason
+    Watchdog(tmp_path, None, 60, 0).write_stacks(os.getpid())
 
 
 def test_a_last_look_finds_what_the_trainer_did_not_say(tmp_path, monkeypatch):
     dog = Watchdog(tmp_path, None, 60, 0)
-    monkeypatch.setattr(dog, "find_reason", lambda: 1 / 0)
-    assert dog.last_look() is None
     monkeypatch.setattr(dog, "find_reason", lambda: "the worker has died")
-    assert dog.last_look() == "the worker has died"
-    dog.reason = "no step ended"
-    assert dog.last_look() == "no step ended"
+    dog.last_look()
+    assert dog.reason == "the worker has died"
+    monkeypatch.setattr(dog, "find_reason", lambda: "no step ended")
+    dog.last_look()
+    assert dog.reason == "the worker has died"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
+from recipe.bapo.records.leftovers import SOCKETS
+
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
-SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
 
 
 def joins_a_cluster(config) -> bool:

@@ -1,15 +1,11 @@
-"""What a run shows a person, as text: a line per step, a screen at the end; verl's and Ray's output goes to a file."""
+"""What a run shows a person, as text: a line per step, a screen at the end, the first error of its log."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics, validation_reward
 
 
@@ -80,23 +76,3 @@ def summary(run_dir: Path) -> str:
         lines.append(f"  {'validation reward, first and last':<46}{validations[0]:>9.3f}  ->{validations[-1]:>9.3f}")
     lines.append(f"Metrics, log and records: {run_dir}")
     return "\n".join(lines)
-
-
-@contextmanager
-def output_to(log_file: Path):
-    """Send everything this process and its children print to ``log_file``; yields the real standard output."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    with open(keep_earlier(log_file), "ab") as log, os.fdopen(os.dup(1), "w") as out:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield out
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):  # the disk is full
-                    stream.flush()
-            for target, source in zip((1, 2), saved, strict=True):
-                os.dup2(source, target)
-                os.close(source)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -41,15 +39,13 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
     return found
 
 
-class StepPrinter(threading.Thread):
+class StepPrinter:
     """Follows ``metrics.jsonl`` and prints a line per step to ``out``, in a terminal above a progress bar."""
 
     def __init__(self, run_dir: Path, total: int | None, out, since: float):
-        super().__init__(daemon=True)
         self.path = run_dir / METRICS
         self.since = since  # an older file is an earlier run's
         self.total, self.out = total, out
-        self.done = threading.Event()
         self.offset = 0
         self.began: tuple[float, int] | None = None
         self.history: list[dict[str, float]] = []
@@ -59,13 +55,13 @@ class StepPrinter(threading.Thread):
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(file=out))
             self.task = self.progress.add_task("training", total=total)
+            self.progress.start()
 
-    def run(self):
-        """Look for new lines until told to stop, then once more."""
-        with self.progress or nullcontext():
-            while not self.done.wait(0.3):
-                self.print_new()
-            self.print_new()
+    def close(self):
+        """Print what is still to be printed; the progress bar stays as it is."""
+        self.print_new()
+        if self.progress is not None:
+            self.progress.stop()
 
     def print_new(self):
         """Print what has been appended since the last look."""

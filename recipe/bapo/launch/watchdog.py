@@ -1,4 +1,4 @@
-"""Ends a run that would hang: a process has died, weights do not reach vLLM, or no step has ended for too long.
+"""Finds why a run would hang: a process has died, weights do not reach vLLM, or no step has ended for too long.
 
 verl waits for an answer from a server or a worker that is gone or has failed, in some cases for ever.
 """
@@ -6,35 +6,24 @@ verl waits for an answer from a server or a worker that is gone or has failed, i
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import ray
-from ray._private import state
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
+import psutil
 
-from recipe.bapo.launch.processes import processes, shared_memory, weight_sockets
-from recipe.bapo.records import METRICS, STACKS
+from recipe.bapo.launch import tree
+from recipe.bapo.records import LOG, METRICS, STACKS
+from recipe.bapo.records.leftovers import leftovers, shared_memory, weight_sockets
 
 INTERVAL = 2.0  # seconds between two looks
-ENDED_ON_PURPOSE = (
-    ActorDiedErrorContext.RAY_KILL,
-    ActorDiedErrorContext.OUT_OF_SCOPE,
-    ActorDiedErrorContext.REF_DELETED,
-    ActorDiedErrorContext.OWNER_DIED,
-)
+ENDED_ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")  # Ray's reasons for an actor's end
 
 
-class Watchdog(threading.Thread):
-    """Looks at a run's processes and its progress until ``done`` is set.
-
-    What it finds is in ``reason``; it then writes every process's stack to ``<run_dir>/stacks`` and ends the main
-    thread's waiting with SIGTERM, which Ray turns into ``SystemExit``.
+class Watchdog:
+    """Looks at a run's processes and its progress; what it finds is in ``reason``.
 
     Args:
         run_dir: the run's folder; a step has ended when ``metrics.jsonl`` in it grows.
@@ -44,60 +33,66 @@ class Watchdog(threading.Thread):
     """
 
     def __init__(self, run_dir: Path, max_silence_s: float | None, max_sync_s: float, grace_s: float):
-        super().__init__(daemon=True)
         self.run_dir, self.max_silence_s = run_dir, max_silence_s
         self.max_sync_s, self.grace_s = max_sync_s, grace_s
-        self.done = threading.Event()
-        self.reason: str | None = None
         self.began = time.time()
+        self.looked = self.found = -INTERVAL  # when, by the monotonic clock
+        self.reason: str | None = None
+        self.job = self.node = None  # the run's number and this node's in Ray, once it is up
+        self.actors: list = []
         self.servers: dict[int, str] = {}  # processes that vLLM starts beside Ray's, by id
-        self.shared_memory: set[Path] = set()  # what the run's processes on this node hold, or held when they died
+        self.shared_memory: set[Path] = set()  # what they hold, or held when they died
 
-    def run(self):
-        """Look until told to stop, or until there is a reason to end the run."""
-        while not self.done.wait(INTERVAL):
-            try:
-                reason = self.find_reason()
-            except Exception as error:  # Ray is not up yet, or is going down
-                with suppress(OSError):
-                    print(f"watchdog: {type(error).__name__}: {error}", file=sys.stderr)
-                continue
-            if reason is not None:
-                self.reason = reason
-                if not self.done.wait(self.grace_s):
-                    with suppress(OSError):  # a full disk, say
-                        write_stacks(self.run_dir / STACKS)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                return
+    def ray_is_up(self, job: str, node: str, environment: dict[str, str]) -> None:
+        """``environment``: what Ray's client needs to reach it."""
+        self.job, self.node = job, node
+        os.environ.update(environment, no_proxy="*")
 
-    def last_look(self) -> str | None:
-        """The reason, if there is one, when the trainer has failed of itself and said less."""
-        if self.reason is None:
-            with suppress(Exception):  # Ray may be gone
-                self.reason = self.find_reason()
-        return self.reason
+    def is_time_to_end(self) -> bool:
+        """Look now and then; true once the trainer has had ``grace_s`` to report by itself what was found."""
+        now = time.monotonic()
+        if self.reason is None and now - self.looked >= INTERVAL:
+            self.reason, self.looked, self.found = self.find_reason(), now, now
+        return self.reason is not None and now - self.found >= self.grace_s
+
+    def last_look(self) -> None:
+        """At what the trainer, which has failed of itself, did not say."""
+        self.reason = self.reason or self.find_reason()
 
     def find_reason(self) -> str | None:
         """What is wrong, if anything."""
-        if self.max_silence_s is not None:
-            silence = time.time() - self.last_step()
-            if silence > self.max_silence_s:
-                return (
-                    f"no step ended in {silence:.0f} s (watchdog.max_silence_s={self.max_silence_s:g}); what each "
-                    f"process was doing: {self.run_dir / STACKS}"
-                )
-        if not ray.is_initialized():
-            return None
-        return dead_actor() or self.dead_server() or self.stuck_weights()
+        return self.silence() or (self.dead_actor() or self.dead_server() or self.stuck_weights() if self.job else None)
 
-    def last_step(self) -> float:
-        """When the metrics file last grew, or the run began."""
+    def silence(self) -> str | None:
+        """Since the metrics file last grew, or the run began."""
         path = self.run_dir / METRICS
-        return max(self.began, path.stat().st_mtime if path.exists() else 0.0)
+        silence = time.time() - max(self.began, path.stat().st_mtime if path.exists() else 0.0)
+        if self.max_silence_s is None or silence <= self.max_silence_s:
+            return None
+        return (
+            f"no step ended in {silence:.0f} s (watchdog.max_silence_s={self.max_silence_s:g}); what each "
+            f"process was doing: {self.run_dir / STACKS}"
+        )
+
+    def dead_actor(self) -> str | None:
+        """A Ray actor of the run, on any node, that died and was not ended on purpose."""
+        from ray.util.state import list_actors  # a second, which the start of training need not wait for
+
+        try:
+            self.actors = list_actors(filters=[("job_id", "=", self.job)], detail=True, limit=10_000, timeout=5)
+        except Exception as error:  # Ray is going down, or busy
+            with suppress(OSError), open(self.run_dir / LOG, "a") as log:
+                print(f"watchdog: {type(error).__name__}: {error}", file=log)
+        for actor in self.actors:
+            death = (actor.death_cause or {}).get("actor_died_error_context")
+            if death and death["reason"] not in ENDED_ON_PURPOSE:
+                where = f"process {death['pid']} on {death['node_ip_address']}"
+                return f"the worker {death['class_name'] or actor.class_name} ({where}) has died"
+        return None
 
     def dead_server(self) -> str | None:
         """An engine process of vLLM on this node that was there before."""
-        there = {pid: title for pid, title in processes().items() if title.startswith("VLLM::")}
+        there = {pid: title for pid, title in self.processes().items() if title.startswith("VLLM::")}
         gone = [f"{title} (process {pid})" for pid, title in self.servers.items() if pid not in there]
         if there.keys() - self.servers.keys():
             self.shared_memory |= shared_memory(there)
@@ -106,7 +101,7 @@ class Watchdog(threading.Thread):
 
     def stuck_weights(self) -> str | None:
         """A synchronisation of the weights that goes on for too long: verl removes the socket at its end."""
-        for path in weight_sockets():
+        for path in weight_sockets(self.job):
             try:
                 began = path.stat().st_mtime
             except OSError:
@@ -116,27 +111,34 @@ class Watchdog(threading.Thread):
                 return f"the weights did not reach vLLM in {took:.0f} s (watchdog.max_sync_s={self.max_sync_s:g})"
         return None
 
+    def processes(self) -> dict[int, str]:
+        """The titles of the run's processes on this node by their ids; on a cluster they are below Ray's own."""
+        found = {process.pid: process for process in tree.below()}
+        for actor in self.actors:
+            if actor.state == "ALIVE" and actor.node_id == self.node and actor.pid not in found:
+                with suppress(psutil.Error):
+                    process = psutil.Process(actor.pid)
+                    found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+        titles = {}
+        for pid, process in found.items():
+            with suppress(psutil.Error):  # it has ended
+                titles[pid] = " ".join(process.cmdline()).strip()
+        return {pid: title for pid, title in titles.items() if title}
 
-def dead_actor() -> str | None:
-    """A Ray actor of this job, on any node, that died and was not ended on purpose."""
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    for actor in state.actors(job_id=job, actor_state_name="DEAD").values():
-        context = actor["DeathCause"].actor_died_error_context
-        if not actor["DeathCause"].HasField("actor_died_error_context") or context.reason in ENDED_ON_PURPOSE:
-            continue
-        where = f"process {context.pid} on {context.node_ip_address}"
-        return f"the worker {context.class_name or actor['ActorClassName']} ({where}) has died"
-    return None
+    def leftovers(self) -> set[Path]:
+        """What the run would leave on this node if it were ended now."""
+        return self.shared_memory | leftovers(self.job, self.processes())
 
-
-def write_stacks(folder: Path) -> None:
-    """The stack of every process of this job on this node, one file each, by py-spy."""
-    folder.mkdir(parents=True, exist_ok=True)
-    spy = Path(sys.executable).with_name("py-spy")
-    for pid, title in {os.getpid(): "driver", **processes()}.items():
-        name = "".join(c if c.isalnum() else "_" for c in title.split(" ")[0].removeprefix("ray::"))[:40]
-        with open(folder / f"{name}-{pid}.txt", "w") as out:
-            try:
-                subprocess.run([spy, "dump", "--pid", str(pid)], stdout=out, stderr=out, timeout=10)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                print(f"no stack: {error}", file=out)
+    def write_stacks(self, driver: int) -> None:
+        """The stack of every process of the run on this node, ``driver`` first, one file each, by py-spy."""
+        spy = Path(sys.executable).with_name("py-spy")
+        ours = {pid: title for pid, title in self.processes().items() if title.startswith(("ray::", "VLLM::"))}
+        with suppress(OSError):  # a full disk, say
+            (self.run_dir / STACKS).mkdir(exist_ok=True)
+            for pid, title in {driver: "driver", **ours}.items():
+                name = "".join(c if c.isalnum() else "_" for c in title.split(" ")[0].removeprefix("ray::"))[:40]
+                with open(self.run_dir / STACKS / f"{name}-{pid}.txt", "w") as out:
+                    try:
+                        subprocess.run([spy, "dump", "--pid", str(pid)], stdout=out, stderr=out, timeout=10)
+                    except (OSError, subprocess.TimeoutExpired) as error:
+                        print(f"no stack: {error}", file=out)

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned: one list
+# each for x86_64 Linux and Python 3.11 and 3.12. Nothing of it is installed.
+#   bash scripts/lock.sh             takes up what changed in the .in files and keeps every other version
+#   bash scripts/lock.sh --upgrade   takes the newest versions that the .in files admit (or another option of uv pip
+#                                    compile, such as --upgrade-package NAME)
+#   bash scripts/lock.sh --check     asks the package index whether both, and flash-attn, still resolve to what is
+#                                    written; changes nothing
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -x .venv/bin/uv ] || VERL_PLATFORM=cpu bash scripts/setup.sh
+check=
+if [ "${1:-}" = --check ]; then check=1; shift; fi
+upgrade=("$@")
+sources=scripts/requirements
+new=$(mktemp -d)
+trap 'rm -r "$new"' EXIT
+
+compile() {  # compile SOURCE OPTIONS...
+    .venv/bin/uv pip compile -q --no-annotate --custom-compile-command "bash scripts/lock.sh" \
+        --python-platform x86_64-manylinux_2_28 "$@" >/dev/null
+}
+
+lock() {  # lock NAME.txt SOURCE OPTIONS...
+    local name=$1; shift
+    cp "$name" "$new/$name"  # its versions are kept
+    compile "$@" "${upgrade[@]}" --python-version 3.11 --output-file "$new/$name"
+    compile "$@" --constraint "$new/$name" --python-version 3.12 --output-file "$new/3.12-$name"
+    if ! diff "$new/$name" "$new/3.12-$name"; then
+        echo "Error: $name: Python 3.12 needs another list than Python 3.11; see above." >&2
+        exit 1
+    elif [ -z "$check" ]; then
+        cp "$new/$name" "$name"
+    elif ! diff "$name" "$new/$name"; then
+        echo "Error: $name no longer resolves to what is written; see above." >&2
+        exit 1
+    fi
+    echo "$name resolves for Python 3.11 and 3.12"
+}
+lock requirements.txt $sources/cpu.in --overrides $sources/cpu-overrides.txt --excludes $sources/cpu-excludes.txt
+lock requirements-cuda.txt $sources/cuda.in
+flash_attn=$(grep -om1 'flash-attn==[0-9.]*' scripts/setup.sh)
+compile --no-deps --python-version 3.11 - <<<"$flash_attn"
+echo "$flash_attn resolves"

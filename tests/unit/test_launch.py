@@ -1,0 +1,287 @@
+"""The parent of a run, with small programs in the place of training: its last words, its exit codes, what it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipe.bapo.launch import tree
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = """
+import sys, time
+from recipe.bapo.launch import __main__ as launch, tree
+launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
+{before}
+sys.exit(launch.main([]))
+"""
+TRAINING = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from recipe.bapo.records.messages import tell, wait_to_be_ended
+folder = Path(os.environ["OUTPUT_DIR"])
+def train(cluster=False):
+    print("ERROR in no worker")
+    watchdog = {"max_silence_s": None, "max_sync_s": 60, "grace_s": 0.5}
+    trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
+    config = folder / "config.yaml"
+    start_max = {f"ratio_{side}_{end}": 1.0 for side in ("lower", "upper") for end in ("start", "max")}
+    actor = {"actor": {"policy_loss": {"positive_contribution_target": 0.5, **start_max}}}
+    saved = {"run_dir": str(folder), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
+    config.write_text(json.dumps(saved))
+    tell(training={"config": str(config), "cluster": cluster})
+    tell(say="it trains")
+"""
+
+
+class Launched:
+    """A launcher in a session of its own, whose training is ``code``."""
+
+    def __init__(self, folder, code, before="", preexec_fn=None):
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
+            cwd=ROOT,
+            env={**os.environ, "OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=preexec_fn,
+        )
+
+    def wait_for(self, name):
+        """Until training has made a file."""
+        until = time.monotonic() + 60
+        while not (self.folder / "run" / name).exists():
+            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
+            time.sleep(0.05)
+
+    def end(self):
+        """Exit code, standard output, standard error; nothing with its mark is left."""
+        out, err = self.process.communicate(timeout=60)
+        assert not self.left(), self.left()
+        assert not list(self.folder.glob("bapo-*"))
+        return self.process.returncode, out, err
+
+    def left(self):
+        """Processes with its mark among their arguments."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if self.mark in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Starts launchers and kills what is left of them."""
+    folders, started = [], []
+
+    def start(*arguments, **options):
+        folders.append(tempfile.TemporaryDirectory(prefix="launch", dir="/tmp"))
+        started.append(Launched(Path(folders[-1].name), *arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        for process in one.left():
+            process.kill()
+        one.process.wait(10)
+    for folder in folders:
+        folder.cleanup()
+
+
+def test_it_imports_neither_verl_nor_torch():
+    code = "import sys, recipe.bapo.launch.__main__; print([m for m in ('verl', 'torch', 'ray') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_nothing_imports_it():
+    for path in (ROOT / "recipe").rglob("*.py"):
+        if path.parent.name != "launch":
+            assert not re.search(r"(from|import) recipe\.bapo\.launch|bapo import .*launch", path.read_text()), path
+
+
+def test_what_is_wrong_with_the_config_is_on_the_console(launch):
+    code, out, err = launch("tell(say='Warning: odd')\ntell(error='a is bad')\ntell(error='b too')\nsys.exit(1)").end()
+    assert code == 1 and out == "Warning: odd\n"
+    assert err.startswith("Error: a is bad\nError: b too\nThe whole output: ") and err.endswith("/run/train.log\n")
+
+
+def test_where_nobody_said_what_is_wrong_the_end_of_the_log_does(launch):
+    code, _, err = launch("print('first\\n' * 9 + 'Key x is not in struct')\nsys.exit(1)").end()
+    assert code == 1 and err.startswith("Error: first\n") and "Key x is not in struct" in err
+    assert len(err.splitlines()) <= 8
+
+
+def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    run = Launched(tmp_path, "")
+    code, _, err = run.end()
+    assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
+
+
+def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
+    record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
+    run = launch(f"train()\n(folder / 'metrics.jsonl').write_text({record!r} + chr(10))")
+    code, out, err = run.end()
+    assert code == 0 and not err, err
+    assert out.startswith("it trains\nstep 1/2  reward 0.500") and "1 steps, mean of" in out
+    assert f"\nPicture: {run.folder}/run/dynamics.png\n" in out
+
+
+def test_a_failure_is_named_with_the_first_error_of_the_log_and_the_way_on(launch):
+    log = "(WorkerDict pid=7) RuntimeError: no room"
+    run = launch(f"train()\nprint({log!r})\ntell(error='RayTaskError: failed')\nwait_to_be_ended()")
+    checkpoints = run.folder / "run" / "checkpoints"
+    (checkpoints / "global_step_4").mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+    code, _, err = run.end()
+    assert code == 1
+    assert "Training failed: RayTaskError: failed; the first error in the log is RuntimeError: no room (Work" in err
+    assert f"The last checkpoint is {checkpoints}/global_step_4: the same OUTPUT_DIR with trainer.resume_mode=" in err
+
+
+def test_a_training_process_that_is_killed_is_named(launch):
+    code, _, err = launch("train()\nos.kill(os.getpid(), 9)").end()
+    assert code == 1 and "Training failed: the training process ended with code -9. No checkpoint was saved" in err
+
+
+def test_the_watchdogs_reason_ends_the_run(launch):
+    before = "from recipe.bapo.launch.watchdog import Watchdog\nWatchdog.find_reason = lambda self: 'it hangs'"
+    code, _, err = launch("train()\ntime.sleep(60)", before=before).end()
+    assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_ends_the_run(launch, number):
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)")
+    run.wait_for("up")
+    run.process.send_signal(number)
+    code, _, err = run.end()
+    assert code == 128 + number and f"Error: interrupted by {number.name}. No checkpoint was saved." in err
+
+
+def test_another_interruption_does_not_break_the_clean_up(launch):
+    slow = "end = tree.end_below\ntree.end_below = lambda: time.sleep(4) or end()"
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=slow)
+    run.wait_for("up")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        run.process.send_signal(number)
+        time.sleep(0.7)
+    code, _, err = run.end()
+    assert code == 143 and "Error: interrupted by SIGTERM." in err
+
+
+def test_sigint_ends_a_run_that_was_started_in_the_background(launch):
+    """A shell without job control has it ignored there."""
+    ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)", preexec_fn=ignore)
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+
+
+def test_nohup_keeps_its_meaning(launch):
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    code = "(folder / 'up').touch()\ntime.sleep(2)\ntell(error='of its own')\nsys.exit(1)"
+    run = launch(code, preexec_fn=ignore)
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGHUP)
+    code, _, err = run.end()
+    assert code == 1 and "of its own" in err
+
+
+def test_processes_that_hide_are_ended(launch):
+    code = """
+sleeper = f"import time; time.sleep(60)  # {mark}"
+forking = (
+    f"import subprocess, sys, time  # {mark}\\n"
+    f"while True: time.sleep(0.05); subprocess.Popen([sys.executable, '-c', {sleeper!r}])"
+)
+for program in (sleeper, forking):
+    subprocess.run(["setsid", "--fork", "env", "-i", sys.executable, "-c", program])
+time.sleep(1)
+(folder / 'up').touch()
+time.sleep(60)
+"""
+    run = launch(code)
+    run.wait_for("up")
+    assert len(run.left()) > 4  # the launcher and training are two
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_training_ends_with_a_launcher_that_is_killed(launch):
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)")
+    run.wait_for("up")
+    run.process.kill()
+    until = time.monotonic() + 20
+    while run.left() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not run.left()
+
+
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
+    """It removes what it leaves on other nodes."""
+    code = """
+train(cluster=True)
+(folder / 'up').touch()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(2)
+    (folder / 'clean').touch()
+"""
+    run = launch(code)
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143 and (run.folder / "run" / "clean").exists()
+
+
+def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
+    monkeypatch.setattr(tree, "_has_children", lambda: True)
+    monkeypatch.setattr(tree, "below", list)
+    began = time.monotonic()
+    tree.end_below(patience=0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
+def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
+    parent = tempfile.mkdtemp(prefix="x" * (tree.LONGEST + longer - len("/tmp/") - 8), dir="/tmp")
+    assert len(parent) == tree.LONGEST + longer
+    monkeypatch.setattr(tempfile, "tempdir", parent)
+    scratch = tree.make_scratch()
+    try:
+        assert (scratch.parent == Path(parent)) == there
+        in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
+        assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
+    finally:
+        tree.remove_scratch(scratch, None)
+        os.rmdir(parent)
+
+
+def test_a_scratch_folder_is_removed_and_keeps_the_logs_of_a_failure(tmp_path):
+    for kept in (None, tmp_path / "kept"):
+        scratch = tree.make_scratch()
+        logs = scratch / "ray" / "session_latest" / "logs"
+        logs.mkdir(parents=True)
+        (logs / "gcs_server.out").write_text("a log")
+        tree.remove_scratch(scratch, kept)
+        assert not scratch.exists()
+    assert (tmp_path / "kept" / "gcs_server.out").read_text() == "a log"

@@ -1,0 +1,197 @@
+"""The locked lists, and what scripts/setup.sh does with them. Python, uv and a GPU machine's tools are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "scripts" / "requirements"
+LOCKS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt"}
+
+
+def lines(path: Path) -> list[str]:
+    return [line for raw in path.read_text().splitlines() if (line := raw.split("#")[0].strip())]
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(kind: str) -> dict[str, str]:
+    return dict(line.split("==") for line in lines(ROOT / LOCKS[kind]))
+
+
+def direct(path: Path) -> dict[str, str]:
+    """What a .in file asks for, with the files that it includes: name to version, or to "" where any will do."""
+    wanted = {}
+    for line in lines(path):
+        if line.startswith("-r "):
+            wanted.update(direct(path.parent / line[3:].strip()))
+        else:
+            name, _, version = line.partition("==")
+            wanted[normal(name.split("[")[0])] = version
+    return wanted
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_every_package_is_pinned_once_for_every_python(kind):
+    for line in lines(ROOT / LOCKS[kind]):
+        assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.!]*", line), line  # no marker: one list for both Pythons
+    assert len(locked(kind)) == len(lines(ROOT / LOCKS[kind])) > 200
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_what_is_asked_for_is_in_the_lock(kind):
+    lock = locked(kind)
+    for name, version in direct(SOURCES / f"{kind}.in").items():
+        assert name in lock and lock[name] == (version or lock[name]), name
+
+
+def test_the_overrides_are_in_the_lock():
+    assert direct(SOURCES / "cpu-overrides.txt").items() <= locked("cpu").items()
+
+
+def test_the_cpu_list_has_nothing_of_cuda():
+    unwanted = {name for name in locked("cpu") if name.startswith(("nvidia", "cuda", "cupy", "triton", "flash"))}
+    assert not unwanted | (locked("cpu").keys() & set(lines(SOURCES / "cpu-excludes.txt")))
+    assert {"torchvision", "torchaudio", "torchcodec", "triton"} <= set(lines(SOURCES / "cpu-excludes.txt"))
+
+
+def test_the_cuda_list_can_build_flash_attn():
+    assert {"wheel", "packaging", "ninja", "psutil", "setuptools", "einops"} <= locked("cuda").keys()
+
+
+def test_all_files_mean_the_same_pythons():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11,<3.13"
+    assert set(re.findall(r"--python-version (\S+)", (ROOT / "scripts" / "lock.sh").read_text())) == {"3.11", "3.12"}
+    assert "(3, 11) <= sys.version_info[:2] < (3, 13)" in (ROOT / "scripts" / "setup.sh").read_text()
+
+
+STAND_INS = {
+    "python": """echo "python $*" >>"$CALLS"
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin" ;;
+    *"import flash_attn"*) exit "${IMPORT_FAILS:-0}" ;;
+esac""",
+    "uv": """echo "uv $* archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" >>"$CALLS"
+case "$*" in
+    *flash-attn==*) [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; } ;;
+esac""",
+    "nvidia-smi": """case "$*" in
+    -L) [ -z "${DRIVER:-}" ] || echo "GPU 0: NVIDIA H100" ;;
+    *driver_version*) echo "$DRIVER" ;;
+    *compute_cap*) printf "%s\\n" $CAPABILITIES ;;
+    *) echo "| NVIDIA-SMI $DRIVER   Driver Version: $DRIVER   CUDA Version: ${CUDA_VERSION:-12.4} |" ;;
+esac""",
+    "nvcc": """echo "Cuda compilation tools, release ${NVCC:-13.0}, V${NVCC:-13.0}.88" """,
+    "flock": """exit "${FLOCK:-0}" """,
+}
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Runs scripts/setup.sh in a copy and installs nothing; gives what it printed and the commands that it ran."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "pyproject.toml", *LOCKS.values()):
+        shutil.copy(ROOT / name, tmp_path / name)
+    stand_ins = tmp_path / "stand-ins"
+    stand_ins.mkdir()
+    for name, text in STAND_INS.items():
+        (stand_ins / name).write_text("#!/bin/sh\n" + text + "\n")
+        (stand_ins / name).chmod(0o755)
+
+    def run(code=0, **variables):
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        environment = {
+            "PATH": f"{stand_ins}:{os.environ['PATH']}",
+            "BAPO_PYTHON": str(stand_ins / "python"),
+            "STAND_INS": str(stand_ins),
+            "CALLS": str(calls),
+        }
+        done = subprocess.run(
+            ["bash", "scripts/setup.sh"],
+            cwd=tmp_path,
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, done.stdout
+        # Without the first, which asks whether the Python will do.
+        return done.stdout, [call for call in calls.read_text().splitlines() if "ensurepip" not in call]
+
+    return run
+
+
+GPUS = {"DRIVER": "580.65.06", "CUDA_VERSION": "13.0", "CAPABILITIES": "9.0 9.0"}
+
+
+def test_the_cpu_set_up_and_none_where_it_is_up_to_date(set_up, tmp_path):
+    _, calls = set_up()
+    venv, uv, lock, torch, package = calls
+    assert venv == "python -m venv .venv"
+    assert f"uv=={locked('cpu')['uv']}" in uv and "--no-deps -r" in lock and "--no-deps -e ." in package
+    assert torch.endswith(f"torch=={locked('cpu')['torch']}")
+    assert set_up() == ("", [])
+    (tmp_path / "requirements.txt").open("a").write("one-more==1.0\n")
+    assert set_up()[1] == calls  # another list: from the beginning
+    (tmp_path / "pyproject.toml").open("a").write("\n")
+    torch += " --index-url https://cpu.example"
+    assert set_up(BAPO_TORCH_INDEX="https://cpu.example")[1] == [uv, lock, torch, package]
+
+
+def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_path):
+    output, calls = set_up(code=1, DRIVER="550.54.15")
+    assert "driver here is 550.54.15" in output and "CUDA 13.0" in output and "580 or newer" in output
+    assert calls == [] and not list(tmp_path.glob(".venv*"))
+    set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package stands in for the driver's libraries
+
+
+@pytest.mark.parametrize(
+    "capabilities, given, archs",
+    [("9.0 9.0", None, "90"), ("10.3 8.6 8.0 7.5", None, "80;100"), ("9.0", "80", "80")],
+)
+def test_flash_attn_is_built_for_the_gpus_that_are_here(set_up, capabilities, given, archs):
+    given = {"FLASH_ATTN_CUDA_ARCHS": given} if given else {}
+    output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities}, **given)
+    (build,) = [call for call in calls if "flash-attn==" in call]
+    assert "--no-build-isolation" in build and re.search(rf" archs={archs} jobs=[1-9]\d* force=TRUE$", build)
+    assert "WARNING" not in output
+
+
+@pytest.mark.parametrize(
+    "variables, reason",
+    [
+        ({"BUILD_FAILS": "1"}, "the compiler's own words"),
+        ({"NVCC": "12.8"}, "nvcc of CUDA 13 is needed"),
+        ({"CAPABILITIES": "7.5"}, "no kernels for GPUs"),
+        ({"BAPO_FLASH_ATTN_WHEEL": "/wheels/flash_attn.whl", "IMPORT_FAILS": "1"}, ""),
+    ],
+)
+def test_without_flash_attn_it_says_why_and_what_follows(set_up, tmp_path, variables, reason):
+    output, _ = set_up(**GPUS | variables)
+    assert reason in output and "WARNING: flash-attn could not be installed" in output
+    assert "platform=gpu_without_flash_attn" in output and "rm .venv-cuda/complete" in output
+    assert set_up(**GPUS)[0] == ""  # not tried for an hour at every start
+    (tmp_path / ".venv-cuda" / "complete").unlink()
+    assert "WARNING" not in set_up(**GPUS)[0]
+
+
+def test_a_ready_wheel_of_flash_attn_needs_no_compiler(set_up):
+    output, calls = set_up(**GPUS, NVCC="12.8", BAPO_FLASH_ATTN_WHEEL="/wheels/flash_attn.whl")
+    assert any(" --no-deps /wheels/flash_attn.whl " in call for call in calls) and "WARNING" not in output
+
+
+def test_it_goes_on_where_files_cannot_be_locked(set_up):
+    output, calls = set_up(FLOCK="71")
+    assert "cannot be locked in this folder" in output and len(calls) == 5
