@@ -18,7 +18,7 @@ ENTROPY_FELL, NORM_ROSE = 0.5, 10.0  # to this share of what it was, to so many 
 
 
 def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
-    """What deserves a look in the metrics of the steps so far, by its kind."""
+    """Warnings about the metrics of the steps so far, by their kind."""
     found: dict[str, str] = {}
     recent = history[-WINDOW:]
     if len(recent) < WINDOW:
@@ -88,7 +88,7 @@ class StepPrinter:
             print(text, file=self.out, flush=True)
 
     def warn(self, step):
-        """Show what deserves a look, each kind once in ``WINDOW`` steps."""
+        """Show the warnings, each kind once in ``WINDOW`` steps."""
         for kind, text in warnings_in(self.history).items():
             if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
                 self.warned[kind] = step
