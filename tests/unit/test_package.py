@@ -1,8 +1,9 @@
-"""bapo/ is pure torch, and importing it needs nothing else."""
+"""bapo/ is pure torch and needs nothing else; what may import what between the rooms of recipe/bapo."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import bapo
@@ -23,6 +24,43 @@ def test_bapo_imports_torch_and_the_standard_library_alone():
 
 def test_importing_bapo_loads_no_framework():
     code = "import sys, bapo; print([m for m in ('verl', 'ray', 'hydra', 'vllm', 'omegaconf') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def imports_of(path):
+    """Modules that a file names in an import, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module):
+    """``recipe.bapo.checks.table`` is in the room ``checks``; modules at the top are rooms of their own."""
+    return module.removeprefix("recipe.bapo").strip(".").split(".")[0]
+
+
+def test_the_direction_of_imports():
+    folder = ROOT / "recipe" / "bapo"
+    rooms = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()} - {"__init__"}
+    imports = {room: set() for room in rooms}
+    for path in folder.rglob("*.py"):
+        room = path.relative_to(folder).with_suffix("").parts[0]
+        for module in imports_of(path):
+            found = room_of(module) if module.startswith("recipe.bapo.") else module.split(".")[0]
+            imports.setdefault(room, set()).add(found)
+    ours = {room: found & rooms - {room} for room, found in imports.items()}
+    assert not ours["records"] and not ours["config"] and not ours["example"]
+    assert not [room for room, found in ours.items() if "launch" in found]  # it starts main_bapo; nobody starts it
+    assert not imports["launch"] & {"verl", "torch", "hydra", "vllm"} and ours["launch"] <= {"records", "plot"}
+    assert list(TopologicalSorter(ours).static_order())  # raises a CycleError where there is a circle
+
+
+def test_the_launcher_starts_without_the_frameworks():
+    code = "import sys, recipe.bapo.launch.__main__; print([m for m in ('verl', 'ray', 'torch') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
 
