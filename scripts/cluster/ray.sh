@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/cluster.md). The repository is at the same path
+# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/running.md). The repository is at the same path
 # on every node.
 #
 #   bash scripts/cluster/ray.sh head [OPTIONS]           on the first node; prints what the others need

@@ -1,4 +1,4 @@
-"""What larger models need of verl (docs/larger_models.md): the same bounds with each setting, for both bound scopes."""
+"""What larger models need of verl (docs/running.md): the same bounds with each setting, for both bound scopes."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_the_mini_batchs_bounds_are_the_same_with_every_setting(records, name):
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_so_are_each_micro_batchs(records, name):
+def test_each_micro_batchs_bounds_are_the_same_with_every_setting(records, name):
     plain, found = records["none", "micro_batch"], records[name, "micro_batch"]
     assert len(plain) == len(found) == ROWS // 4 and len({line["high"] for line in plain}) > 1
     for one, other in zip(plain, found, strict=True):
@@ -80,6 +80,6 @@ def test_so_are_each_micro_batchs(records, name):
 
 
 def test_the_table_names_what_was_tested():
-    text = (Path(__file__).parents[2] / "docs" / "larger_models.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
     tested = set(re.findall(r"^\| ([^|]+?) \|.*\| tested \|", text, re.M))
     assert tested == SETTINGS.keys() - {"none"}

@@ -1,6 +1,7 @@
 """Every yaml is composed, its loss config instantiated, and checked by verl's own rules."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -128,6 +129,27 @@ def test_the_papers_settings():
         assert loss.positive_contribution_target == target
         assert (loss.ratio_lower_start, loss.ratio_lower_max) == (lower, 0.9)
         assert (loss.ratio_upper_start, loss.ratio_upper_max) == (1.2, upper)
+
+
+def loss_of(name):
+    return check(compose_in_groups("experiment=example", "size=gpu", f"method={name}"))
+
+
+def test_eq_8_to_the_letter_is_a_value_of_the_target():
+    literal, paper = loss_of("eq8_literal"), loss_of("paper")
+    rho0 = paper.positive_contribution_target
+    assert literal.positive_contribution_target == pytest.approx(rho0 / (1 + 2 * rho0), abs=5e-5)
+    assert replace(literal, positive_contribution_target=rho0) == paper
+
+
+def test_the_authors_code_with_the_values_of_its_yaml_and_of_its_script():
+    yaml, script = loss_of("authors_code"), loss_of("authors_script")
+    assert script.positive_contribution_target == pytest.approx(0.5 / (1 + 0.5))  # their target is P/N
+    assert (script.ratio_lower_start, script.ratio_lower_max, script.ratio_lower_step) == (0.8, 0.95, 0.05)
+    assert (script.ratio_upper_start, script.ratio_upper_max, script.ratio_upper_step) == (1.2, 2.0, 0.1)
+    of_the_yaml = {"positive_contribution_target": 0.5, "ratio_lower_start": 0.6, "ratio_lower_max": 0.8}
+    assert replace(script, **of_the_yaml, ratio_upper_step=0.05) == yaml  # nothing else differs
+    assert (yaml.token_weight, yaml.search_order, yaml.bound_scope) == ("uniform", "lower_first", "micro_batch")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,58 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "recipe/bapo/README.md", *(ROOT / "docs").glob("*.md")])
+FOLDERS = [ROOT, ROOT / "docs", ROOT / ".github", ROOT / "recipe/bapo"]
+PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
+
+
+def anchors(page):
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)  # addresses on the web have a colon
+    links = re.findall(r"\]\(([^):#]*)(?:#([^)]*))?\)", text)  # addresses on the web have a colon
+    missing = []
+    for link, anchor in links:
+        target = page.parent / link if link else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{link}#{anchor}")
     paths = re.findall(r"`((?:bapo|configs|docs|recipe|scripts|tests)/[\w/.-]+)`", text)
-    missing = [link for link in links if not (page.parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert not missing
+
+
+def test_the_documents_are_these():
+    names = {"algorithm", "configuration", "running", "performance", "reliability", "results", "upstream", "log"}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} == names
+
+
+def test_every_switch_method_and_experiment_is_in_the_table():
+    text = (ROOT / "docs/configuration.md").read_text()
+    for folder in ("method", "experiment"):
+        for path in (ROOT / "configs" / folder).glob("*.yaml"):
+            assert f"`{path.stem}`" in text, path
+    config = yaml.safe_load((ROOT / "recipe/bapo/config/bapo_trainer.yaml").read_text())
+    for name in config["actor_rollout_ref"]["actor"]["policy_loss"].keys() - {"_target_", "loss_mode"}:
+        family = re.sub("_(max|step)$", "_start", name)  # one row for start, max and step
+        assert f"`{family}`" in text, name
+
+
+def test_the_paper_is_cited_with_the_same_authors_everywhere():
+    (paper,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    (authors,) = re.findall(r"author  = \{(.*?)\},\n", (ROOT / "recipe/bapo/README.md").read_text(), re.S)
+    named = [f"{author['family-names']}, {author['given-names']}" for author in paper["authors"]]
+    assert " ".join(authors.split()).split(" and ") == named and len(named) == 21
+
+
+def test_the_workflow_runs_the_commands_of_ci():
+    run = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = workflow["jobs"]["test"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == run

@@ -180,15 +180,17 @@ def test_eq_8_as_printed_is_another_value_of_the_target(rho0):
     assert len(set(steps)) > 2  # at once, on the way, and at the end
 
 
-def test_rho_grows_with_the_positive_tokens_where_the_quotient_of_eq_8_does_not():
+def test_eq_8_as_printed_asks_for_a_smaller_share():
+    # |P| / |P - N| >= rho0, bars round both sums, holds where P / (P + N) >= rho0 / (1 + 2 * rho0).
+    generator = torch.Generator().manual_seed(8)
+    p, n, rho0 = torch.rand(3, 100_000, generator=generator, dtype=torch.float64)
+    assert torch.equal(p >= rho0 * (p - n).abs(), p / (p + n) >= rho0 / (1 + 2 * rho0))
+    # One token of either sign at r = 1, so that no bound changes rho: the share decides between the ends of the search.
     old, log_prob, advantages, mask = tokens([1.0, 1.0], [1.0, -1.0])
-    found = []
-    for size in (0.5, 0.9, 1.1, 2.0):  # of the positive advantage: P - N changes its sign
-        bounds = find_clip_bounds(old, log_prob, advantages * torch.tensor([size, 1.0]), mask, BAPOConfig())
-        found.append(bounds.positive_contribution.item())
-    assert found == sorted(found) and 0 < found[0] and found[-1] < 1
-    printed = [rho / abs(2 * rho - 1) for rho in found]  # |P| / |P - N|
-    assert max(printed) > 1 and printed != sorted(printed)
+    config = BAPOConfig(positive_contribution_target=0.4 / 1.8)
+    for positive, reached in ((0.2857, False), (0.2858, True)):  # printed: 0.2857 / 0.7143 < 0.4 < 0.2858 / 0.7142
+        bounds = find_clip_bounds(old, log_prob, advantages * torch.tensor([positive, 1.0]), mask, config)
+        assert bounds.saturated.item() != reached
 
 
 @pytest.mark.parametrize("contribution", ["value", "gradient"])

@@ -16,5 +16,7 @@ def test_the_required_verl_is_the_one_that_preflight_wants():
     from recipe.bapo.checks.machine import VERL
 
     lines = dict(line.split("=", 1) for line in (RECIPE / "REQUIRED_VERL.txt").read_text().splitlines() if "=" in line)
-    assert lines["VERL_VERSION"] == VERL and lines["PIP_INSTALL"].endswith(f"verl=={VERL}")
+    # What install_verl.sh of verl's collection of recipes reads where MODE is pinned_tag.
+    assert lines["MODE"] == "pinned_tag" and lines["TAG"] == f"v{VERL}" and lines["COMMIT"]
+    assert lines["PIP_INSTALL"] == f"pip install verl=={VERL}" and lines["UPSTREAM"].endswith("/verl.git")
     assert f"verl=={VERL}\n" in (ROOT / "requirements.txt").read_text()

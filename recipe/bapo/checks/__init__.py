@@ -2,4 +2,4 @@
 
 
 class Concern(Exception):
-    """What will run, but perhaps not as meant: a warning, where a ``ValueError`` is a failure."""
+    """A warning: it will run, and may do something that was not wanted. A ``ValueError`` is a failure."""

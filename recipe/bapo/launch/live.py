@@ -18,7 +18,7 @@ ENTROPY_FELL, NORM_ROSE = 0.5, 10.0  # to this share of what it was, to so many 
 
 
 def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
-    """What deserves a look in the metrics of the steps so far, by its kind."""
+    """Warnings about the metrics of the steps so far, by their kind."""
     found: dict[str, str] = {}
     recent = history[-WINDOW:]
     if len(recent) < WINDOW:
@@ -26,7 +26,7 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
     if all(data.get("actor/bapo/saturated") == 1 and data.get("actor/bapo/search_steps", 0) > 0 for data in recent):
         found["saturated"] = (
             f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
-            "maximum: lower positive_contribution_target, or see what your data allow (docs/off_policy.md, replay)."
+            "maximum: lower positive_contribution_target, or see what your data allow (docs/configuration.md)."
         )
     entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
     if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:
@@ -88,7 +88,7 @@ class StepPrinter:
             print(text, file=self.out, flush=True)
 
     def warn(self, step):
-        """Show what deserves a look, each kind once in ``WINDOW`` steps."""
+        """Show the warnings, each kind once in ``WINDOW`` steps."""
         for kind, text in warnings_in(self.history).items():
             if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
                 self.warned[kind] = step
