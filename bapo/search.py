@@ -17,8 +17,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """Clip bounds of one optimizer update and how they were found. All fields are tensors on the inputs' device, 0-d
-    but for the last.
+    """Clip bounds of one optimizer update and how they were found: 0-d tensors on the inputs' device.
 
     Attributes:
         low, high: ``c_low`` and ``c_high``, bounds on the ratio itself, float64.
@@ -53,11 +52,11 @@ class ClipBounds:
         counts = scalars.pop("invalid_counts")
         values = torch.cat([counts, torch.stack([scalar.detach().double() for scalar in scalars.values()])]).tolist()
         names = ("old_log_prob", "log_prob", "advantages")
-        found = [f"{int(count)} in {name}" for name, count in zip(names, values, strict=False) if count]
+        found = ", ".join(f"{int(count)} in {name}" for name, count in zip(names, values, strict=False) if count)
         if found:
             raise ValueError(
-                f"Non-finite values on response tokens of this mini-batch: {', '.join(found)}. No clip bounds were "
-                "found and no update was made; look for a diverged model or a broken rollout or reward."
+                f"Non-finite values on response tokens of this mini-batch: {found}. No clip "
+                "bounds were found and no update was made; look for a diverged model or a broken rollout or reward."
             )
         return dict(zip(scalars, values[len(counts) :], strict=True))
 

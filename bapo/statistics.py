@@ -66,8 +66,7 @@ class ClipStatistics:
 
     @property
     def negative(self) -> Tensor:
-        """Sums of the tokens with A < 0. In bucket b the ratio is above b points of the grid of ``c_low``; in the last
-        one it is at or above the dual clip."""
+        """Sums of the tokens with A < 0. In bucket b the ratio is above b points of ``c_low``; the last: dual clip."""
         return self.sums[:, self.config.upper_steps + 2 :]
 
     @property
@@ -130,8 +129,8 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     mask = mask.bool()
     old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
     # x - x is 0, or NaN where x is not finite. Such a token spoils the sums; that it is counted makes ``read`` raise.
-    non_finite = [(x - x).count_nonzero() for x in (old_log_prob, log_prob, advantages)]
-    statistics.counts.add_(torch.stack([mask.count_nonzero(), *non_finite]))
+    unusable = [(x - x).count_nonzero() for x in (old_log_prob, log_prob, advantages)]
+    statistics.counts.add_(torch.stack([mask.count_nonzero(), *unusable]))
 
     ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
     advantages = advantages.double()

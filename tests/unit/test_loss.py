@@ -119,6 +119,24 @@ def test_the_gradient_per_token_does_not_depend_on_the_cut():
         assert total == pytest.approx(whole, rel=1e-6)
 
 
+def test_a_second_derivative_is_that_of_the_loss():
+    # Inside the bounds the loss is -A * exp(log_prob - old), which is its own second derivative.
+    log_prob = torch.tensor([[1.1, 0.9, 1.5]]).log().requires_grad_()
+    advantages, mask = torch.tensor([[1.0, -2.0, 1.0]]), torch.ones(1, 3)
+    loss = clipped_surrogate_loss(torch.zeros(1, 3), log_prob, advantages, mask, 0.8, 1.2).loss
+    (gradient,) = torch.autograd.grad(loss, log_prob, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), log_prob)
+    torch.testing.assert_close(second, torch.tensor([[-1.1 / 3, 2 * 0.9 / 3, 0.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advantages_beyond_the_range_of_float32_make_a_finite_loss(dtype):
+    advantages = torch.tensor([[1e200, -1e200]], dtype=torch.float64)
+    log_prob = torch.tensor([[0.1, 0.0]], dtype=dtype)
+    result = clipped_surrogate_loss(torch.zeros(1, 2, dtype=dtype), log_prob, advantages, torch.ones(1, 2), 0.8, 1.2)
+    assert result.loss.item() == pytest.approx(-1e200 * (math.exp(0.1) - 1) / 2, rel=1e-5)
+
+
 def test_a_dual_clip_that_is_not_above_1_is_refused():
     with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
         clipped_surrogate_loss(*make_batch(0), low=0.8, high=1.2, clip_ratio_c=1.0)
