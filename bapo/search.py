@@ -76,10 +76,9 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
         config: the target, the grids, the order and the definition of the contribution.
 
     Raises:
-        ValueError: the statistics were collected with other grids.
+        ValueError: the statistics were collected with other grids or another token weight.
     """
-    if statistics.vector.shape != ClipStatistics.zeros(config).vector.shape:
-        raise ValueError(f"The statistics were collected with other grids than {config}.")
+    statistics.check_config(config)
     device = statistics.vector.device
     high, low = grid(config, "upper", device), grid(config, "lower", device)
 

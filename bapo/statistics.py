@@ -20,6 +20,8 @@ from bapo.ratio import check_inputs, log_ratio_of
 
 WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
 COUNTS = 4  # response tokens, and those of them with a non-finite old log-prob, log-prob, advantage
+# The switches that enter the sums; the others enter the search alone.
+COLLECTED = ["token_weight", *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step"))]
 CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time: temporaries that fit a CPU's cache; few kernels
 
 
@@ -74,7 +76,15 @@ class ClipStatistics:
         """``(4,)``, a view."""
         return self.vector[-COUNTS:]
 
+    def check_config(self, config: BAPOConfig) -> None:
+        """Raise a ValueError unless ``config`` would have collected the same sums."""
+        for name in COLLECTED:
+            ours, theirs = getattr(self.config, name), getattr(config, name)
+            if ours != theirs:
+                raise ValueError(f"These statistics were collected with {name}={ours!r}, not {theirs!r}.")
+
     def __add__(self, other: ClipStatistics) -> ClipStatistics:
+        other.check_config(self.config)
         return replace(self, vector=self.vector + other.vector)
 
     def all_reduce(self, group) -> ClipStatistics:

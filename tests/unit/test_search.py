@@ -249,6 +249,31 @@ def test_shapes_that_differ_are_named():
         find_clip_bounds(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3), BAPOConfig())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(ratio_lower_step=0.1),
+        dict(token_weight="uniform"),
+        dict(ratio_upper_start=1.3, ratio_upper_max=3.1),
+        dict(ratio_lower_step=0.0201),
+    ],
+)
+def test_statistics_collected_with_another_config_are_refused(change):
+    config, other = BAPOConfig(), BAPOConfig(**change)
+    statistics = collect_clip_statistics(*make_batch(0), config)
+    name = next(iter(change))
+    for use in (lambda: search_clip_bounds(statistics, other), lambda: ClipStatistics.zeros(other) + statistics):
+        with pytest.raises(ValueError, match=f"{name}="):
+            use()
+
+
+def test_one_collection_serves_every_target_measure_and_order():
+    batch, config = make_batch(0), BAPOConfig()
+    statistics = collect_clip_statistics(*batch, config)
+    other = BAPOConfig(positive_contribution_target=0.7, contribution="gradient", search_order="lower_first")
+    assert search_clip_bounds(statistics, other).read() == find_clip_bounds(*batch, other).read()
+
+
 @settings(max_examples=200)
 @given(configs(), st.integers(0, 2**31), st.integers(1, 7), st.randoms())
 def test_bounds_do_not_depend_on_the_cut_or_the_order(config, seed, pieces, random):
