@@ -28,7 +28,7 @@ class ClipBounds:
         positive_token_fraction: share of the response tokens with positive advantage.
         clipfrac_positive: share of the tokens with positive advantage whose ratio is at or above ``high``.
         clipfrac_negative: share of the tokens with negative advantage whose ratio is at or below ``low``.
-        invalid_counts: non-finite old log-probs, log-probs and advantages on response tokens, ``(3,)`` float64.
+        invalid_counts: unusable old log-probs, log-probs and advantages on response tokens, ``(3,)`` float64.
     """
 
     low: Tensor
@@ -46,7 +46,8 @@ class ClipBounds:
         """All 0-d fields, and ``others`` beside them, as Python numbers by name, in one transfer to the host.
 
         Raises:
-            ValueError: names each tensor with a non-finite value on a response token, and how many.
+            ValueError: names each tensor with a value on a response token that is not finite or, as an old log-prob,
+                above 0 beyond rounding, and how many.
         """
         scalars = {field.name: getattr(self, field.name) for field in fields(self)} | others
         counts = scalars.pop("invalid_counts")
@@ -55,7 +56,7 @@ class ClipBounds:
         found = ", ".join(f"{int(count)} in {name}" for name, count in zip(names, values, strict=False) if count)
         if found:
             raise ValueError(
-                f"Non-finite values on response tokens of this mini-batch: {found}. No clip "
+                f"Non-finite values, or old log-probs above 0, on response tokens of this mini-batch: {found}. No clip "
                 "bounds were found and no update was made; look for a diverged model or a broken rollout or reward."
             )
         return dict(zip(scalars, values[len(counts) :], strict=True))

@@ -19,7 +19,8 @@ from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, log_ratio_of
 
 WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
-COUNTS = 4  # response tokens, and those of them with a non-finite old log-prob, log-prob, advantage
+COUNTS = 4  # response tokens, and those of them with an unusable old log-prob, log-prob, advantage
+MAX_OLD_LOG_PROB = 0.5  # beyond it there is no log-prob; bfloat16 rounds some that are nearly 0 to a little above 0
 # The switches that enter the sums; the others enter the search alone.
 COLLECTED = ["token_weight", *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step"))]
 CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time: temporaries that fit a CPU's cache; few kernels
@@ -138,6 +139,7 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
     mask = mask.bool()
     old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
+    old_log_prob = old_log_prob.masked_fill(old_log_prob > MAX_OLD_LOG_PROB, math.nan)
     # x - x is 0, or NaN where x is not finite. Such a token spoils the sums; that it is counted makes ``read`` raise.
     unusable = [(x - x).count_nonzero() for x in (old_log_prob, log_prob, advantages)]
     statistics.counts.add_(torch.stack([mask.count_nonzero(), *unusable]))

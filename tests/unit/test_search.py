@@ -236,6 +236,20 @@ def test_a_non_finite_token_is_named_and_counted_unless_it_is_masked(index, name
             check()
 
 
+@pytest.mark.parametrize("value, invalid", [(0.0, False), (0.01, False), (0.6, True), (89.0, True), (1e4, True)])
+def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, invalid):
+    batch = [tensor.clone() for tensor in make_batch(3)]
+    batch[0][batch[3]] = batch[0][batch[3]].index_fill(0, torch.tensor([1, 4]), value)
+    bounds = find_clip_bounds(*batch, BAPOConfig())
+    if invalid:
+        with pytest.raises(ValueError, match=r"above 0, on response tokens of this mini-batch: 2 in old_log_prob\."):
+            bounds.read()
+    else:
+        bounds.raise_if_invalid()
+    batch[0][:], batch[3][:] = value, False
+    find_clip_bounds(*batch, BAPOConfig()).raise_if_invalid()
+
+
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 def test_float64_advantages_beyond_the_range_of_float32_are_finite(contribution):
     old, log_prob, advantages, mask = tokens([1.0, 0.5, 1.0], [1.0, 1.0, -2.0])
