@@ -148,7 +148,7 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     advantages = advantages.double()
     weight = advantages.abs()
     if statistics.config.token_weight == "rollout_prob":
-        weight = weight * old_log_prob.to(torch.promote_types(old_log_prob.dtype, torch.float32)).exp()
+        weight = weight * old_log_prob.double().exp()
     counted = advantages.sign().abs()  # 1, or 0 where A = 0
 
     upper_bucket = torch.bucketize(ratio, upper_edges, right=True)  # number of edges <= r

@@ -30,7 +30,7 @@ def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_rat
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     ratio = (log_prob[mask].to(dtype) - old.to(dtype)).clamp(-20, 20).exp().double()
     adv = advantages[mask].double()
-    weight = old.to(dtype).exp().double() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
+    weight = old.double().exp() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
 
     def point(side, k):
         return grid_point(*(getattr(config, f"ratio_{side}_{part}") for part in ("start", "max", "step")), k)

@@ -250,6 +250,15 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
     find_clip_bounds(*batch, BAPOConfig()).raise_if_invalid()
 
 
+def test_weights_below_the_range_of_float32_still_weigh():
+    # exp(-150) is 0 in float32. Shifting all log-probs changes all weights by one factor, and no share.
+    config = BAPOConfig(positive_contribution_target=0.45)
+    likely, unlikely = (tokens([1.5, 0.5, 1.0], [1.0, 1.0, -2.0], old_log_prob=old) for old in (0.0, -150.0))
+    expected = find_clip_bounds(*likely, config).read()
+    assert 0 < expected["positive_contribution_start"] < 0.5
+    assert find_clip_bounds(*unlikely, config).read() == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 def test_float64_advantages_beyond_the_range_of_float32_are_finite(contribution):
     old, log_prob, advantages, mask = tokens([1.0, 0.5, 1.0], [1.0, 1.0, -2.0])
