@@ -44,8 +44,8 @@ def main(config):
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    tell(training={"config": str(run_dir / CONFIG), "cluster": joins_a_cluster(config)})
-    tell(say=f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
+    tell("training", (str(run_dir / CONFIG), joins_a_cluster(config)))
+    tell("say", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
     train(config)
 
 
@@ -60,7 +60,7 @@ def check(config) -> None:
     print(table.table(lines))
     for line in lines:
         if line.status == "warning":
-            tell(say=f"Warning: {line.detail}")
+            tell("say", f"Warning: {line.detail}")
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         give_up(*failed)
@@ -69,7 +69,7 @@ def check(config) -> None:
 def give_up(*errors: str) -> NoReturn:
     """Tell what is wrong, and end."""
     for error in errors:
-        tell(error=error)
+        tell("error", error)
     sys.exit(1)
 
 
@@ -93,12 +93,12 @@ def train(config) -> None:
     """verl's entry point with our task runner."""
     try:
         run_ppo(config, TaskRunnerOnThisNode())
-        tell(trained=True)
+        tell("trained", True)
         return
     except Exception as error:
         with suppress(OSError):  # the disk is full
             traceback.print_exc()
-        tell(error=reason_of(error))
+        tell("error", reason_of(error))
         wait_to_be_ended()
     except KeyboardInterrupt:
         traceback.print_exc()  # where it was

@@ -106,11 +106,9 @@ class TaskRunnerOnThisNode:
 
     def remote(self):
         """Start the task runner; Ray is up by now."""
-        node, job = ray.get_runtime_context().get_node_id(), ray.get_runtime_context().get_job_id()
-        dashboard = ray.init(ignore_reinit_error=True).dashboard_url
-        environment = {"RAY_API_SERVER_ADDRESS": f"http://{dashboard}"}
-        if "RAY_AUTH_MODE" in os.environ:  # Ray sets it when it starts
-            environment["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
-        tell(ray={"job": job, "node": node, "environment": environment})
-        here = NodeAffinitySchedulingStrategy(node, soft=True)
+        context, url = ray.get_runtime_context(), ray.init(ignore_reinit_error=True).dashboard_url
+        mode = os.environ.get("RAY_AUTH_MODE", "disabled")  # a Ray of our own has set it
+        environment = {"RAY_API_SERVER_ADDRESS": f"http://{url}", "RAY_AUTH_MODE": mode}
+        tell("ray", (context.get_job_id(), context.get_node_id(), environment))
+        here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
         return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here, **self._options).remote()

@@ -41,7 +41,8 @@ def test_what_deserves_a_look(history, kinds):
 
 
 def follow(tmp_path, out, steps):
-    printer = StepPrinter(tmp_path, len(steps), out, since=0)
+    printer = StepPrinter(out, since=0)
+    printer.begin(tmp_path, len(steps))
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for data in steps:
             file.write(json.dumps({"step": data["training/global_step"], "data": data}) + "\n")

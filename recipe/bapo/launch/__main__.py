@@ -8,8 +8,10 @@ and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from recipe.bapo.launch.run import Run
 from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, VALIDATION, keep_earlier, validation
 
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")  # -u: its last words reach the log if it is killed
+LONGEST = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
 
 
 def main(arguments: list[str]) -> int:
@@ -32,18 +35,18 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
-    scratch = tree.make_scratch()
-    message: str | None = "the launcher failed"
-    try:
+    with scratch_folder() as scratch:
         run = Run([*TRAINING, *arguments], run_dir, log, scratch)
         try:
             while run.goes_on() and not interruptions:
                 time.sleep(0.2)
-            message, code = run.verdict(next(iter(interruptions), None))
+            message, code = run.verdict(interruptions)
         finally:
             run.end()
-    finally:
-        tree.remove_scratch(scratch, None if message is None else run_dir / RAY_LOGS)
+        if message is not None:
+            logs, but = Path(scratch, "ray", "session_latest", "logs"), shutil.ignore_patterns("old")
+            with suppress(OSError):  # there are none, or the disk is full
+                shutil.copytree(logs, run_dir / RAY_LOGS, dirs_exist_ok=True, ignore=but)
     with suppress(OSError):  # of a terminal that is gone
         if message is not None:
             print(f"Error: {message}\nThe whole output: {log}", file=sys.stderr)
@@ -59,6 +62,13 @@ def catch_interruptions() -> list[signal.Signals]:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, lambda number, _: caught.append(signal.Signals(number)))
     return caught
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory:
+    """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
+    parent = tempfile.gettempdir()
+    parent = parent if len(parent) <= LONGEST else "/tmp"
+    return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
 def show_result(run_dir: Path, evaluated: bool) -> None:

@@ -40,20 +40,25 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
 
 
 class StepPrinter:
-    """Follows ``metrics.jsonl`` and prints a line per step to ``out``, in a terminal above a progress bar."""
+    """Prints to ``out`` a line for each step of a run, in a terminal above a progress bar."""
 
-    def __init__(self, run_dir: Path, total: int | None, out, since: float):
-        self.path = run_dir / METRICS
-        self.since = since  # an older file is an earlier run's
-        self.total, self.out = total, out
+    def __init__(self, out, since: float):
+        self.out, self.since = out, since  # an older metrics file is an earlier run's
+        self.path: Path | None = None
+        self.total: int | None = None
         self.offset = 0
         self.began: tuple[float, int] | None = None
         self.history: list[dict[str, float]] = []
         self.warned: dict[str, int] = {}  # step of the last warning of a kind
         self.progress = None
-        if out.isatty():
+
+    def begin(self, run_dir: Path, total: int | None):
+        """Follow the run's ``metrics.jsonl``."""
+        self.path, self.total = run_dir / METRICS, total
+        if self.out.isatty():
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self.progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(file=out))
+            columns = (*columns, TextColumn("left"), TimeRemainingColumn())
+            self.progress = Progress(*columns, console=Console(file=self.out))
             self.task = self.progress.add_task("training", total=total)
             self.progress.start()
 
@@ -65,7 +70,7 @@ class StepPrinter:
 
     def print_new(self):
         """Print what has been appended since the last look."""
-        if not self.path.exists() or self.path.stat().st_mtime < self.since:
+        if self.path is None or not self.path.exists() or self.path.stat().st_mtime < self.since:
             return
         with open(self.path) as file:
             file.seek(self.offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -20,15 +20,14 @@ from recipe.bapo.launch.live import StepPrinter
 from recipe.bapo.launch.watchdog import Watchdog
 from recipe.bapo.records import CONFIG
 from recipe.bapo.records.checkpoints import latest_checkpoint
-from recipe.bapo.records.leftovers import remove
+from recipe.bapo.records.leftovers import leftovers, remove
 from recipe.bapo.records.messages import PIPE
 
 PATIENCE = 20.0  # seconds for training on a cluster to end of itself, and to remove what it leaves on other nodes
-FEW = 6  # lines of the log, where nobody said what is wrong
 
 
 class Run:
-    """Training as a child of this process.
+    """Training as a child of this process, in a process group of its own: a terminal's signals do not reach it.
 
     Args:
         command: of the child.
@@ -37,33 +36,32 @@ class Run:
         scratch: the folder for temporary files of everything below.
     """
 
-    def __init__(self, command: Sequence[str], run_dir: Path, log: Path, scratch: Path):
-        self.run_dir, self.log, self.began = run_dir, log, time.time()
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Path, scratch: str):
+        self.run_dir, self.log = run_dir, log
         self.errors: list[str] = []
-        self.config = None  # this and the two below: once the checks have passed
-        self.watchdog: Watchdog | None = None
-        self.printer: StepPrinter | None = None
+        self.config = self.watchdog = None  # until the checks have passed
         self.cluster = self.trained = False
-        self.unread = b""
-        self.pipe, of_child = os.pipe()
-        os.set_blocking(self.pipe, False)
-        environment = {**os.environ, "TMPDIR": str(scratch), PIPE: str(of_child)}
-        with open(log, "ab") as out:
-            self.process = tree.start(command, stdout=out, stderr=out, env=environment, pass_fds=(of_child,))
-        os.close(of_child)
+        self.printer = StepPrinter(sys.stdout, since=time.time())
+        self.pipe, of_child = Pipe(duplex=False)
+        with of_child, open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "TMPDIR": scratch, PIPE: str(of_child.fileno())},
+                pass_fds=(of_child.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                preexec_fn=tree.end_with_parent,
+            )
 
     def goes_on(self) -> bool:
         """Show what is new; false once training has ended, has failed or has to be ended."""
         ended = self.process.poll() is not None  # before what it told last is read
-        with suppress(BlockingIOError):
-            while found := os.read(self.pipe, 1 << 16):
-                self.unread += found
-        *lines, self.unread = self.unread.split(b"\n")
-        for line in lines:
-            self.take(**json.loads(line))
-        if self.printer is not None:
-            with suppress(OSError):  # a console that is gone does not end the run
-                self.printer.print_new()
+        with suppress(EOFError, OSError):  # it has closed the pipe, or the console is gone
+            while self.pipe.poll():
+                self.take(*self.pipe.recv())
+            self.printer.print_new()
         if ended or self.trained or self.watchdog is None:
             return not ended
         if self.errors:
@@ -74,33 +72,33 @@ class Run:
             return False
         return True
 
-    def take(self, say=None, error=None, training=None, ray=None, trained=False) -> None:
-        """What training tells; ``records.messages.tell`` says what each means."""
-        self.trained |= trained
-        if say is not None:
-            with suppress(OSError):
-                self.printer.show(say) if self.printer is not None else print(say, flush=True)
-        if error is not None:
-            self.errors.append(error)
-        if training is not None:
-            self.cluster = training["cluster"]
-            self.config = OmegaConf.load(training["config"])
+    def take(self, kind: str, what) -> None:
+        """What training tells (``records.messages.tell``)."""
+        if kind == "say":
+            self.printer.show(what)
+        elif kind == "error":
+            self.errors.append(what)
+        elif kind == "training":
+            path, self.cluster = what
+            self.config = OmegaConf.load(path)
             self.run_dir = Path(self.config.run_dir)  # as the command line has it
             self.watchdog = Watchdog(self.run_dir, **self.config.watchdog)
-            self.printer = StepPrinter(self.run_dir, self.config.trainer.total_training_steps, sys.stdout, self.began)
-        if ray is not None:
-            self.watchdog.ray_is_up(**ray)
+            self.printer.begin(self.run_dir, self.config.trainer.total_training_steps)
+        elif kind == "ray":
+            self.watchdog.ray_is_up(*what)
+        elif kind == "trained":
+            self.trained = True
 
-    def verdict(self, interruption: signal.Signals | None) -> tuple[str | None, int]:
+    def verdict(self, interruptions: list[signal.Signals]) -> tuple[str | None, int]:
         """What went wrong, if anything, and the exit code."""
         ended = self.process.poll()
         if ended == 0:
             return None, 0
-        if interruption is not None:
-            return f"interrupted by {interruption.name}. {self.where_to_go_on()}", 128 + interruption
+        if interruptions:
+            return f"interrupted by {interruptions[0].name}. {self.where_to_go_on()}", 128 + interruptions[0]
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:
-            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-FEW:]), 1
+            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
         first = console.first_error(log)
         reasons = (
             self.watchdog.reason,
@@ -131,11 +129,12 @@ class Run:
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
         with suppress(OSError):
-            if self.printer is not None:
-                self.printer.close()
+            self.printer.close()
         if not self.cluster:
             tree.suspend_below()  # so that no shared memory is made while we look
-        left = self.watchdog.leftovers() if self.watchdog is not None else set()
+        left = set()
+        if self.watchdog is not None:
+            left = self.watchdog.shared_memory | leftovers(self.watchdog.job, self.watchdog.processes())
         if self.cluster and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):

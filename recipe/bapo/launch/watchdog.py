@@ -16,7 +16,7 @@ import psutil
 
 from recipe.bapo.launch import tree
 from recipe.bapo.records import LOG, METRICS, STACKS
-from recipe.bapo.records.leftovers import leftovers, shared_memory, weight_sockets
+from recipe.bapo.records.leftovers import shared_memory, weight_sockets
 
 INTERVAL = 2.0  # seconds between two looks
 ENDED_ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")  # Ray's reasons for an actor's end
@@ -120,22 +120,18 @@ class Watchdog:
         return None
 
     def processes(self) -> dict[int, str]:
-        """The titles of the run's processes on this node by their ids; on a cluster they are below Ray's own."""
+        """The titles of the run's processes on this node by their ids; on a cluster they are not below this one."""
         found = {process.pid: process for process in tree.below()}
         for actor in self.actors:
             if actor.state == "ALIVE" and actor.node_id == self.node and actor.pid not in found:
                 with suppress(psutil.Error):
-                    process = psutil.Process(actor.pid)
-                    found |= {one.pid: one for one in (process, *process.children(recursive=True))}
+                    root = psutil.Process(actor.pid)
+                    found |= {process.pid: process for process in (root, *root.children(recursive=True))}
         titles = {}
         for pid, process in found.items():
             with suppress(psutil.Error):  # it has ended
                 titles[pid] = " ".join(process.cmdline()).strip()
         return {pid: title for pid, title in titles.items() if title}
-
-    def leftovers(self) -> set[Path]:
-        """What the run would leave on this node if it were ended now."""
-        return self.shared_memory | leftovers(self.job, self.processes())
 
     def write_stacks(self, driver: int) -> None:
         """The stack of every process of the run on this node, ``driver`` first, one file each, by py-spy."""
