@@ -87,6 +87,7 @@ class Started:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started the tests
             )
 
     def text(self):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, machine, table
+from recipe.bapo.checks import Concern, machine, other_runs, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,8 +16,10 @@ def lines_of(config):
     return {line.name: line for line in table.run(config)}
 
 
-def test_the_example_passes(task, monkeypatch):
+def test_the_example_passes(task, monkeypatch, tmp_path):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
     lines = lines_of(composed(task, "++trainer.default_local_dir=/tmp"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     names = [
@@ -137,8 +139,8 @@ def test_a_disk_that_cannot_be_written(task, monkeypatch):
         check(f"{task}/checkpoints")
 
 
-def test_disk_that_is_not_there(task, monkeypatch):
-    config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", "run_dir=/tmp/x")
+def test_disk_that_is_not_there(task, monkeypatch, tmp_path):
+    config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", f"run_dir={tmp_path}/run")
     monkeypatch.setattr(machine, "count_weights", lambda config: (10**15, 1))
     with pytest.raises(ValueError, match="choose another, or lower trainer.max_actor_ckpt_to_keep"):
         machine.check_disk(config)

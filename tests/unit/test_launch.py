@@ -44,6 +44,11 @@ def train(cluster=False):
 """
 
 
+def hear_sighup():
+    """Also where the tests were started by nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Launched:
     """A launcher in a session of its own, whose training is ``code``."""
 
@@ -57,7 +62,7 @@ class Launched:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=preexec_fn,
+            preexec_fn=preexec_fn or hear_sighup,
         )
 
     def wait_for(self, name):
