@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import ray
+import torch
 
 from bapo import collect_clip_statistics, find_clip_bounds, search_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from
@@ -113,7 +114,12 @@ class BAPOTrainingWorker(TrainingWorker):
 
         view = data.copy()  # shallow: what the pass sets does not reach the update
         tu.assign_non_tensor(view, calculate_entropy=False)
-        with self.engine.train_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)):
+        # With dropout the training forward draws its masks anew: from the same random state they are the same masks.
+        devices = [] if self.device_name == "cpu" else [get_device_id()]
+        with (
+            torch.random.fork_rng(devices, device_type=self.device_name),
+            self.engine.train_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)),
+        ):
             self.engine.infer_batch(view, loss_function=collect)
         return sum(collected[1:], start=collected[0])
 

@@ -160,6 +160,47 @@ def marked_updates(rank, size, port, task):
     return found
 
 
+def dropout_update(rank, port, task, folder):
+    """One update with dropout: the random state before and after the search, and a dump of the training's tokens."""
+    actor = make_actor(
+        [
+            f"actor_rollout_ref.model.path={task}/model",
+            *COMMON,
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.3",
+            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
+            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
+        ],
+        port=port,
+    )
+    data = make_mini_batch(actor, seed=7, rows=ROWS)
+    before = torch.get_rng_state()
+    find, states = actor._find_bounds, []
+
+    def find_bounds(data):
+        bounds = find(data)
+        states.append(torch.get_rng_state())
+        return bounds
+
+    actor._find_bounds = find_bounds
+    run_update(actor, data)
+    after = torch.get_rng_state()
+    torch.save({"before": before, "after the search": states[0], "after": after}, f"{folder}/states.pt")
+
+
+def test_the_search_sees_the_dropout_masks_of_training_and_leaves_the_random_state(task, tmp_path):
+    mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
+    states = torch.load(tmp_path / "states.pt", weights_only=True)
+    assert not torch.equal(states["before"], states["after"])  # there is dropout
+    assert torch.equal(states["before"], states["after the search"])
+
+    config = BAPOConfig(positive_contribution_target=0.45)
+    statistics = statistics_of(tmp_path / "dump", config, 3.0)[config.contribution, config.token_weight]
+    recorded = json.loads((tmp_path / "rank0.jsonl").read_text())
+    assert recorded["source"] == "pass"
+    for key, (value,) in search(statistics, config).items():
+        assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def ranks(request, task, tmp_path_factory):
     size = request.param
