@@ -16,8 +16,10 @@ def free_port():
 
 def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
     """The actor's worker as verl builds it, from our example's config with ``overrides``."""
+    from recipe.bapo.config import compose_config, cpu_environment
+
     os.environ.update(
-        VERL_PLATFORM="cpu",
+        cpu_environment(),
         RANK=str(rank),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
@@ -29,7 +31,6 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
     import torch
 
     import verl  # noqa: F401
-    from recipe.bapo.config import compose_config
     from recipe.bapo.worker import BAPOActorRolloutRefWorker
 
     torch.manual_seed(0)

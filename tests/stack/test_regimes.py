@@ -10,7 +10,7 @@ import pytest
 from support.stack_runs import ROOT, explain, removing_what_others_leave, run_example
 
 from bapo import BAPOConfig
-from recipe.bapo.cpu.platform import environment as cpu_environment
+from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.replay import search, statistics_of
 

@@ -13,7 +13,7 @@ import pytest
 from support.configs import composed
 from support.stack_runs import ROOT, Started, log_of, removing_what_others_leave
 
-from recipe.bapo.cpu.platform import environment as cpu_environment
+from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
 
 STEPS = 4

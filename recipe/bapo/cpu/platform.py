@@ -12,12 +12,11 @@ import os
 import sys
 import types
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import torch
-from omegaconf import OmegaConf
 
+from recipe.bapo.config import cpu_environment
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils import distributed
@@ -133,15 +132,9 @@ class _VLLMDistribution:
         return None
 
 
-def environment() -> dict[str, str]:
-    """What every process of a run on a CPU needs in its environment, from ``config/platform/cpu.yaml``."""
-    settings = OmegaConf.load(Path(__file__).parents[1] / "config" / "platform" / "cpu.yaml")
-    return OmegaConf.to_container(settings.ray_kwargs.ray_init.runtime_env.env_vars, resolve=True)
-
-
 def install() -> None:
     """Register the platform, and what hangs on it, in this process."""
-    os.environ.update(environment())
+    os.environ.update(cpu_environment())
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
     # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
     distributed.initialize_global_process_group_ray = functools.partial(
