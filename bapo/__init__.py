@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch."""
 
 from bapo.config import BAPOConfig

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The switches of BAPO: a plain dataclass that only validates."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip."""
 
 from __future__ import annotations

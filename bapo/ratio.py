@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The importance ratio and the checks of its inputs, the same in the search and in the loss."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search of Algorithm 1 over all its candidates at once, from the statistics of ``bapo.statistics``."""
 
 from __future__ import annotations

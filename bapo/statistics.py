@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Additive statistics from which the positive contribution follows at every candidate pair of bounds.
 
 P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each grid point: w*A*r of the tokens with r < c_high

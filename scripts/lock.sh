@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned: one list
 # each for x86_64 Linux and Python 3.11 and 3.12. Nothing of it is installed.
 #   bash scripts/lock.sh             takes up what changed in the .in files and keeps every other version

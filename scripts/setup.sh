@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Make .venv (the CPU stack: without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root from the
 # locked requirements.txt or requirements-cuda.txt (scripts/lock.sh writes them), or do nothing if it is up to date. Safe
 # to interrupt, and to start twice. Where the list has changed, the old environment is removed: let no run use it then.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Set up what is missing and run tests.
 #
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack

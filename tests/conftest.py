@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings and data shared by the tests."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
 verl's entry point with our checks before it. ``python -m recipe.bapo.launch`` with the same arguments starts it, shows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the dynamics of one run, or of several over each other.
 
     .venv/bin/python -m recipe.bapo.plot runs/a                        # runs/a/dynamics.png

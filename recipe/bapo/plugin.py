@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loaded by verl in every process (entry point ``verl.plugins``), and usable as ``external_lib``.
 
 Registers the policy loss ``bapo`` and, only where ``VERL_PLATFORM=cpu`` asks for it, the CPU

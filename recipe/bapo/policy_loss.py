@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy loss ``bapo`` and its config: the border between verl and ``bapo/``.
 
 ``bound_scope=mini_batch`` needs the whole mini-batch, and verl hands the policy loss one micro-batch. Our worker

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turn a published data set into verl's parquet schema, each row routed to a scorer of verl's.
 
     .venv/bin/python -m recipe.bapo.prepare_data dapo_math_17k              # from the hub to data/dapo_math_17k.parquet

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose rho0 from your own data: what every definition of the contribution would have measured, and which bounds every
 target would have chosen, on the tokens of a run that was dumped.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train with BAPO. Without a GPU: a tiny model learns to guess the sum of two dice, on the real stack, in about six
 # minutes on 2 cores. With GPUs: your model on your data.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainer with our worker, for each of its modes, and the Ray task that runs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The actor's worker: finds the clip bounds once per optimizer update, the same for all micro-batches and ranks."""
 
 from __future__ import annotations

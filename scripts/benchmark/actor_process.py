@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real actor worker (verl's FSDP2 engine over gloo) outside Ray: for tests and timings of one update."""
 
 import os

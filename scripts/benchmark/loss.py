@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the search and the loss against verl's vanilla loss and against the literal sequential search.
 
     .venv/bin/python -m scripts.benchmark.loss [--quick] [--json FILE]

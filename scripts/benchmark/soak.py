@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A long run of the example on a CPU: does anything grow that should not?
 
     .venv/bin/python -m scripts.benchmark.soak [--steps 300] [--json FILE] [key=value ...]

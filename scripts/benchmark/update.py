@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What finding the bounds adds to one optimizer update of the real actor (verl's FSDP2 engine on this CPU).
 
     .venv/bin/python -m scripts.benchmark.update [--json FILE]

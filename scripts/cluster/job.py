@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job on the Ray cluster at ``RAY_ADDRESS`` (http://HEAD:8265); called by the run script and scripts/cluster/ray.sh.
 
     python scripts/cluster/job.py submit NAME COMMAND...   run it in a copy of this repository, and follow it

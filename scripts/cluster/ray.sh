@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/running.md). The repository is at the same path
 # on every node.
 #
@@ -18,7 +19,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 fail() { echo "Error: $*" >&2; exit 1; }
-usage() { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 2; }
+usage() { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 2; }
 
 platform=()
 if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then

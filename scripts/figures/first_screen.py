@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the README's picture: clipping with moving bounds, and what the bounds did in a run of the study.
 
 .venv/bin/python -m scripts.figures.first_screen          # docs/figures/bapo.png, from docs/results/

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reinforcement-learning loop in one process: the study's cheap part.
 
 It shares with a real run the bound search and the loss (``bapo/``), the methods (``configs/method``), the task, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the study runs: tasks, methods, stalenesses, seeds, and where a finished run is."""
 
 from __future__ import annotations

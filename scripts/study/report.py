@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and pictures of docs/results.md from the runs in docs/results/."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The study behind docs/results.md: which of the paper's claims hold at the scale of the example's task.
 
     bash scripts/study/run.sh           everything: runs what is missing, writes tables and pictures of docs/results.md

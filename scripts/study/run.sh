@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The study behind docs/results.md; about two and a half hours on 2 cores, resumed where it was stopped. See scripts/study/run.py.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

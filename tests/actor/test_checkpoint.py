@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the real actor worker: what is restored, how training goes on from it, and the export."""
 
 import random

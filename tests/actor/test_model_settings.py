@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What larger models need of verl (docs/running.md): the same bounds with each setting, for both bound scopes."""
 
 import json

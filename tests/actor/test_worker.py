@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
 
 import json

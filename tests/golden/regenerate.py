@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compute the golden figures anew from a checkout of the authors' repository, and say how far the stored ones are off.
 
     git clone https://github.com/WooooDyy/BAPO /tmp/theirs && git -C /tmp/theirs checkout 7287044

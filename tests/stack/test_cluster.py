@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two Ray nodes on this machine, made by our scripts, and jobs of the real stack submitted to them."""
 
 import json

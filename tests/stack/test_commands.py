@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands that people type, up to the start of Ray: each imports verl, so some seconds each."""
 
 import json

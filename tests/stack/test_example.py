@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job as the README gives it, on the real stack: Ray, verl's trainer, FSDP2 over gloo and vLLM servers."""
 
 import json

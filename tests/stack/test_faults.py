@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults injected into the real stack: the run ends soon, names the cause, leaves nothing behind and can be resumed."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stale data, evaluation and verl's own entry point on the real stack. Minutes each."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interrupted run goes on, without a network, from its last checkpoint, which vLLM and transformers load."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The study: its loop is what it claims to be, its figures follow from its runs, and it resumes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random configs and batches for the tests."""
 
 import torch

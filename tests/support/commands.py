@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run script, for tests that expect it to end at once."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs as the run script composes them."""
 
 from pathlib import Path

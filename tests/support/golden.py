@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """24 random batches with what the authors' published policy loss gives on them (tests/golden/README.md)."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics that the loss returns on every call."""
 
 METRICS = {

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithm 1 as it is written: one candidate at a time, every sum afresh. The reference for the vectorised search."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs of the real stack, for the tests that start them, and what they leave behind."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong is said in a few lines, with the field, the value and the fix, before Ray starts."""
 
 import pandas as pd

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad data and bad checkpoints are named, with the row or the file, before anything starts."""
 
 import pandas as pd

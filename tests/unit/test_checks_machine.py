@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The preflight: every line on its own, failures name the fix, the command's table and JSON."""
 
 import json

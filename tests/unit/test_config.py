@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BAPOConfig only validates, and says what is wrong."""
 
 import pytest

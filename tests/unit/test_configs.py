@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every yaml is composed, its loss config instantiated, and checked by verl's own rules."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lines, the summary and the metrics files behind them."""
 
 import json

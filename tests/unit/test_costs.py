@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an update costs besides arithmetic: collectives and reads by the host, counted; and memory."""
 
 import pytest

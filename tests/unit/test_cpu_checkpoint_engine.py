@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights over gloo: what two actor ranks send arrives, bit for bit, at two rollout workers."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On 1, 2 and 4 gloo processes, with uneven and empty ranks, every rank holds the single process's bounds."""
 
 import pytest

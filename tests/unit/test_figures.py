@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's picture: its curves by hand, and that its run is one of the study's."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The authors' published policy loss on 24 random batches (tests/golden/README.md), reproduced by a config alone."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parent of a run, with small programs in the place of training: its last words, its exit codes, what it ends."""
 
 import json

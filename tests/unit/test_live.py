@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is shown while a run goes: lines, warnings once in a while, a progress bar in a terminal."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clipped surrogate: by hand, its gradient, and what is under the mask."""
 
 import math

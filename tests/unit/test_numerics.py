@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extreme numbers: finite bounds, losses and gradients, or the error that names the tensor."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """bapo/ is pure torch and needs nothing else; what may import what between the rooms of recipe/bapo."""
 
 import ast
@@ -73,3 +74,12 @@ def test_the_public_names():
 
 def test_recipe_is_a_namespace():
     assert not (ROOT / "recipe" / "__init__.py").exists()
+
+
+def test_every_file_of_code_names_its_licence():
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.sh", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
+    files = [ROOT / name for name in listed.stdout.split() if not name.startswith(".")]
+    texts = {path: path.read_text() for path in files if path.exists()}
+    assert files and not [
+        p for p, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0" not in text[:300]
+    ]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures: what they need, and that seeds become a band."""
 
 import json

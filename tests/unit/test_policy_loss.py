@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss registered in verl: verl's own loss at fixed bounds, what it refuses, its metrics and its host reads."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published schemas become verl's rows, every row is scored by verl's own reward manager, bad files are named."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The token dump and what the bound replay reads from it."""
 
 import subprocess

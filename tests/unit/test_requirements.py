@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The locked lists, and what scripts/setup.sh does with them. Python, uv and a GPU machine's tools are stand-ins."""
 
 from __future__ import annotations

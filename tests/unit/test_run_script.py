@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run script names what is missing or wrong in its environment in a line, before it sets anything up."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vectorised search against arithmetic by hand, the literal Algorithm 1 and the claims of the documentation."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the polling interval."""
 
 from types import SimpleNamespace

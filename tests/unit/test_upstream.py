@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe's folder stands alone: in another tree, with only the package bapo beside it."""
 
 from pathlib import Path

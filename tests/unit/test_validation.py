@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """avg@n and its spread, by hand."""
 
 import pytest

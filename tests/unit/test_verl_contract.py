@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What we rely on in verl 0.9.1, so that another version fails here with a name and not in a cluster."""
 
 import inspect

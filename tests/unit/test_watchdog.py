@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The watchdog's rules, and those for what a run leaves; that it ends a real run is in tests/stack/test_faults.py."""
 
 import mmap

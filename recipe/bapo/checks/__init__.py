@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be known to be wrong before a cluster is started. Each message names the field, the value and the fix."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check a config, what it reads and this machine, and print a table or JSON: exit code 0 or 1; no run is started.
 
     bash recipe/bapo/run_bapo_example.sh --preflight [--json] [key=value ...]

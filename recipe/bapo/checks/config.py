@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The config: trainer, loss, watchdog and batch sizes, and what verl itself asks of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run reads, checked before a cluster is started: model, data, and the checkpoint it goes on from."""
 
 from __future__ import annotations

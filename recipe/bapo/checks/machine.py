@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine: the installed stack, its devices, memory and disk, against what the config asks of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other runs on this machine, which would get this run's weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All checks as a table: a line each, ok, a warning, or failed with the field, the value and the fix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a run's config comes together: verl's, ours, and the groups platform, size, experiment and method."""
 
 from __future__ import annotations

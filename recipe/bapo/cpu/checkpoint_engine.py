@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights from the trainer to rollout servers on other devices, without a GPU: verl's checkpoint engine ``gloo``.
 
 ``separate_async`` refuses verl's ``naive`` engine, and the others need a GPU or special hardware.

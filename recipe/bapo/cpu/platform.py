@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A platform of verl's for machines without a GPU: the same trainer, FSDP2 over gloo and vLLM servers on a CPU.
 
 Opt-in by ``VERL_PLATFORM=cpu``: a cluster's head node often has no GPU, and a platform found by itself there would

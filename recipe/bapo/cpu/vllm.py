@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's worker on a CPU, for verl's weight synchronisation."""
 
 import torch

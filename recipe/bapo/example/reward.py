@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reward of the example task: 1 if the last guess is the sum and the response says so, else 0."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example's task, made on the spot: a tokenizer, a warmed-up tiny model and a data set in verl's parquet schema.
 
 "Guess, check, guess again": asked for the sum of two dice, ``3+6=``, the model guesses until right: ``07 no 09 yes``.

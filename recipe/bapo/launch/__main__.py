@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with BAPO and clean up after it: ``python -m recipe.bapo.launch [arguments of recipe.bapo.main_bapo]``.
 
 Training is a child of this process, which shows a line per step and a summary, ends a run that would hang and, whatever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows a person, as text: a line per step, a screen at the end, the first error of its log."""
 
 from __future__ import annotations

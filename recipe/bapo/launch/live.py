@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run shows while it goes: a line per step, warnings that matter, and in a terminal a progress bar beneath."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run as the process that launched it sees it: what it is told, what it finds, what it says at the end."""
 
 from __future__ import annotations

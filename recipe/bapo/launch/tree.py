@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes below this one, of which none gets out of sight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds why a run would hang: a process has died, weights do not reach vLLM, or no step has ended for too long.
 
 verl waits for an answer from a server or a worker that is gone or has failed, in some cases for ever.

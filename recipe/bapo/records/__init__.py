@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run writes in its folder and reads back: the only home of the names of its files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where verl keeps a run's checkpoints."""
 
 from __future__ import annotations

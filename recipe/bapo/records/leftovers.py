@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's processes leave outside its folder if they are killed: shared memory, and verl's sockets in ``/tmp``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training (``main_bapo``) tells the process that launched it; without one, what is for a person is printed.
 
 The way is a pipe: a file in the run's folder would be lost where its disk is full.

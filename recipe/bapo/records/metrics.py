@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics of a run, step by step, as verl's file logger writes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the loss saw, token by token, for ``recipe.bapo.replay``: one safetensors file per call of the loss and rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation figures with their spread: avg@n per data source, from every response's accuracy."""
 
 from __future__ import annotations
