@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search of Algorithm 1 over all its candidates at once, from the statistics of ``bapo.statistics``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,8 +9,7 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, grid
 
-# Relative to P + N. With r = 1 and a target of 0.5 the start often sits exactly on the tie P = N; rounding must not
-# choose between the first candidate and the last.
+# Relative to P + N. With r = 1 and rho0 = 0.5 the start often is the tie P = N, which rounding must not decide.
 TOLERANCE = 1e-9
 
 
