@@ -84,12 +84,17 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _find_bounds(self, data):
         """The bounds of this update; None where the loss finds them."""
-        if self.loss_config.bound_scope == "micro_batch" or self._is_one_micro_batch(data):
+        if self.loss_config.bound_scope == "micro_batch":
             return None
-        collect = self._collect_at_ratio_1 if self.ratios_are_1 else self._collect_by_forward
-        bounds = search_clip_bounds(collect(data).all_reduce(self._group()), self.loss_config)
-        values = bounds.read()  # raises before the first training forward, on all ranks together
-        self._record(values, "ratio 1" if self.ratios_are_1 else "pass")
+        # First: on a tie a real forward rounds otherwise, and what is logged would depend on the micro-batch size.
+        if self.ratios_are_1:
+            statistics, source = self._collect_at_ratio_1(data), "ratio 1"
+        elif self._is_one_micro_batch(data):
+            return None
+        else:
+            statistics, source = self._collect_by_forward(data), "pass"
+        bounds = search_clip_bounds(statistics.all_reduce(self._group()), self.loss_config)
+        self._record(bounds.read(), source)  # raises before the first training forward, on all ranks together
         return bounds
 
     def _is_one_micro_batch(self, data):

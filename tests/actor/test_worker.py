@@ -148,10 +148,15 @@ def marked_updates(rank, size, port, task):
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
         counter = CollectiveCounter(actor)
         actor.ratios_are_1 = marked
+        whole = data.copy()
         actor._set_defaults(data)
         values = actor._find_bounds(data).read()
         counter.stop()
         found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
+        tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
+        actor._set_defaults(whole)
+        bounds = actor._find_bounds(whole)  # None: the loss finds them
+        found[marked]["as one micro-batch"] = None if bounds is None else bounds.read()
 
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **{RATIOS_START_AT_1: marked})
         counter = CollectiveCounter(actor)
@@ -275,6 +280,7 @@ def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
         marked, plain = rank["marked"][True], rank["marked"][False]
         assert (marked["passes"], plain["passes"]) == (0, 1) and marked["collectives"] == plain["collectives"] == 1
         assert marked["passes of 4 updates"] == 3 and plain["passes of 4 updates"] == 4
+        assert marked["as one micro-batch"] == marked["values"] and plain["as one micro-batch"] is None
         for name in ("low", "high", "search_steps", "saturated"):
             assert marked["values"][name] == plain["values"][name]
         assert marked["values"]["positive_contribution_start"] == pytest.approx(
