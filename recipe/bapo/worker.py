@@ -21,6 +21,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 # Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
+SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -108,7 +109,7 @@ class BAPOTrainingWorker(TrainingWorker):
         return all(sum(lengths[first : first + rows]) <= limit for first in range(0, len(lengths), rows))
 
     def _collect_at_ratio_1(self, data):
-        return self._statistics_of(data.to(get_device_id()))
+        return self._statistics_of(data.select(*SEARCHED).to(get_device_id()))
 
     def _collect_by_forward(self, data):
         collected = []
@@ -131,7 +132,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _statistics_of(self, data, log_prob=None):
         """Of one micro-batch; ``log_prob`` ``(B, T)`` is None where it equals the old one."""
-        fields = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
+        fields = data.select(*SEARCHED).to_padded_tensor()
         old_log_prob = fields["old_log_probs"]
         return collect_clip_statistics(
             old_log_prob,

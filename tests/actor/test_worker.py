@@ -166,6 +166,18 @@ def marked_updates(rank, size, port, task):
     return found
 
 
+def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
+    from recipe.bapo.worker import BAPOTrainingWorker
+
+    worker, seen = object.__new__(BAPOTrainingWorker), []
+    monkeypatch.setattr(TensorDict, "to", lambda data, device: seen.append(set(data.keys())) or data)
+    monkeypatch.setattr(worker, "_statistics_of", lambda data: set(data.keys()))
+    names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
+    needed = {"response_mask", "old_log_probs", "advantages"}
+    assert worker._collect_at_ratio_1(TensorDict({name: torch.zeros(2, 1) for name in names}, [2])) == needed
+    assert seen == [needed]
+
+
 def dropout_update(rank, port, task, folder):
     """One update with dropout: the random state before and after the search, and a dump of the training's tokens."""
     actor = make_actor(
