@@ -92,7 +92,7 @@ def compute_policy_loss_bapo(
         ValueError: the whole mini-batch is needed and not known; non-finite input on response tokens; a wrong config.
     """
     bapo_config = _bapo_config_of(config)
-    _refuse_padded_width(loss_agg_mode, config, _sees_mini_batch(log_prob, config.global_batch_info))
+    _refuse_padded_width(log_prob, loss_agg_mode, config)
     tensors = (old_log_prob, log_prob, advantages, response_mask)
     if bapo_config.token_dump_dir is not None:
         about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
@@ -137,9 +137,12 @@ def _sees_mini_batch(log_prob, info):
     return None not in (dp_size, global_batch_size) and log_prob.shape[0] * dp_size == global_batch_size
 
 
-def _refuse_padded_width(loss_agg_mode, config, sees_all):
-    # verl divides by the padded width of each micro-batch, so the sum would depend on the cut.
-    if loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None and not sees_all:
+def _refuse_padded_width(log_prob, loss_agg_mode, config):
+    # verl divides by the padded width of each micro-batch on each rank, so the sum would depend on the cut.
+    if loss_agg_mode != "seq-mean-token-sum-norm" or config.loss_scale_factor is not None:
+        return
+    info = config.global_batch_info
+    if info.get("dp_size") != 1 or not _sees_mini_batch(log_prob, info):
         raise ValueError(
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm divides by each micro-batch's padded width: "
             "set actor_rollout_ref.actor.loss_scale_factor, for example to the maximum response length."

@@ -7,7 +7,7 @@ from support.configs import composed
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import Concern, table
-from recipe.bapo.checks.config import check_ratio
+from recipe.bapo.checks.config import check_loss, check_ratio
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -82,3 +82,20 @@ def test_a_mistake_is_named(override, message, files, task):
 def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
     with pytest.raises(Concern, match="algorithm.rollout_correction.bypass_mode=false in an asynchronous mode"):
         check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
+
+
+@pytest.mark.parametrize("ranks, micro, refused", [(1, 64, False), (1, 32, True), (2, 32, True)])
+def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(task, ranks, micro, refused):
+    config = composed(
+        task,
+        f"trainer.n_gpus_per_node={ranks}",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=8",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu={micro}",
+    )
+    if not refused:
+        check_loss(config)
+        return
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        check_loss(config)

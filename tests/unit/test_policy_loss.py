@@ -119,6 +119,20 @@ def test_a_loss_that_would_depend_on_the_padded_width_is_refused():
         run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
 
 
+@pytest.mark.parametrize(
+    "rows, dp_size, refused", [(5, 1, False), (10, 1, True), (5, 2, True)], ids=["whole", "a part", "two ranks"]
+)
+def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(rows, dp_size, refused):
+    # On two ranks each share of the mini-batch has a width of its own, though each is one micro-batch.
+    config = actor_config(BAPOPolicyLossConfig(bound_scope="micro_batch"), loss_agg_mode="seq-mean-token-sum-norm")
+    config = with_batch_info(config, rows=rows, dp_size=dp_size)
+    if not refused:
+        run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
+        return
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
+
+
 def test_a_config_of_another_loss_is_refused():
     with pytest.raises(ValueError, match="_target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"):
         run_loss(compute_policy_loss_bapo, actor_config(PolicyLossConfig(loss_mode="bapo")), make_batch(1))

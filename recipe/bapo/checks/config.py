@@ -83,7 +83,7 @@ def check_loss(config) -> str:
     _require(
         actor.loss_agg_mode != "seq-mean-token-sum-norm"
         or actor.loss_scale_factor is not None
-        or one_micro_batch(config),
+        or one_micro_batch_on_one_rank(config),
         "actor_rollout_ref.actor.loss_scale_factor",
         "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
         "each micro-batch's padded width",
@@ -144,11 +144,11 @@ def ranks_of(config) -> int:
     )
 
 
-def one_micro_batch(config) -> bool:
-    """Whether each rank's share of a mini-batch is surely one micro-batch."""
+def one_micro_batch_on_one_rank(config) -> bool:
+    """Whether a whole mini-batch is surely one micro-batch."""
     actor = config.actor_rollout_ref.actor
-    share = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // ranks_of(config)
-    return not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu == share
+    rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    return ranks_of(config) == 1 and not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu == rows
 
 
 def check_batches(config) -> str:
