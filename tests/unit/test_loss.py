@@ -138,6 +138,18 @@ def test_advantages_beyond_the_range_of_float32_make_a_finite_loss(dtype):
     assert result.loss.item() == pytest.approx(-1e200 * (math.exp(0.1) - 1) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_types_lose_nothing_beyond_their_inputs(dtype):
+    for seed in range(5):
+        old, log_prob, advantages, mask = make_batch(seed, dtype=dtype)
+        found, expected = (
+            clipped_surrogate_loss(*(tensor.to(kind) for tensor in (old, log_prob, advantages)), mask, 0.8, 1.2, 3.0)
+            for kind in (dtype, torch.float32)
+        )
+        for name, value in vars(expected).items():
+            assert torch.equal(getattr(found, name), value), name
+
+
 def test_a_dual_clip_that_is_not_above_1_is_refused():
     with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
         clipped_surrogate_loss(*make_batch(0), low=0.8, high=1.2, clip_ratio_c=1.0)
