@@ -100,7 +100,7 @@ def in_a_synchronisation(run):
     "victim, moment",
     [
         ("VLLM::EngineCore", in_generation),
-        ("ray::WorkerDict", in_a_checkpoint),
+        pytest.param("ray::WorkerDict", in_a_checkpoint, marks=pytest.mark.slow),
         pytest.param("ray::vLLMHttpServer", in_generation, marks=pytest.mark.slow),
         pytest.param("ray::WorkerDict", in_an_update, marks=pytest.mark.slow),
         pytest.param("ray::WorkerDict", in_a_synchronisation, marks=pytest.mark.slow),
@@ -121,6 +121,7 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
         assert folder.endswith("global_step_1") and (run.output / "checkpoints" / "global_step_2").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_vllm_cannot_load_end_the_run(start, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN_SYNCHRONISATION)
     extension = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=broken.BrokenExtension"
