@@ -26,7 +26,7 @@ from scripts.study.train import Cell, Trainer
 DONE = ROOT / "runs" / "study" / "cells"  # a file for each cell that the table does not have yet
 
 
-def train_cell(cell: Cell, seeds: list[int] = SEEDS) -> list[dict]:
+def train_cell(cell: Cell, seeds: list[int]) -> list[dict]:
     """The rows of one cell, in this process, on one thread: the same sums on every run."""
     import torch
 
@@ -37,14 +37,14 @@ def train_cell(cell: Cell, seeds: list[int] = SEEDS) -> list[dict]:
     return trainer.rows()
 
 
-def run_and_keep(cell: Cell, folder: Path) -> float:
-    """Run one cell and write its rows, complete or not at all. Returns its seconds of CPU time."""
+def run_and_keep(cell: Cell, seeds: list[int], folder: Path) -> float:
+    """Run one cell and write its rows, complete or not at all. Returns its seconds of CPU time a run."""
     began = time.process_time()
-    rows = train_cell(cell)
+    rows = train_cell(cell, seeds)
     unfinished = folder / f"{cell.name}.unfinished"
     unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(unfinished, folder / f"{cell.name}.jsonl")
-    return time.process_time() - began
+    return (time.process_time() - began) / len(seeds)
 
 
 def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
@@ -53,7 +53,7 @@ def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
     return names | (set(pd.read_parquet(table, columns=["cell"])["cell"]) if table.exists() else set())
 
 
-def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE) -> None:
+def run_missing(planned: list[Cell], seeds: list[int], workers: int, table: Path = TABLE, folder: Path = DONE) -> None:
     """Run what is missing, a cell on each core, and gather all in the table."""
     folder.mkdir(parents=True, exist_ok=True)
     there = finished(table, folder)
@@ -61,17 +61,18 @@ def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: 
     print(f"{len(planned) - len(todo)} of {len(planned)} cells are there, {len(todo)} to run.", flush=True)
     began = time.time()
     with ProcessPoolExecutor(workers) as pool:
-        running = {pool.submit(run_and_keep, cell, folder): cell for cell in todo}
+        running = {pool.submit(run_and_keep, cell, seeds, folder): cell for cell in todo}
         for number, done in enumerate(as_completed(running), 1):
-            seconds = done.result() / len(SEEDS)
+            seconds = done.result()
             left = (time.time() - began) / number * (len(todo) - number)
             name = running[done].name
             print(f"{number}/{len(todo)}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
     gather(planned, table, folder)
+    gather(planned, table, folder)
 
 
 def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
-    """Move the rows of all files into the table, in the order of the plan."""
+    """Move the rows of all files into the table, in the order of the plan; what it does not plan comes last."""
     files = sorted(folder.glob("*.jsonl"))
     rows = [compact(json.loads(line)) for path in files for line in path.read_text().splitlines()]
     parts = [pd.read_parquet(table)] if table.exists() else []
@@ -79,9 +80,8 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
     if frame.empty:
         return
     order = {cell.name: place for place, cell in enumerate(planned)}
-    frame = frame[frame["cell"].isin(order)]
-    frame = frame.iloc[frame["cell"].map(order).argsort(kind="stable")].reset_index(drop=True)
-    for name in frame.select_dtypes("float64"):
+    frame = frame.iloc[frame["cell"].map(order).fillna(len(order)).argsort(kind="stable")].reset_index(drop=True)
+    for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "norm_clip", "dual_clip"]):
         frame[name] = frame[name].astype("float32")
     unfinished = table.with_suffix(".unfinished")
     frame.to_parquet(unfinished, compression="zstd", compression_level=19, index=False)
@@ -100,20 +100,17 @@ def compact(row: dict) -> dict:
     return {key: list(map(rounded, value)) if isinstance(value, list) else value for key, value in row.items()}
 
 
-def run_again(names: list[str]) -> bool:
+def run_again(again: list[Cell], table: pd.DataFrame) -> bool:
     """Run cells anew and say whether the table has the same numbers; true if all of them are the same."""
-    planned = {cell.name: cell for cell in cells()}
-    table = pd.read_parquet(TABLE)
     all_same = True
-    for name in names:
-        there = table[table["cell"] == name].set_index("seed")
-        again = pd.DataFrame(train_cell(planned[name])).set_index("seed")
-        same = (
-            sum(there["weights"] == again["weights"]),
-            sum(there["final_reward"] == again["final_reward"].astype("float32")),
-        )
-        all_same &= same == (len(SEEDS), len(SEEDS))
-        print(f"{name}: the same weights in {same[0]} of {len(SEEDS)} seeds, the same final reward in {same[1]}")
+    for cell in again:
+        there = table[table["cell"] == cell.name].set_index("seed")
+        rows = pd.DataFrame(train_cell(cell, list(there.index))).set_index("seed")
+        same = [
+            int((there[name] == rows[name].astype(there[name].dtype)).sum()) for name in ("weights", "final_reward")
+        ]
+        all_same &= same == [len(there)] * 2
+        print(f"{cell.name}: of {len(there)} seeds {same[0]} have the same weights, {same[1]} the same final reward")
     return all_same
 
 
@@ -127,7 +124,7 @@ def main():
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cells at a time")
     arguments = parser.parse_args()
     if arguments.part == "all":
-        run_missing(cells(), arguments.workers)
+        run_missing(cells(), SEEDS, arguments.workers)
     if arguments.part in ("all", "report"):
         from scripts.study.report import report
 
@@ -136,8 +133,10 @@ def main():
         there = finished()
         for cell in cells():
             print("there  " if cell.name in there else "missing", cell.name)
-    if arguments.part == "again" and not run_again(arguments.cells):
-        raise SystemExit(1)
+    if arguments.part == "again":
+        planned = {cell.name: cell for cell in cells()}
+        if not run_again([planned[name] for name in arguments.cells], pd.read_parquet(TABLE)):
+            raise SystemExit(1)
     if arguments.part in ("anchors", "stack"):
         from scripts.study.anchors import run_anchors, run_stack
 

@@ -1,78 +1,25 @@
-"""The study: its loop is what it claims to be, its figures follow from its runs, and it resumes."""
+"""The first study's tables, pictures and text follow from its runs."""
 
 import json
 
 import pytest
 
-from bapo import BAPOConfig
-from scripts.study.loop import SEARCH_METRICS, Settings, read_method, train
-from scripts.study.plan import (
+from scripts.study.first_study import (
     ADDED,
-    LOOP,
     METHODS,
     RESULTS,
     ROOT,
-    STACK,
-    STACK_METHODS,
-    STACK_SEEDS,
-    loop_runs,
-    run_path,
+    control,
+    draw,
+    generated,
+    interval,
+    measures,
+    read_runs,
+    tables,
 )
-from scripts.study.report import control, draw, generated, interval, measures, read_runs, tables
-from scripts.study.run import is_done, windows, write
 
-
-def train_a_little(task, method, staleness, seed=1):
-    settings = Settings(staleness=staleness, updates=8, prompts=4, samples=8, learning_rate=5e-3)
-    return train(task / "model", method, seed, settings)
-
-
-@pytest.fixture(scope="module")
-def warm_task(tmp_path_factory):
-    """The example's task after a warm-up long enough that a few responses are right."""
-    from recipe.bapo.example.task import make_task
-
-    folder = tmp_path_factory.mktemp("warm") / "task"
-    make_task(folder, steps=300, layers=2, hidden=64, seed=1, right=0.3)
-    return folder
-
-
-def test_at_staleness_1_all_methods_make_the_same_updates(warm_task):
-    runs = {method: train_a_little(warm_task, method, staleness=1) for method in METHODS}
-    assert any(update["grad_norm"] > 0 for update in runs["grpo"].updates)
-    assert len({run.weights for run in runs.values()}) == len({run.final_reward for run in runs.values()}) == 1
-    assert train_a_little(warm_task, "grpo", staleness=1, seed=2).weights != runs["grpo"].weights
-
-
-def test_at_a_higher_staleness_they_differ(warm_task):
-    runs = {method: train_a_little(warm_task, method, staleness=8) for method in ("grpo", "bapo", "widest")}
-    assert len({run.weights for run in runs.values()}) > 1
-    for run in runs.values():
-        first = run.updates[0]
-        assert 0 < first["rho_value"] < 1  # tokens of both signs
-        assert first["clipfrac_negative"] == 0  # every ratio is 1 in the first update
-    assert all(update["clip_high"] == 1.2 for update in runs["grpo"].updates)
-    for update in runs["bapo"].updates:  # its own measure is the common one
-        assert update["rho_value"] == pytest.approx(update["positive_contribution"], abs=1e-9)
-
-
-def test_windows_leave_out_what_is_not_there():
-    assert windows([1.0, 2.0, float("nan"), 4.0, float("nan"), float("nan")], 2) == [1.5, 4.0, None]
-
-
-def test_methods_are_read_from_the_configs():
-    assert read_method("bapo") == (BAPOConfig(), 3.0)
-    assert read_method("bapo@0.38") == (BAPOConfig(positive_contribution_target=0.38), 3.0)
-    assert read_method("grpo")[0].ratio_upper_max == 1.2
-
-
-def test_a_finished_run_is_kept_and_one_with_other_settings_is_named(tmp_path):
-    path = tmp_path / "run.json"
-    assert not is_done(path, LOOP)
-    path.write_text(json.dumps({"settings": LOOP}))
-    assert is_done(path, LOOP)
-    with pytest.raises(ValueError, match="remove it to run it anew"):
-        is_done(path, {**LOOP, "updates": 1})
+SEARCH_METRICS = ("positive_contribution", "positive_contribution_start", "saturated")
+SEARCH_METRICS += ("clipfrac_positive", "clipfrac_negative")
 
 
 def test_measures_by_hand():
@@ -100,13 +47,17 @@ def test_an_interval_by_hand():
 
 
 def write_runs(folder, rewards, staleness=32):
-    """One run per method and seed with a constant reward, as ``study.py`` writes them."""
+    """One run per method and seed with a constant reward."""
+    lines = []
     for (method, seed), reward in rewards.items():
         series = {key: [0.5] * 5 for key in ("entropy", "clip_low", "clip_high", *SEARCH_METRICS)}
         series |= {"reward": [reward] * 5, "grad_norm": [1.0] * 40}
         record = {"method": method, "seed": seed, "settings": {"staleness": staleness}, "series": series}
         record["final_reward"] = reward
-        write(folder / "loop" / f"{method}-{staleness}-{seed}.json", {**record, "weights": str(seed)})
+        lines.append(json.dumps({**record, "weights": str(seed)}))
+    with open(folder / "first_study_loop.jsonl", "a") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+    (folder / "first_study_stack.jsonl").touch()
 
 
 def test_differences_are_paired_by_seed(tmp_path):
@@ -143,14 +94,12 @@ def test_the_page_holds_what_follows_from_the_runs():
         assert (RESULTS / f"{picture}.png").exists()
 
 
-def test_every_planned_run_of_the_loop_is_there_and_its_control_holds():
-    assert all(is_done(run_path("loop", *run), {**LOOP, "staleness": run[1]}) for run in loop_runs())
-    assert control(read_runs("loop")[1]).endswith("in 5 of 5 seeds.")
-
-
-def test_every_planned_run_of_the_stack_is_there():
-    runs = [run_path("stack", method, STACK["staleness"], seed) for method in STACK_METHODS for seed in STACK_SEEDS]
-    assert len(runs) == 9 and all(is_done(run, STACK) for run in runs)
+def test_every_run_is_there_and_the_control_holds():
+    loop, stack = read_runs("loop"), read_runs("stack")
+    assert {s: len(by_method) for s, by_method in loop.items()} == {1: 6, 8: 8, 32: 8}
+    assert all([r["seed"] for r in runs] == [1, 2, 3, 4, 5] for of_one in loop.values() for runs in of_one.values())
+    assert {method: len(runs) for method, runs in stack[16].items()} == {"grpo": 3, "bapo": 3, "bapo_gradient": 3}
+    assert control(loop[1]).endswith("in 5 of 5 seeds.")
 
 
 def moved(records):

@@ -1,0 +1,75 @@
+"""Pictures and the generated part of docs/results.md from docs/results/second_study.parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from scripts.study import analysis, figures
+from scripts.study.plan import RATES, RESULTS, ROOT, TABLE
+
+PAGE = ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- made by scripts/study/report.py: begin -->", "<!-- made by scripts/study/report.py: end -->"
+MAIN = ["grpo", "high_only", "widest", "bapo@0.4", "bapo_gradient@0.4", "topr", "balance"]
+
+
+def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
+    """Equivalents of the paper's Figures 2, 7, 8, 9, 11 and 12; returns their names and captions.
+
+    Map B without dual clip at the middle learning rate, 16 epochs; Figure 12 from partial rollout.
+    """
+    rate, rates = RATES["B", "adamw"][1], RATES["C", "adamw"]
+    b = analysis.of_map(frame, "B", "chain")
+    b = b[(b["dual_clip"] == 0) & (b["learning_rate"] == rate)]
+    stale = b[b["staleness"] == b["staleness"].max()]
+    c = analysis.of_map(frame, "partial", "chain")
+    c = c[(c["learning_rate"] == rates[0]) & (c["staleness"] == c["staleness"].max())]
+    reward = {"reward_series": "reward", "entropy_series": "entropy (nats)"}
+    bounds = ["figure7_low", "grpo", "figure7_high"]
+    rho = {"rho_series": "rho at the bounds (value)", "c_high_series": "c_high", **reward}
+    if b.empty or c.empty:
+        return []
+    at = f"Map B, AdamW {rate:g}, norm clip 1, no dual clip"
+    figures.draw_breaking(b, folder / "figure2.png")
+    figures.curves(stale, bounds, reward, "Fixed bounds (the paper's Figure 7)", folder / "figure7.png")
+    figures.draw_bounds(stale, folder / "figure8.png")
+    figures.curves(stale, ["grpo", "widest", "bapo@0.4"], rho, "rho (the paper's Figure 9)", folder / "figure9.png")
+    figures.draw_by_staleness(b, MAIN, folder / "figure11.png")
+    title = "Partial rollout (the paper's Figure 12)"
+    figures.curves(c, ["grpo", "widest", "bapo@0.4"], reward, title, folder / "figure12.png")
+    band = "Median over seeds, band between quartiles."
+    return [
+        ("figure2", f"{at}: GRPO by epochs. {band}"),
+        ("figure7", f"{at}, 16 epochs: fixed bounds. {band}"),
+        ("figure8", f"{at}, 16 epochs: mean bounds, and where their searches ended. {band}"),
+        ("figure9", f"{at}, 16 epochs: rho over training, between runs. {band}"),
+        ("figure11", f"{at}: methods by epochs. Means over seeds."),
+        ("figure12", f"Partial rollout over {int(c['staleness'].max())} updates, AdamW {rates[0]:g}. {band}"),
+    ]
+
+
+def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]]) -> str:
+    """The generated part of docs/results.md."""
+    lines = [BEGIN, "", analysis.control_line(frame), "", "### Primary tests", "", *analysis.primary_table(frame)]
+    lines += ["### Runs that failed", "", *analysis.failing_table(frame)]
+    for (map, task), name in analysis.MAP_NAMES.items():
+        rows = analysis.of_map(frame, map, task)
+        if len(rows):
+            lines += [f"### Map {name}: means", "", *analysis.means_table(rows)]
+    lines += ["### Pictures", ""]
+    for name, caption in pictures:
+        lines += [f"![{caption}](results/{name}.png)", "", caption, ""]
+    return "\n".join([*lines, END])
+
+
+def report(table: Path = TABLE, page: Path = PAGE, folder: Path = RESULTS) -> None:
+    """Write the pictures to ``folder`` and the generated part into ``page``."""
+    if not table.exists():
+        print(f"{table} is not there: nothing to report.")
+        return
+    frame = analysis.read_table(table)
+    pictures = [*figures.draw_maps(frame, folder), *paper_figures(frame, folder)]
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(before + generated(frame, pictures) + rest.split(END, 1)[1])
+    print(f"Written: {page} and {len(pictures)} pictures in {folder}")
