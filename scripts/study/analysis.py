@@ -157,6 +157,7 @@ COLUMNS = {  # of the table of means: heading, column and form
     "mean reward": ("mean_reward", "{:.3f}"),
     "updates to 0.8": ("updates_to_08", "{:.0f}"),
     "entropy": ("entropy", "{:.2f}"),
+    "first guess right": ("first_right", "{:.2f}"),
     "largest/median norm": ("norm_ratio", "{:.1f}"),
     "effective sample": ("effective_sample", "{:.2f}"),
     "clipped +": ("clipped_positive", "{:.2f}"),

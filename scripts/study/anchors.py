@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -32,7 +33,7 @@ NO_DUAL_CLIP = 1e9
 
 def make_task() -> None:
     """The example's task and model, unless they are there."""
-    command = [str(ROOT / ".venv/bin/python"), "-m", "recipe.bapo.example.task", str(TASK), *TASK_ARGUMENTS]
+    command = [sys.executable, "-m", "recipe.bapo.example.task", str(TASK), *TASK_ARGUMENTS]
     subprocess.run(command, cwd=ROOT, check=True)
 
 

@@ -62,11 +62,14 @@ def run_missing(planned: list[Cell], seeds: list[int], workers: int, table: Path
     began = time.time()
     with ProcessPoolExecutor(workers) as pool:
         running = {pool.submit(run_and_keep, cell, seeds, folder): cell for cell in todo}
-        for number, done in enumerate(as_completed(running), 1):
-            seconds = done.result()
-            left = (time.time() - began) / number * (len(todo) - number)
-            name = running[done].name
-            print(f"{number}/{len(todo)}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
+        try:
+            for number, done in enumerate(as_completed(running), 1):
+                seconds, name = done.result(), running[done].name
+                left = (time.time() - began) / number * (len(todo) - number)
+                print(f"{number}/{len(todo)}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # an error or Ctrl-C shows at once, not after all other cells
+            raise
     gather(planned, table, folder)
     gather(planned, table, folder)
 
@@ -80,6 +83,7 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
     if frame.empty:
         return
     order = {cell.name: place for place, cell in enumerate(planned)}
+    frame = frame.astype({"norm_clip": float, "dual_clip": float})  # None is NaN
     frame = frame.iloc[frame["cell"].map(order).fillna(len(order)).argsort(kind="stable")].reset_index(drop=True)
     for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "norm_clip", "dual_clip"]):
         frame[name] = frame[name].astype("float32")

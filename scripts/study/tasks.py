@@ -52,6 +52,10 @@ class RetryChain:
         """Whether a guess is right, ``(R, N)``."""
         return ((tokens == self.right.gather(1, prompts)[..., None]) & mask).any(-1)
 
+    def first_right(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        """Whether the first guess is right, ``(R, N)``."""
+        return tokens[..., 0] == self.right.gather(1, prompts)
+
     def teacher(self, prompts: Tensor, tokens: Tensor) -> Tensor:
         """Log-probs ``(R, N, V)`` that the warm-up teaches."""
         index = prompts[..., None].expand(-1, -1, self.vocabulary)
@@ -104,6 +108,10 @@ class Reversal:
         """Whether the whole string and its end are right, ``(R, N)``; what follows the end does not count."""
         wrong = ((tokens != self._answers_to(prompts)) & mask).any(-1)
         return ~wrong & ((tokens == self.end) & mask).any(-1)
+
+    def first_right(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        """Whether the first letter is right, ``(R, N)``."""
+        return tokens[..., 0] == self._answers_to(prompts)[..., 0]
 
     def teacher(self, prompts: Tensor, tokens: Tensor) -> Tensor:
         """Log-probs ``(R, N, V)`` that the warm-up teaches."""

@@ -193,6 +193,7 @@ class Trainer:
             "unsolved": (by_prompt < UNSOLVED).float().mean(1),
             "truncated": fresh.truncated.float().mean(1),
             "finite": finite,
+            "first_right": self.task.first_right(fresh.prompts, fresh.tokens).float().mean(1),
             "response_length": fresh.mask.sum(-1).float().mean(1),
         }
         updates = {key: torch.stack([update[key] for update in self.updates]) for key in self.updates[0]}
