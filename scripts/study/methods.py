@@ -81,17 +81,11 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
     high, low = upper_grid(config), lower_grid(config)
     p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
     n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
-    upper, lower = torch.arange(len(high)), torch.arange(len(low))
     if config.search_order == "upper_first":
-        upper, lower = (
-            torch.cat([upper, upper[-1:].expand(len(low) - 1)]),
-            torch.cat([lower[:1].expand(len(high) - 1), lower]),
-        )
+        path = [(k, 0) for k in range(len(high))] + [(len(high) - 1, k) for k in range(1, len(low))]
     else:
-        upper, lower = (
-            torch.cat([upper[:1].expand(len(low) - 1), upper]),
-            torch.cat([lower, lower[-1:].expand(len(high) - 1)]),
-        )
+        path = [(0, k) for k in range(len(low))] + [(k, len(low) - 1) for k in range(1, len(high))]
+    upper, lower = torch.tensor(path).T
     p, n, target = p[upper], n[lower], config.positive_contribution_target
     reached = (1 - target) * p - target * n >= -TOLERANCE * (p + n)
     saturated = ~reached.any(0)
