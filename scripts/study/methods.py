@@ -18,7 +18,7 @@ from torch import Tensor
 from bapo import BAPOConfig, clipped_surrogate_loss
 from bapo.ratio import log_ratio_of
 from bapo.search import TOLERANCE
-from bapo.statistics import lower_grid, upper_grid
+from bapo.statistics import grid
 
 ROOT = Path(__file__).parents[2]
 BALANCE = 0.4  # the positive contribution that ``balance`` scales to
@@ -79,7 +79,7 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
     P and N at every point of their grids, then the first candidate of the path that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
-    high, low = upper_grid(config), lower_grid(config)
+    high, low = grid(config, "upper"), grid(config, "lower")
     p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
     n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
     if config.search_order == "upper_first":
