@@ -14,6 +14,7 @@ PANEL = ["map", "task", "optimizer", "norm_clip", "dual_clip"]
 PLACE = [*PANEL, "source", "staleness", "learning_rate"]  # a cell but for its method
 JUDGED_BY = ["task", "optimizer", "norm_clip", "learning_rate"]  # what a run shares with its control
 TESTS = [("bapo@0.4", "grpo"), ("bapo@0.4", "widest")]
+COMPARED = ["grpo", "widest", "bapo@0.4", "bapo@0.5", "bapo_gradient@0.4"]  # beside the ablation
 LABELS = {**METHODS, **ABLATION}
 MAP_NAMES = {
     ("A", "chain"): "A, protection",
@@ -83,8 +84,13 @@ def stable_cells(frame: pd.DataFrame, methods: tuple[str, ...]) -> pd.DataFrame:
 
 
 def of_map(frame: pd.DataFrame, map: str, task: str) -> pd.DataFrame:
-    """The rows of one map."""
-    return frame[(frame["map"] == map) & (frame["task"] == task)]
+    """The rows of one map; beside the ablation those that map B has in the same places."""
+    rows = frame[(frame["map"] == map) & (frame["task"] == task)]
+    if map == "ablation" and len(rows):
+        place = ["source", "staleness", "learning_rate", "dual_clip"]
+        compared = frame[(frame["map"] == "B") & frame["method"].isin(COMPARED)]
+        rows = pd.concat([compared.merge(rows[place].drop_duplicates(), on=place), rows])
+    return rows
 
 
 def primary_tests(frame: pd.DataFrame) -> list[dict]:

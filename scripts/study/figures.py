@@ -164,7 +164,7 @@ def draw_bounds(frame: pd.DataFrame, path: Path) -> None:
         colour, hatch = LINES[method][0], ("", "//")[number]
         axes[2].bar(place, path_counts / path_counts.sum(), 0.4, color=colour, hatch=hatch, edgecolor="white")
     axes[2].set_xticks([0, (PATH_PARTS + 1) / 2, PATH_PARTS + 1], ["met\nat once", "met on its way", "out of\nreach"])
-    titles = ["mean c_high", "mean c_low", "where the search ended (share of updates)"]
+    titles = ["mean c_high", "mean c_low", "end of the search (share of updates)"]
     finish(figure, axes, titles, "The bounds that BAPO chose (the paper's Figure 8)", path)
 
 
@@ -178,5 +178,6 @@ def draw_by_staleness(frame: pd.DataFrame, methods: list[str], path: Path) -> No
             colour, style, marker = LINES[method]
             axis.plot(of_method.index, of_method, style, marker=marker, color=colour, linewidth=2, label=LABELS[method])
         axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(frame["staleness"].unique()), sorted(frame["staleness"].unique()))
         axis.set_xlabel("epochs a rollout", fontsize=LABEL)
     finish(figure, axes, list(panels.values()), "Methods by staleness (the paper's Figure 11)", path)
