@@ -140,17 +140,16 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
     mask = mask.bool()
     old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
-    old_log_prob = old_log_prob.masked_fill(old_log_prob > MAX_OLD_LOG_PROB, math.nan)
-    # x - x is 0, or NaN where x is not finite. Such a token spoils the sums; that it is counted makes ``read`` raise.
-    unusable = [(x - x).count_nonzero() for x in (old_log_prob, log_prob, advantages)]
-    statistics.counts.add_(torch.stack([mask.count_nonzero(), *unusable]))
+    # 0, but NaN where a value is not finite. Such a token spoils the sums; its count makes ``ClipBounds.read`` raise.
+    unusable = (old_log_prob - old_log_prob.clamp(max=MAX_OLD_LOG_PROB), log_prob - log_prob, advantages - advantages)
+    statistics.counts.add_(torch.stack([tokens.count_nonzero() for tokens in (mask, *unusable)]))
 
     ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
     advantages = advantages.double()
     weight = advantages.abs()
+    counted = weight.sign()  # 1, or 0 where A = 0
     if statistics.config.token_weight == "rollout_prob":
         weight = weight * old_log_prob.double().exp()
-    counted = advantages.sign().abs()  # 1, or 0 where A = 0
 
     upper_bucket = torch.bucketize(ratio, upper_edges, right=True)  # number of edges <= r
     lower_bucket = torch.bucketize(ratio, lower_edges)  # number of edges < r

@@ -15,8 +15,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
-    """The actor's worker as verl builds it, from our example's config with ``overrides``."""
+def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=False):
+    """The actor's worker as verl builds it, from our example's config with ``overrides``; ``plain``: without ours."""
     from recipe.bapo.config import compose_config, cpu_environment
 
     os.environ.update(
@@ -33,6 +33,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
 
     import verl  # noqa: F401
     from recipe.bapo.worker import BAPOActorRolloutRefWorker
+    from verl.workers.engine_workers import ActorRolloutRefWorker
 
     torch.manual_seed(0)
     config = compose_config(
@@ -45,7 +46,8 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example"):
         ],
         ROOT / "configs",
     )
-    worker = BAPOActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker_class = ActorRolloutRefWorker if plain else BAPOActorRolloutRefWorker
+    worker = worker_class(config.actor_rollout_ref, role="actor")
     worker.init_model()
     return worker.actor
 

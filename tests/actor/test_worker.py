@@ -134,7 +134,23 @@ def updates_of_rank(rank, size, port, task, folder):
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
         }
     results["marked"] = marked_updates(rank, size, port, task)
+    results["plain"] = plain_updates(rank, size, port, task)
     torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+def plain_updates(rank, size, port, task):
+    """Bounds and gradient of an update by verl's own worker with our loss."""
+    found = {}
+    for name in ("whole", "micro_batch scope"):
+        cut = [part.format(whole=ROWS // size) for part in CUTS[name]]
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut]
+        actor = make_actor(overrides, rank, size, port, plain=True)
+        metrics, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
+        bounds = [
+            [value.hex() for value in metrics[f"actor/bapo/clip_{side}"][rank].values] for side in ("low", "high")
+        ]
+        found[name] = {"bounds": bounds, "gradient": gradient}
+    return found
 
 
 def marked_updates(rank, size, port, task):
@@ -285,6 +301,13 @@ def test_the_record_says_where_the_statistics_came_from(ranks):
 def test_every_path_logs_the_same_metrics(ranks):
     keys = [ranks[0][name]["keys"] for name in CUTS]
     assert len(keys[0]) == 9 and all(other == keys[0] for other in keys)
+
+
+def test_verls_own_worker_finds_the_bounds_of_ours_in_both_scopes(ranks):
+    for rank in ranks:
+        for name, found in rank["plain"].items():
+            assert found["bounds"] == [[line[side] for line in rank[name]["record"]] for side in ("low", "high")]
+            torch.testing.assert_close(found["gradient"], rank[name]["gradient"], rtol=1e-5, atol=1e-7)
 
 
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):

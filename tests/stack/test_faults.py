@@ -184,6 +184,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
     run = start(output=small_disk / "run")  # logs and metrics too
     run.wait_for_step(1)

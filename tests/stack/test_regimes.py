@@ -72,6 +72,7 @@ def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
 
 
+@pytest.mark.slow
 def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
     data, records = run_regime(tmp_path, "separate_async", 3)
     assert len(records) == 3 * 4 and {line["source"] for line in records} == {
@@ -82,6 +83,7 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
     assert all(abs(metrics["actor/ppo_kl"]) < 0.1 for metrics in data)
 
 
+@pytest.mark.slow
 def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     run = run_example(tmp_path / "run", "actor_rollout_ref.rollout.val_kwargs.n=4", CONFIG="evaluate")
     assert run.returncode == 0, explain(run, tmp_path / "run")

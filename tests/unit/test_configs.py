@@ -52,6 +52,13 @@ def test_every_switch_of_the_trainer_config_has_a_comment():
     assert uncommented == {"_target_", "loss_mode"}
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_rays_settings_of_a_platform_are_literal(platform):
+    """verl's own entry point hands them to Ray without resolving them."""
+    settings = OmegaConf.load(ROOT / f"recipe/bapo/config/platform/{platform}.yaml")
+    assert "${" not in str(OmegaConf.to_container(OmegaConf.create(settings.get("ray_kwargs", {}))))
+
+
 def test_the_defaults_are_grpo_without_kl():
     config = compose_in_groups()
     assert config.algorithm.adv_estimator == "grpo" and not config.actor_rollout_ref.actor.use_kl_loss

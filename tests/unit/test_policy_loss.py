@@ -22,7 +22,7 @@ FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28,
 
 def actor_config(policy_loss, **changes):
     return FSDPActorConfig(
-        strategy="fsdp2",
+        strategy=changes.pop("strategy", "fsdp2"),
         rollout_n=8,
         ppo_mini_batch_size=16,
         ppo_micro_batch_size_per_gpu=changes.pop("micro", 4),
@@ -131,6 +131,14 @@ def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(ro
         return
     with pytest.raises(ValueError, match="loss_scale_factor"):
         run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "veomni", "torchtitan"])
+@pytest.mark.parametrize("scope", ["mini_batch", "micro_batch"])
+def test_a_strategy_whose_search_could_hang_is_refused_without_our_worker(strategy, scope):
+    config = actor_config(BAPOPolicyLossConfig(bound_scope=scope), strategy=strategy)
+    with pytest.raises(ValueError, match=f"strategy={strategy} is not usable .*: set it to fsdp or fsdp2"):
+        run_loss(compute_policy_loss_bapo, with_batch_info(config, rows=5), make_batch(1))
 
 
 def test_a_config_of_another_loss_is_refused():

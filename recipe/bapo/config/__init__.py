@@ -29,7 +29,7 @@ def compose_config(overrides: list[str], groups: str | Path | None = None) -> Di
 def cpu_environment() -> dict[str, str]:
     """What every process of a run on a CPU needs in its environment, best before it imports torch."""
     settings = OmegaConf.load(Path(__file__).parent / "platform" / "cpu.yaml")
-    return OmegaConf.to_container(settings.ray_kwargs.ray_init.runtime_env.env_vars, resolve=True)
+    return OmegaConf.to_container(settings.ray_kwargs.ray_init.runtime_env.env_vars)
 
 
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
