@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reinforcement-learning loop in one process: the study's cheap part.
+"""Reinforcement learning of the example's model in one process: what the study's small policies are checked against.
 
 It shares with a real run the bound search and the loss (``bapo/``), the methods (``configs/method``), the task, the
 model and verl's group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per
@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
+from scripts.study.methods import config_of
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-ROOT = Path(__file__).parents[2]
-DUAL_CLIP = 3.0  # bapo_trainer.yaml's
 FINAL_SAMPLES = 64  # of each problem, after the last update
 SEARCH_METRICS = (
     "positive_contribution",
@@ -40,18 +38,23 @@ class Settings:
     """One run, apart from method and seed.
 
     Attributes:
-        staleness: optimizer updates per rollout batch; each sample is used once.
-        updates: optimizer updates in all, a multiple of ``staleness``.
+        mini_batches: optimizer updates per rollout batch and epoch.
+        epochs: how often each sample is used.
+        updates: optimizer updates in all, a multiple of ``mini_batches * epochs``.
         prompts: prompts per update.
         samples: responses per prompt, the group that GRPO compares.
         learning_rate: of AdamW, constant.
+        norm_clip, dual_clip: of the gradient's norm, and of negative tokens' ratio; None: off.
     """
 
-    staleness: int
+    mini_batches: int
     updates: int
     prompts: int
     samples: int
     learning_rate: float
+    epochs: int = 1
+    norm_clip: float | None = 1.0
+    dual_clip: float | None = 3.0
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,6 @@ class Rollouts:
     def rows(self, index) -> Rollouts:
         """Some of them."""
         return Rollouts(self.ids[index], self.mask[index], self.rewards[index], self.prompt_length)
-
-
-def read_method(name: str) -> tuple[BAPOConfig, float]:
-    """The switches of ``configs/method/<name>.yaml`` and the dual clip; ``name@0.38`` with another target."""
-    name, _, target = name.partition("@")
-    switches = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "method" / f"{name}.yaml"))
-    switches.pop("loss_mode", None)
-    if target:
-        switches["positive_contribution_target"] = float(target)
-    return BAPOConfig(**switches), DUAL_CLIP
 
 
 @torch.no_grad()
@@ -125,7 +118,7 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     return chosen, -(log_probs.exp() * log_probs).sum(-1).detach()
 
 
-def rho_at(low: float, high: float, contribution: str, tensors, clip_ratio_c: float) -> float:
+def rho_at(low: float, high: float, contribution: str, tensors, clip_ratio_c: float | None) -> float:
     """The positive contribution at these bounds, by the paper's token weight."""
     ranges = dict(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
     config = BAPOConfig(contribution=contribution, **ranges)
@@ -138,57 +131,65 @@ def mean_length(rollouts: Rollouts, chosen: Tensor) -> float:
 
 
 def train(model_folder: Path, method: str, seed: int, settings: Settings) -> Result:
-    """Train from the model in a folder."""
-    config, clip_ratio_c = read_method(method)
+    """Train from the model in a folder; ``method`` as in ``scripts.study.methods``, but none of the study's own."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    group, updates = settings.samples, []
-    for _ in range(settings.updates // settings.staleness):
-        draw = torch.randint(len(PAIRS), (settings.prompts * settings.staleness,), generator=generator)
-        pairs = [PAIRS[i] for i in draw.repeat_interleave(group)]
-        rollouts = sample(model, tokenizer, pairs, generator)
-        groups = np.arange(len(pairs)) // group
-        scores = torch.zeros(rollouts.mask.shape)
-        scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
-        advantages, _ = compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)
-        # Cut as training will be, so that the first update's ratios are exactly 1.
-        parts = torch.arange(len(pairs)).split(settings.prompts * group)
-        with torch.no_grad():
-            old = [log_probs_of(model, rollouts.rows(part))[0] for part in parts]
-        for part, old_log_prob in zip(parts, old, strict=True):
-            rows = rollouts.rows(part)
-            log_prob, entropy = log_probs_of(model, rows)
-            tensors = (old_log_prob, log_prob, advantages[part], rows.mask)
-            bounds = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
-            surrogate = clipped_surrogate_loss(
-                *tensors,
-                low=bounds.low,
-                high=bounds.high,
-                clip_ratio_c=clip_ratio_c,
-                aggregate=lambda loss, mask: (loss * mask).sum() / mask.sum().clamp(min=1),
-            )
-            optimizer.zero_grad()
-            surrogate.loss.backward()
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            found = bounds.read()
-            updates.append(
-                {
-                    "reward": rows.rewards.mean().item(),
-                    "entropy": entropy[rows.mask].mean().item(),
-                    "grad_norm": grad_norm.item(),
-                    "length_of_successes": mean_length(rows, rows.rewards > 0),
-                    "length_of_failures": mean_length(rows, rows.rewards <= 0),
-                    "rho_value": rho_at(found["low"], found["high"], "value", tensors, clip_ratio_c),
-                    "rho_gradient": rho_at(found["low"], found["high"], "gradient", tensors, clip_ratio_c),
-                    "clip_low": found["low"],
-                    "clip_high": found["high"],
-                    **{key: found[key] for key in SEARCH_METRICS},
-                }
-            )
+    updates = []
+    for _ in range(settings.updates // (settings.mini_batches * settings.epochs)):
+        batches = sample_mini_batches(model, tokenizer, settings, generator)
+        for _ in range(settings.epochs):
+            updates += [update(model, optimizer, batch, config_of(method), settings) for batch in batches]
     final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Result(updates, final, hashlib.sha256(weights).hexdigest())
+
+
+def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list[tuple[Rollouts, Tensor, Tensor]]:
+    """A rollout batch in mini-batches of whole groups: responses, old log-probs and advantages ``(B, T)``."""
+    size = settings.prompts * settings.samples
+    draw = torch.randint(len(PAIRS), (settings.prompts * settings.mini_batches,), generator=generator)
+    pairs = [PAIRS[i] for i in draw.repeat_interleave(settings.samples)]
+    rollouts = sample(model, tokenizer, pairs, generator)
+    scores = torch.zeros(rollouts.mask.shape)
+    scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
+    groups = np.arange(len(pairs)) // settings.samples
+    advantages, _ = compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)
+    batches = []
+    for part in torch.arange(len(pairs)).split(
+        size
+    ):  # cut as training will be: the first update's ratios are exactly 1
+        rows = rollouts.rows(part)
+        with torch.no_grad():
+            batches.append((rows, log_probs_of(model, rows)[0], advantages[part]))
+    return batches
+
+
+def update(model, optimizer, batch: tuple, config: BAPOConfig, settings: Settings) -> dict[str, float]:
+    """One optimizer update and its metrics."""
+    rows, old_log_prob, advantages = batch
+    clip_ratio_c = settings.dual_clip
+    log_prob, entropy = log_probs_of(model, rows)
+    tensors = (old_log_prob, log_prob, advantages, rows.mask)
+    bounds = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
+    surrogate = clipped_surrogate_loss(*tensors, low=bounds.low, high=bounds.high, clip_ratio_c=clip_ratio_c)
+    optimizer.zero_grad()
+    surrogate.loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.norm_clip or torch.inf)
+    optimizer.step()
+    found = bounds.read()
+    return {
+        "reward": rows.rewards.mean().item(),
+        "entropy": entropy[rows.mask].mean().item(),
+        "grad_norm": grad_norm.item(),
+        "length_of_successes": mean_length(rows, rows.rewards > 0),
+        "length_of_failures": mean_length(rows, rows.rewards <= 0),
+        "rho_value": rho_at(found["low"], found["high"], "value", tensors, clip_ratio_c),
+        "rho_gradient": rho_at(found["low"], found["high"], "gradient", tensors, clip_ratio_c),
+        "clip_low": found["low"],
+        "clip_high": found["high"],
+        "search_steps": found["search_steps"],
+        **{key: found[key] for key in SEARCH_METRICS},
+    }

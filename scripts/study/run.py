@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study behind docs/results.md: which of the paper's claims hold at the scale of the example's task.
+"""Run the second study, or a part of it; a study that was stopped goes on with the next missing cell.
 
-    bash scripts/study/run.sh           everything: runs what is missing, writes tables and pictures of docs/results.md
-    bash scripts/study/run.sh loop      the cheap part alone: one process, every method, three stalenesses, five seeds
-    bash scripts/study/run.sh stack     the real stack alone: three methods, one staleness, three seeds
-    bash scripts/study/run.sh report    tables and pictures from what is in docs/results/
-
-A finished run is a file in docs/results/; a study that was stopped goes on with the next missing one. Plan, analysis
-and seeds stand in docs/results.md, written before the runs.
+bash scripts/study/run.sh                 run what is missing, then write tables and pictures of docs/results.md
+bash scripts/study/run.sh report          tables and pictures alone, from docs/results/second_study.parquet
+bash scripts/study/run.sh list            the planned cells and which of them are there
+bash scripts/study/run.sh again CELL ..   run cells anew and compare them with the table
+bash scripts/study/run.sh anchors         a few cells with the example's model in one process
+bash scripts/study/run.sh stack           three cells in the real stack
 """
 
 from __future__ import annotations
@@ -16,131 +15,137 @@ import argparse
 import json
 import math
 import os
-import shutil
-import subprocess
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from recipe.bapo.records.metrics import read_metrics, validation_reward
-from scripts.study.loop import SEARCH_METRICS, Settings, train
-from scripts.study.plan import LOOP, ROOT, STACK, STACK_METHODS, STACK_SEEDS, TASK, WINDOW, loop_runs, run_path
-from scripts.study.report import report
+import pandas as pd
+
+from scripts.study.plan import ROOT, SEEDS, TABLE, cells
+from scripts.study.train import Cell, Trainer
+
+DONE = ROOT / "runs" / "study" / "cells"  # a file for each cell that the table does not have yet
 
 
-def write(path: Path, record: dict) -> None:
-    """Write a run's record, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record) + "\n")
-    os.replace(unfinished, path)
-
-
-def is_done(path: Path, settings: dict) -> bool:
-    """Whether the run is there.
-
-    Raises:
-        ValueError: it was made with other settings.
-    """
-    if not path.exists():
-        return False
-    found = json.loads(path.read_text())["settings"]
-    if found != settings:
-        raise ValueError(f"{path} was made with {found}, not {settings}: remove it to run it anew.")
-    return True
-
-
-def windows(values: list[float], size: int) -> list[float]:
-    """Means over ``size`` values each, to five significant digits; NaN is left out, and None where nothing else is."""
-    parts = [[v for v in values[i : i + size] if not math.isnan(v)] for i in range(0, len(values), size)]
-    return [float(f"{sum(part) / len(part):.5g}") if part else None for part in parts]
-
-
-def run_loop() -> None:
-    """The cheap part, a run on each core."""
-    todo = [run for run in loop_runs() if not is_done(run_path("loop", *run), {**LOOP, "staleness": run[1]})]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for number, line in enumerate(pool.map(run_in_one_process, todo), 1):
-            print(f"loop {number}/{len(todo)}  {line}", flush=True)
-
-
-def run_in_one_process(run: tuple[str, int, int]) -> str:
-    """One run of the loop: method, staleness and seed. Returns what to print."""
+def train_cell(cell: Cell, seeds: list[int]) -> list[dict]:
+    """The rows of one cell, in this process, on one thread: the same sums on every run."""
     import torch
 
-    torch.set_num_threads(1)  # the same sums on every machine
-    method, staleness, seed = run
-    path, settings = run_path("loop", *run), {**LOOP, "staleness": staleness}
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a policy that has collapsed is full of them, and they are slow
+    trainer = Trainer(cell, seeds)
+    trainer.train()
+    return trainer.rows()
+
+
+def run_and_keep(cell: Cell, seeds: list[int], folder: Path) -> float:
+    """Run one cell and write its rows, complete or not at all. Returns its seconds of CPU time a run."""
+    began = time.process_time()
+    rows = train_cell(cell, seeds)
+    unfinished = folder / f"{cell.name}.unfinished"
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(unfinished, folder / f"{cell.name}.jsonl")
+    return (time.process_time() - began) / len(seeds)
+
+
+def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
+    """Names of the cells that are in the table or in a file."""
+    names = {path.name.removesuffix(".jsonl") for path in folder.glob("*.jsonl")}
+    return names | (set(pd.read_parquet(table, columns=["cell"])["cell"]) if table.exists() else set())
+
+
+def run_missing(planned: list[Cell], seeds: list[int], workers: int, table: Path = TABLE, folder: Path = DONE) -> None:
+    """Run what is missing, a cell on each core, and gather all in the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = finished(table, folder)
+    todo = [cell for cell in planned if cell.name not in there]
+    print(f"{len(planned) - len(todo)} of {len(planned)} cells are there, {len(todo)} to run.", flush=True)
     began = time.time()
-    result = train(TASK / "model", method, seed, Settings(**settings))
-    columns = {key: [update[key] for update in result.updates] for key in result.updates[0]}
-    series = {key: windows(values, 1 if key == "grad_norm" else WINDOW) for key, values in columns.items()}
-    record = {"method": method, "seed": seed, "settings": settings, "series": series}
-    write(path, {**record, "final_reward": result.final_reward, "weights": result.weights})
-    return f"{path.stem}  {time.time() - began:.0f} s"
+    with ProcessPoolExecutor(workers) as pool:
+        running = {pool.submit(run_and_keep, cell, seeds, folder): cell for cell in todo}
+        try:
+            for number, done in enumerate(as_completed(running), 1):
+                seconds, name = done.result(), running[done].name
+                left = (time.time() - began) / number * (len(todo) - number)
+                print(f"{number}/{len(todo)}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # an error or Ctrl-C shows at once, not after all other cells
+            raise
+    gather(planned, table, folder)
+    gather(planned, table, folder)
 
 
-def run_stack() -> None:
-    """The real stack."""
-    todo = [(seed, method) for seed in STACK_SEEDS for method in STACK_METHODS]
-    for number, (seed, method) in enumerate(todo, 1):
-        path = run_path("stack", method, STACK["staleness"], seed)
-        if is_done(path, STACK):
-            continue
-        began = time.time()
-        output = ROOT / "runs" / "study" / path.stem
-        shutil.rmtree(output, ignore_errors=True)  # an earlier try that did not finish
-        command = [
-            "bash",
-            "recipe/bapo/run_bapo_example.sh",
-            f"method={method}",
-            f"staleness={STACK['staleness']}",
-            f"data.train_batch_size={STACK['prompts'] * STACK['staleness']}",
-            f"actor_rollout_ref.rollout.n={STACK['samples']}",
-            f"actor_rollout_ref.actor.optim.lr={STACK['learning_rate']}",
-            f"trainer.total_training_steps={STACK['steps']}",
-            f"data.seed={seed}",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",  # one micro-batch an update, and larger ones
-            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",  # for the old log-probs: faster
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
-            "trainer.val_before_train=false",
-            f"trainer.test_freq={STACK['steps']}",
-            "actor_rollout_ref.rollout.val_kwargs.n=8",
+def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
+    """Move the rows of all files into the table, in the order of the plan; what it does not plan comes last."""
+    files = sorted(folder.glob("*.jsonl"))
+    rows = [compact(json.loads(line)) for path in files for line in path.read_text().splitlines()]
+    parts = [pd.read_parquet(table)] if table.exists() else []
+    frame = pd.concat([*parts, pd.DataFrame(rows)], ignore_index=True)
+    if frame.empty:
+        return
+    order = {cell.name: place for place, cell in enumerate(planned)}
+    frame = frame.astype({"norm_clip": float, "dual_clip": float})  # None is NaN
+    frame = frame.iloc[frame["cell"].map(order).fillna(len(order)).argsort(kind="stable")].reset_index(drop=True)
+    for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "norm_clip", "dual_clip"]):
+        frame[name] = frame[name].astype("float32")
+    unfinished = table.with_suffix(".unfinished")
+    frame.to_parquet(unfinished, compression="zstd", compression_level=19, index=False)
+    os.replace(unfinished, table)
+    for path in files:
+        path.unlink()
+    print(f"{len(frame)} runs in {table}: {table.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def compact(row: dict) -> dict:
+    """A row with its series rounded to three significant digits; single figures keep all theirs."""
+
+    def rounded(value):
+        return float(f"{value:.3g}") if math.isfinite(value) else value
+
+    return {key: list(map(rounded, value)) if isinstance(value, list) else value for key, value in row.items()}
+
+
+def run_again(again: list[Cell], table: pd.DataFrame) -> bool:
+    """Run cells anew and say whether the table has the same numbers; true if all of them are the same."""
+    all_same = True
+    for cell in again:
+        there = table[table["cell"] == cell.name].set_index("seed")
+        rows = pd.DataFrame(train_cell(cell, list(there.index))).set_index("seed")
+        same = [
+            int((there[name] == rows[name].astype(there[name].dtype)).sum()) for name in ("weights", "final_reward")
         ]
-        environment = {
-            "CONFIG": "replay",
-            "SIZE": "cpu",
-            "VERL_PLATFORM": "cpu",
-            "OUTPUT_DIR": str(output),
-            "MODEL_PATH": str(TASK / "model"),
-            "TRAIN_FILE": str(TASK / "train.parquet"),
-            "TEST_FILE": str(TASK / "test.parquet"),
-        }
-        subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
-        steps = [data for _, data in read_metrics(output) if "training/global_step" in data]
-        names = {
-            "reward": "critic/rewards/mean",
-            "entropy": "actor/entropy",
-            "grad_norm": "actor/grad_norm",
-            **{key: f"actor/bapo/{key}" for key in ("clip_low", "clip_high", *SEARCH_METRICS)},
-        }
-        series = {key: windows([data[name] for data in steps], 1) for key, name in names.items()}
-        record = {"method": method, "seed": seed, "settings": STACK, "series": series}
-        write(path, {**record, "final_reward": validation_reward(steps[-1])})
-        print(f"stack {number}/{len(todo)}  {path.stem}  {time.time() - began:.0f} s", flush=True)
+        all_same &= same == [len(there)] * 2
+        print(f"{cell.name}: of {len(there)} seeds {same[0]} have the same weights, {same[1]} the same final reward")
+    return all_same
 
 
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="all", choices=["all", "loop", "stack", "report"])
-    part = parser.parse_args().part
-    if part in ("all", "loop"):
-        run_loop()
-    if part in ("all", "stack"):
-        run_stack()
-    if part in ("all", "report"):
+    parser.add_argument(
+        "part", nargs="?", default="all", choices=["all", "report", "list", "again", "anchors", "stack"]
+    )
+    parser.add_argument("cells", nargs="*", help="of `again`")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cells at a time")
+    arguments = parser.parse_args()
+    if arguments.part == "all":
+        run_missing(cells(), SEEDS, arguments.workers)
+    if arguments.part in ("all", "report"):
+        from scripts.study.report import report
+
         report()
+    if arguments.part == "list":
+        there = finished()
+        for cell in cells():
+            print("there  " if cell.name in there else "missing", cell.name)
+    if arguments.part == "again":
+        planned = {cell.name: cell for cell in cells()}
+        if not run_again([planned[name] for name in arguments.cells], pd.read_parquet(TABLE)):
+            raise SystemExit(1)
+    if arguments.part in ("anchors", "stack"):
+        from scripts.study.anchors import run_anchors, run_stack
+
+        {"anchors": run_anchors, "stack": run_stack}[arguments.part]()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The study behind docs/results.md; about two and a half hours on 2 cores, resumed where it was stopped. See scripts/study/run.py.
+# The study behind docs/results.md, on a CPU; resumed where it was stopped. `run.sh --help` lists its parts; all of it
+# takes about four hours on 2 cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
+export VERL_PLATFORM=cpu HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 bash scripts/setup.sh
-.venv/bin/python -m recipe.bapo.example.task runs/study/task --steps 2000 --right 0.02
 exec .venv/bin/python -m scripts.study.run "$@"

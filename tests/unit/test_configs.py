@@ -99,6 +99,7 @@ def test_every_method_composes(method):
 
 
 FIXED = {"grpo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "widest": (0.9, 3.0)}
+FIXED |= {"low_only": (0.9, 1.2), "high_only": (0.8, 3.0), "figure7_low": (0.5, 1.2), "figure7_high": (0.8, 1.5)}
 
 
 def test_methods_differ_in_switches_of_the_search_alone():

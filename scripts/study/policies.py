@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many small policies as one batched model: every tensor has the runs as its first dimension.
+
+A policy is a network of two hidden layers from the features of a prompt and of the tokens so far to the logits of the
+next token. ``R`` is the number of runs, ``N`` of responses to a run, ``T`` the longest response, ``V`` the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HIDDEN = 64
+SAMPLING, PROMPTS, PROBES, WARM_UP, WEIGHTS, TASK = range(6)  # what a seed's random numbers are for
+
+
+def stream(seed: int, purpose: int, index: int = 0) -> np.random.Generator:
+    """Random numbers that depend on seed, purpose and index alone, so that all methods draw the same ones."""
+    return np.random.default_rng([seed, purpose, index])
+
+
+def uniforms(seeds: list[int], purpose: int, index: int, *shape: int) -> Tensor:
+    """Uniform numbers in [0, 1), ``(R, *shape)`` float32."""
+    draws = [stream(seed, purpose, index).random(shape, dtype=np.float32) for seed in seeds]
+    return torch.from_numpy(np.stack(draws))
+
+
+def weight_shapes(task) -> list[tuple[int, ...]]:
+    """Of one policy: three matrices, each followed by its bias."""
+    sizes = [task.feature_count, HIDDEN, HIDDEN, task.vocabulary]
+    return [shape for rows, columns in zip(sizes, sizes[1:], strict=False) for shape in ((rows, columns), (1, columns))]
+
+
+def random_weights(task, seeds: list[int]) -> Tensor:
+    """``(R, weights)``: He's normal matrices, biases 0."""
+    runs = []
+    for seed in seeds:
+        rng = stream(seed, WEIGHTS)
+        parts = [
+            rng.normal(0, (2 / shape[0]) ** 0.5, shape) if shape[0] > 1 else np.zeros(shape)
+            for shape in weight_shapes(task)
+        ]
+        runs.append(np.concatenate([part.ravel() for part in parts]))
+    return torch.from_numpy(np.stack(runs).astype(np.float32))
+
+
+def next_log_probs(task, weights: Tensor, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs of the token that follows.
+
+    Args:
+        weights: ``(R, weights)``.
+        prompts: ``(R, N)``.
+        tokens: those so far, ``(R, N, t)``.
+
+    Returns:
+        ``(R, N, V)``.
+    """
+    shapes = weight_shapes(task)
+    parts = weights.split([rows * columns for rows, columns in shapes], 1)
+    matrices = [part.view(-1, *shape) for part, shape in zip(parts, shapes, strict=True)]
+    hidden = task.features(prompts, tokens)
+    for layer in (0, 2):
+        hidden = torch.baddbmm(matrices[layer + 1], hidden, matrices[layer]).relu_()
+    return torch.baddbmm(matrices[5], hidden, matrices[4]).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Sampled responses.
+
+    Attributes:
+        prompts: ``(R, N)``.
+        tokens: ``(R, N, T)``.
+        log_prob: of the sampled tokens under the policies that sampled them, ``(R, N, T)``.
+        mask: true up to the end of the response, ``(R, N, T)``.
+        rewards: 0 or 1, ``(R, N)``.
+        truncated: whether it never ended, ``(R, N)``.
+        entropy: in nats at every token, ``(R, N, T)``.
+    """
+
+    prompts: Tensor
+    tokens: Tensor
+    log_prob: Tensor
+    mask: Tensor
+    rewards: Tensor
+    truncated: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: Tensor, draws: Tensor) -> Responses:
+    """One response to each prompt, from given uniform numbers.
+
+    Args:
+        log_probs_after: maps prompts ``(R, N)`` and the tokens so far ``(R, N, t)`` to log-probs ``(R, N, V)``.
+        draws: uniform numbers ``(R, N, T)``.
+    """
+    tokens = torch.zeros(*prompts.shape, 0, dtype=torch.long)
+    alive = torch.ones(prompts.shape, dtype=torch.bool)
+    chosen, masks, entropies = [], [], []
+    for position in range(task.length):
+        log_probs = log_probs_after(prompts, tokens)
+        probs = log_probs.exp()
+        token = torch.searchsorted(probs.cumsum(-1), draws[..., position, None].contiguous(), right=True).squeeze(-1)
+        token = token.clamp_(max=task.vocabulary - 1)  # where rounding leaves the sum below the draw
+        chosen.append(log_probs.gather(-1, token[..., None]).squeeze(-1))
+        entropies.append(-(probs * log_probs.clamp(min=-100)).sum(-1))
+        masks.append(alive)
+        tokens = torch.cat([tokens, token[..., None]], -1)
+        alive = alive & ~task.ends(prompts, token)
+    mask = torch.stack(masks, -1)
+    return Responses(
+        prompts=prompts,
+        tokens=tokens,
+        log_prob=torch.stack(chosen, -1),
+        mask=mask,
+        rewards=task.rewards(prompts, tokens, mask).float(),
+        truncated=alive & task.must_end,
+        entropy=torch.stack(entropies, -1),
+    )
+
+
+def sample_from(task, weights: Tensor, prompts: Tensor, draws: Tensor) -> Responses:
+    """``sample`` from one set of weights ``(R, weights)``."""
+    return sample(task, lambda p, tokens: next_log_probs(task, weights, p, tokens), prompts, draws)
+
+
+def log_probs_of(task, weights: Tensor, responses: Responses) -> Tensor:
+    """Log-probs ``(R, N, T)`` of sampled tokens, with a graph to ``weights``.
+
+    Position by position, as the sampler computes them: where the weights are those that sampled, they are equal bit for
+    bit, so that every ratio is exactly 1.
+    """
+    tokens = responses.tokens
+    return torch.stack(
+        [
+            next_log_probs(task, weights, responses.prompts, tokens[..., :t])
+            .gather(-1, tokens[..., t, None])
+            .squeeze(-1)
+            for t in range(task.length)
+        ],
+        -1,
+    )
+
+
+class Optimizer:
+    """Plain SGD, or torch's AdamW with its defaults, on ``(R, weights)``; the norm is clipped run by run."""
+
+    def __init__(self, name: str, weights: Tensor, learning_rate: float, norm_clip: float | None):
+        self.name, self.weights, self.learning_rate, self.norm_clip = name, weights, learning_rate, norm_clip
+        self.first, self.second, self.steps = torch.zeros_like(weights), torch.zeros_like(weights), 0
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor) -> Tensor:
+        """One step; returns the norms ``(R,)`` before clipping."""
+        norm = gradient.norm(dim=1)
+        if self.norm_clip is not None:
+            gradient = gradient * (self.norm_clip / (norm + 1e-6)).clamp(max=1)[:, None]
+        if self.name == "sgd":
+            self.weights.sub_(gradient, alpha=self.learning_rate)
+            return norm
+        self.steps += 1
+        self.first.lerp_(gradient, 1 - 0.9)
+        self.second.mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)
+        denominator = (self.second / (1 - 0.999**self.steps)).sqrt_().add_(1e-8)
+        self.weights.mul_(1 - self.learning_rate * 0.01)
+        self.weights.addcdiv_(self.first, denominator, value=-self.learning_rate / (1 - 0.9**self.steps))
+        return norm

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study resumes, judges and reports as planned: on rows made by hand and on tables with planted effects."""
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scripts.study import analysis, plan, report, run
+from scripts.study.measures import PATH_PARTS, POINTS
+from scripts.study.methods import config_of
+from scripts.study.train import Cell
+
+TINY = [Cell("A", "chain", "block", 8, "adamw", 8e-3, 1.0, None, method, 16) for method in ("grpo", "bapo@0.4")]
+
+
+def row(cell, seed, **measured):
+    """A row of the table in which nothing failed."""
+    values = dict(final_reward=0.9, unsolved=0.0, truncated=0.0, finite=True, mean_reward=0.7, weights="same")
+    columns = (name for name, _ in analysis.COLUMNS.values() if name not in ("failed", *values))
+    values |= {name: 0.5 for name in columns} | measured
+    for name in ("reward", "entropy"):
+        values[f"{name}_series"] = np.linspace(0.1, 0.9, POINTS + 1)
+    for name in ("grad_norm", "rho", "c_low", "c_high"):
+        values[f"{name}_series"] = np.linspace(1, 2, POINTS)
+    path = [1] * (PATH_PARTS + 2) if cell.method.startswith("bapo") else []
+    return {"cell": cell.name, **vars(cell), "seed": seed, **values, "search_path": path}
+
+
+def table_of(rows):
+    frame = pd.DataFrame(rows)
+    return analysis.with_failures(
+        frame.astype({"norm_clip": float, "dual_clip": float}).fillna({"norm_clip": 0, "dual_clip": 0})
+    )
+
+
+def planted(effect, seeds=20, noise=0.05):
+    """Map C and its controls: BAPO 0.4 fails less than GRPO by ``effect``, and its reward is higher by as much."""
+    rng = np.random.default_rng(1)
+    rows = [row(cell, seed) for cell in plan.controls() for seed in range(seeds)]
+    for cell, seed in itertools.product(plan.map_c(), range(seeds)):
+        gain = effect if cell.method == "bapo@0.4" else 0.0
+        hard = cell.learning_rate > 0.03
+        fails = hard and rng.random() < 0.5 - gain
+        rows.append(row(cell, seed, unsolved=1.0 if fails else 0.0, mean_reward=0.5 + gain + noise * rng.normal()))
+    return table_of(rows)
+
+
+def test_the_failure_rule_row_by_row():
+    control = Cell("control", "chain", "block", 1, "sgd", 1.0, None, None, "grpo", 256)
+    cell = Cell("A", "chain", "block", 32, "sgd", 1.0, None, 3.0, "grpo", 256)
+    rows = [row(control, 1, final_reward=0.7), row(control, 2, final_reward=0.9)]  # mean 0.8, so the bar is 0.4
+    rows += [row(cell, 1, final_reward=0.41), row(cell, 2, final_reward=0.39)]
+    rows += [row(cell, 3, unsolved=0.2), row(cell, 4, unsolved=0.21), row(cell, 5, truncated=0.9)]
+    rows += [row(cell, 6, truncated=0.91), row(cell, 7, finite=False)]
+    assert table_of(rows)["failed"].tolist() == [False, False, False, True, False, True, False, True, True]
+
+
+def test_a_run_without_control_is_named():
+    cell = Cell("A", "chain", "block", 32, "sgd", 1.0, None, 3.0, "grpo", 256)
+    with pytest.raises(ValueError, match="no control: A-chain-sgd-nonorm-dual3-block32-lr1-grpo"):
+        table_of([row(cell, 1)])
+
+
+def test_the_permutation_test_by_hand():
+    assert analysis.sign_flip_test(np.array([1.0, 1.0, 1.0])) == 2 / 8
+    assert analysis.sign_flip_test(np.array([1.0, -1.0])) == 1  # sums 0, 2, -2, 0: all as far from 0 as 0
+    assert analysis.sign_flip_test(np.array([3.0, 1.0])) == 2 / 4
+    assert analysis.sign_flip_test(np.zeros(3)) == 1
+
+
+def test_it_is_scipys():
+    from scipy.stats import permutation_test
+
+    differences = np.random.default_rng(1).normal(0.3, 1, 10)
+    found = permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=np.inf)
+    assert analysis.sign_flip_test(differences) == pytest.approx(found.pvalue)
+
+
+def test_a_planted_difference_is_found_and_a_null_one_is_not():
+    for effect, finds in ((0.4, True), (0.0, False)):
+        tests = {(entry["map"], entry["other"]): entry for entry in analysis.primary_tests(planted(effect))}
+        assert set(tests) == {("C, delay", "grpo"), ("C, delay", "widest")}
+        entry = tests["C, delay", "grpo"]
+        assert (entry["failing"]["p"] < 0.001) == finds and (entry["reward"]["p"] < 0.001) == finds
+        assert entry["failing"]["difference"] == pytest.approx(-effect / 3, abs=0.08)  # a third of the cells is hard
+        assert entry["reward"]["difference"] == pytest.approx(effect, abs=0.02)
+        assert entry["stable"] == (6, 9)
+
+
+def test_differences_are_paired_by_seed():
+    frame = planted(0.0)
+    frame["mean_reward"] = frame["seed"].to_numpy() + np.where(frame["method"] == "bapo@0.4", 0.1, 0.0)
+    found = analysis.compare(analysis.of_map(frame, "C", "chain"), "bapo@0.4", "grpo", "mean_reward")
+    assert found["difference"] == pytest.approx(0.1) and found["p"] == pytest.approx(2 / 2**20)
+    with pytest.raises(ValueError, match="other seeds"):
+        analysis.compare(frame[(frame["seed"] > 0) | (frame["method"] == "grpo")], "bapo@0.4", "grpo", "mean_reward")
+
+
+def test_the_report_is_written_and_says_what_the_table_says(tmp_path):
+    chosen = ("grpo", "widest", "bapo@0.4", "bapo_gradient@0.4", "figure7_low", "figure7_high", "topr")
+    cells = [cell for cell in plan.cells() if cell.method in chosen and cell.map in ("control", "B", "partial")]
+    rows = [row(cell, seed) for cell in cells for seed in range(3)]
+    rows[-1]["unsolved"] = 1.0  # one run failed
+    pd.DataFrame(rows).to_parquet(tmp_path / "table.parquet")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\n{report.END}\nafter\n")
+    report.report(tmp_path / "table.parquet", page, tmp_path)
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n")
+    assert (
+        "| B, epochs | GRPO [0.8, 1.2] | 0.000 : 0.000 | +0.0000 | 1 | 0.7000 : 0.7000 | +0.0000 | 1 | 18 of 18 |"
+        in text
+    )
+    assert "end with bit-identical weights in 3 of 3 seeds" in text
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert (
+        sorted(
+            f"{name}.png"
+            for name in {
+                line.split("results/")[1].split(".png")[0] for line in text.splitlines() if line.startswith("![")
+            }
+        )
+        == pictures
+    )
+    assert {f"figure{number}.png" for number in (2, 7, 8, 9, 11, 12)} <= set(pictures)
+    assert (
+        sum(name.startswith("failing") for name in pictures) == 1
+        and sum(name.startswith("speed") for name in pictures) == 3
+    )
+    again = {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+    report.report(tmp_path / "table.parquet", page, tmp_path)
+    assert page.read_text() == text and again == {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+
+
+def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsys):
+    table, folder = tmp_path / "table.parquet", tmp_path / "cells"
+    run.run_missing(TINY[:1], [1000, 1001], 1, table, folder)
+    run.run_missing(TINY, [1000, 1001], 1, table, folder)
+    run.run_missing(TINY, [1000, 1001], 1, table, folder)
+    folder.mkdir(exist_ok=True)
+    assert "1 of 2 cells are there, 1 to run" in (said := capsys.readouterr().out) and "2 of 2 cells are there" in said
+    assert run.finished(table, folder) == {cell.name for cell in TINY}
+    frame = pd.read_parquet(table)
+    assert frame["cell"].tolist() == [cell.name for cell in TINY for _ in range(2)]
+    assert frame["seed"].tolist() == [1000, 1001] * 2 and not list(folder.iterdir())
+    assert run.run_again(TINY, frame)
+    frame["weights"] = "others"
+    assert not run.run_again(TINY[:1], frame)
+
+
+def test_what_was_not_finished_is_run_again(tmp_path):
+    (tmp_path / f"{TINY[0].name}.unfinished").write_text("half a ro")
+    assert run.finished(tmp_path / "none.parquet", tmp_path) == set()
+
+
+def test_the_plan():
+    cells = plan.cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert len(plan.SEEDS) == 20 and max(plan.SEEDS) < 1000
+    for cell in cells:
+        config_of(cell.method)
+        reuse = 4 * cell.staleness if cell.source == "epochs" else cell.staleness if cell.source == "block" else 1
+        assert cell.updates % reuse == 0 and cell.updates % POINTS == 0, cell
+        assert cell.method in analysis.LABELS
+    for kind, places in (("A", 60 + 8), ("B", 18), ("C", 9), ("partial", 4)):
+        of_map = [cell for cell in cells if cell.map == kind]
+        assert len(of_map) == places * len(plan.METHODS)
+        assert {cell.method for cell in of_map} == set(plan.METHODS)
+    assert {(cell.optimizer, cell.norm_clip, cell.dual_clip) for cell in plan.map_a()} == {
+        (optimizer, *clips) for optimizer in ("sgd", "adamw") for clips in plan.CLIPS
+    }
+
+
+def test_every_cell_has_its_control():
+    frame = pd.DataFrame([row(cell, seed) for cell in plan.cells() for seed in (1, 2)])
+    assert not table_of(frame)["failed"].any()
