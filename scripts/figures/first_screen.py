@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bapo import BAPOConfig  # noqa: E402
-from scripts.study.plan import ROOT, WINDOW  # noqa: E402
 from scripts.study.first_study import read_runs  # noqa: E402
+from scripts.study.plan import ROOT, WINDOW  # noqa: E402
 
 METHOD, STALENESS, SEED = "bapo@0.38", 32, 1  # the run on the right: a target that about half of the updates reach
 TARGET = float(METHOD.partition("@")[2])
