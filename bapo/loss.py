@@ -52,7 +52,7 @@ def clipped_surrogate_loss(
     Args:
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
             flows to ``log_prob`` alone, and none to what is masked.
-        low, high: bounds on the ratio, 0-d tensors or numbers.
+        low, high: bounds on the ratio, numbers or tensors that broadcast to ``(B, T)``.
         clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1; None: none.
         rollout_is_weights: factors on the loss of each token, ``(B, T)``, verl's rollout correction; None: 1.
         aggregate: maps the loss per token and the bool mask, both ``(B, T)``, to a 0-d loss; the default is token-mean.
@@ -70,7 +70,7 @@ def clipped_surrogate_loss(
 
     # One clamp a token, with bounds of its own.
     negative = advantages < 0
-    low, high = ratio.new_empty(()).fill_(low), ratio.new_empty(()).fill_(high)
+    low, high = (x.to(ratio.dtype) if isinstance(x, Tensor) else ratio.new_full((), x) for x in (low, high))
     floor = torch.where(negative, low, 0.0)
     ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
     clipped_ratio = ratio.clamp(floor, ceiling)

@@ -107,7 +107,7 @@ def _weighted(tokens, token_weight):
     ratio = log_ratio_of(tokens.old_log_prob, tokens.log_prob).exp_().double().flatten(1)
     weight = tokens.advantages.double() * tokens.mask
     if token_weight == "rollout_prob":
-        weight = weight * tokens.old_log_prob.exp()
+        weight = weight * tokens.old_log_prob.double().exp()
     return ratio, weight.clamp(min=0).flatten(1), -weight.clamp(max=0).flatten(1)
 
 
