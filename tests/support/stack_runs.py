@@ -58,6 +58,25 @@ def temporary_files():
     return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
 
 
+def in_use():
+    """Paths that living processes have open, mapped into their memory or bound to a socket."""
+    paths = {connection.laddr for connection in psutil.net_connections("unix")}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            paths.update(line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):
+                    paths.add(os.readlink(descriptor))
+    return paths
+
+
+def left_since(before):
+    """Temporary files that were not there ``before`` and that nobody uses: other work on the machine has its own."""
+    new = temporary_files() - before
+    used = in_use() if new else ()
+    return {path for path in new if not any(name == str(path) or name.startswith(f"{path}/") for name in used)}
+
+
 @contextmanager
 def removing_what_others_leave():
     """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point."""
@@ -65,7 +84,13 @@ def removing_what_others_leave():
     try:
         yield
     finally:
-        remove(temporary_files() - before)
+        remove(left_since(before))
+
+
+def heed_signals():
+    """What starts the tests, nohup or a shell in the background, may have these ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Started:
@@ -88,7 +113,7 @@ class Started:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started the tests
+                preexec_fn=heed_signals,
             )
 
     def text(self):
@@ -150,7 +175,7 @@ class Started:
 
     def left(self):
         """What it should not leave: processes, files outside its folder, and files in it with the secret."""
-        outside = sorted(str(path) for path in temporary_files() - self.before)
+        outside = sorted(map(str, left_since(self.before)))
         inside = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
         secrets = [str(path) for path in inside if SECRET.encode() in path.read_bytes()]
         return [*self.processes().items(), *outside, *secrets]
