@@ -17,6 +17,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,11 +153,10 @@ def answers_of(row: dict, path: Path) -> list[str]:
     else:
         answer = _column(row, ANSWER, path)
     text = "" if answer is None else str(answer).strip()
-    if text.startswith("["):
-        try:
-            return [str(one).strip() for one in json.loads(text)]
-        except json.JSONDecodeError:  # an interval, say
-            return [text]
+    with suppress(json.JSONDecodeError):
+        answers = json.loads(text)
+        if isinstance(answers, list) and all(isinstance(one, str) for one in answers):  # [-2,7] is an interval
+            return [one.strip() for one in answers]
     return [text] if text else []
 
 

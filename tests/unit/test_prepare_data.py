@@ -151,6 +151,97 @@ def test_an_existing_file_is_kept(tmp_path):
     assert (tmp_path / "out.parquet").read_text() == "mine"
 
 
+def rows_made(folder, name, rows, file="source.jsonl"):
+    """The rows that ``prepare`` makes of ``rows``, written one a line or, as ``.json``, in a list."""
+    text = json.dumps(rows) if file.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / file).write_text(text)
+    prepare(name, folder / file, folder / "out.parquet")
+    return pyarrow.parquet.read_table(folder / "out.parquet").to_pylist()
+
+
+@pytest.mark.parametrize("count", [1, 1999, 2000, 2001, 4500])
+@pytest.mark.parametrize("file", ["source.jsonl", "source.parquet"])
+def test_every_row_arrives_once_and_in_order(tmp_path, count, file):
+    rows = [{"problem": f"What is {i}?", "answer": str(i)} for i in range(count)]
+    if file.endswith(".parquet"):
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / file)
+        prepare("math_500", tmp_path / file, tmp_path / "out.parquet")
+        made = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    else:
+        made = rows_made(tmp_path, "math_500", rows, file)
+    assert [row["reward_model"]["ground_truth"] for row in made] == [str(i) for i in range(count)]
+    assert [row["extra_info"]["index"] for row in made] == list(range(count))
+    assert [row["prompt"][0]["content"].splitlines()[0] for row in made] == [f"What is {i}?" for i in range(count)]
+
+
+def test_a_row_in_full(tmp_path):
+    hint = "Please reason step by step, and put your final answer within \\boxed{}."
+    (row,) = rows_made(tmp_path, "aime_2025", [{"problem": " Six times seven? ", "answer": 42}])
+    assert row == {
+        "data_source": "aime_2025",
+        "prompt": [{"role": "user", "content": f"Six times seven?\n\n{hint}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {"split": "test", "index": 0, "source": "math-ai/aime25"},
+    }
+
+
+@pytest.mark.parametrize(
+    "name, answer, truth",
+    [
+        ("aime_2024", "007", "7"),
+        ("aime_2024", "000", "0"),
+        ("aime_2025", "070", "70"),
+        ("math_500", "007", "007"),
+        ("math_500", "[-2,7]", "[-2,7]"),
+        ("math_500", "[0, 1)", "[0, 1)"),
+        ("math_500", '["4"]', "4"),
+        ("skywork_or1_math", '["[2,12]"]', "[2,12]"),
+        ("skywork_or1_math", '[" 0.5 "]', "0.5"),
+        ("dapo_math_17k", "-3", "-3"),
+    ],
+)
+def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
+    (row,) = rows_made(tmp_path, name, [{"problem": "x", "answer": answer}])
+    assert row["reward_model"]["ground_truth"] == truth
+
+
+def test_the_hint_is_given_once(tmp_path):
+    hinted, plain = "Put it in \\boxed{}: 2 + 2", "2 + 3"
+    rows = [verl_row(hinted, '["4"]', "x"), verl_row(plain, '["5"]', "x")]
+    made = rows_made(tmp_path, "skywork_or1_math", rows)
+    assert [row["prompt"][0]["content"] for row in made] == [hinted, f"{plain}\n\n{prepare_data.BOXED}"]
+    (tmp_path / "out.parquet").unlink()
+    (row,) = rows_made(tmp_path, "dapo_math_17k", [verl_row(plain, "5", "x")])  # its prompts say how to answer
+    assert row["prompt"][0]["content"] == plain
+
+
+def test_the_last_message_is_the_users(tmp_path):
+    row = verl_row("2 + 2?", "4", "x")
+    row["prompt"].insert(0, {"content": "You are a calculator.", "role": "system"})
+    (made,) = rows_made(tmp_path, "dapo_math_17k", [row])
+    assert made["prompt"] == [{"role": "user", "content": "2 + 2?"}]
+
+
+def test_columns_in_any_case_and_a_json_list(tmp_path):
+    rows = [{"Problem": "One?", "Answer": "1"}, {"QUESTION": "Two?", "answer": "2"}]
+    made = rows_made(tmp_path, "math_500", rows, "source.json")
+    assert [row["reward_model"]["ground_truth"] for row in made] == ["1", "2"]
+
+
+def test_skyworks_code_is_left_alone(tmp_path):
+    skywork(tmp_path)
+    code = [verl_row("Write a program.", '["x"]', "train-code-leetcode", index=1)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(code), tmp_path / "data" / "code-00000-of-00001.parquet")
+    assert "2 rows kept of 4." in prepare("skywork_or1_math", tmp_path, tmp_path / "out.parquet")
+
+
+def test_the_index_counts_what_is_kept(tmp_path):
+    rows = [{"problem": text, "answer": answer} for text, answer in (("a", ""), ("b", "1"), ("b", "1"), ("c", "2"))]
+    made = rows_made(tmp_path, "math_500", rows)
+    assert [(row["extra_info"]["index"], row["reward_model"]["ground_truth"]) for row in made] == [(0, "1"), (1, "2")]
+
+
 def truncate(folder):
     dapo(folder)
     path = next(folder.glob("*.parquet"))
