@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -233,6 +234,38 @@ def test_the_search_sees_the_dropout_masks_of_training_and_leaves_the_random_sta
     assert recorded["source"] == "pass"
     for key, (value,) in search(statistics, config).items():
         assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
+
+
+def two_updates(rank, port, task, folder):
+    """Two updates on mini-batches that need different bounds; their metrics."""
+    actor = make_actor(
+        [
+            f"actor_rollout_ref.model.path={task}/model",
+            *COMMON,
+            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
+            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
+        ],
+        port=port,
+    )
+    batches = [
+        make_mini_batch(actor, seed=seed, rows=ROWS, staleness=staleness) for seed, staleness in ((7, 0.2), (8, 1))
+    ]
+    metrics = [run_update(actor, batch)[0] for batch in batches]
+    values = [[found[f"actor/bapo/clip_{side}"][0].values for side in ("low", "high")] for found in metrics]
+    (Path(folder) / "logged.json").write_text(json.dumps(values))
+
+
+def test_each_update_has_bounds_of_its_own(task, tmp_path):
+    mp.spawn(two_updates, args=(free_port(), str(task), str(tmp_path)))
+    recorded = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in recorded] == [0, 1]
+    bounds = [[float.fromhex(line[side]) for side in ("low", "high")] for line in recorded]
+    assert bounds[0] != bounds[1]
+    config = BAPOConfig(positive_contribution_target=0.45)
+    found = search(statistics_of(tmp_path / "dump", config, 3.0)[config.contribution, config.token_weight], config)
+    assert bounds == [list(pair) for pair in zip(found["low"], found["high"], strict=True)]
+    logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
+    assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
