@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import matplotlib
@@ -15,9 +16,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bapo import BAPOConfig  # noqa: E402
-from scripts.study.first_study import read_runs  # noqa: E402
-from scripts.study.plan import ROOT, WINDOW  # noqa: E402
 
+DOCS = Path(__file__).parents[2] / "docs"
+RUNS = DOCS / "results" / "first_study_loop.jsonl"
+WINDOW = 8  # updates of each value in RUNS
 METHOD, STALENESS, SEED = "bapo@0.38", 32, 1  # the run on the right: a target that about half of the updates reach
 TARGET = float(METHOD.partition("@")[2])
 FIXED = 0.8, 1.2  # PPO's usual range
@@ -32,7 +34,11 @@ def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
 
 def recorded_run() -> dict[str, list[float]]:
     """The series of the run on the right; each value is a mean over ``WINDOW`` updates."""
-    (run,) = (record for record in read_runs("loop")[STALENESS][METHOD] if record["seed"] == SEED)
+    (run,) = (
+        run
+        for run in map(json.loads, RUNS.read_text().splitlines())
+        if (run["method"], run["settings"]["staleness"], run["seed"]) == (METHOD, STALENESS, SEED)
+    )
     return run["series"]
 
 
@@ -104,7 +110,7 @@ def draw(out: Path) -> None:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "bapo.png")
+    parser.add_argument("--out", type=Path, default=DOCS / "figures" / "bapo.png")
     out = parser.parse_args().out
     draw(out)
     print(f"Picture: {out}")

@@ -1,137 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first study's tables, pictures and text follow from its runs."""
+"""What docs/results.md says of the first study follows from its runs."""
 
 import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
+from scipy.stats import t
 
-from scripts.study.first_study import (
-    ADDED,
-    METHODS,
-    RESULTS,
-    ROOT,
-    control,
-    draw,
-    generated,
-    interval,
-    measures,
-    read_runs,
-    tables,
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+TEXT = RESULTS.with_suffix(".md").read_text().split("## The first study")[1]
+
+
+def runs_of(part):
+    """The runs by staleness and method, then by seed."""
+    runs = defaultdict(dict)
+    for record in map(json.loads, (RESULTS / f"first_study_{part}.jsonl").read_text().splitlines()):
+        runs[record["settings"]["staleness"], record["method"]][record["seed"]] = record
+    return runs
+
+
+LOOP, STACK = runs_of("loop"), runs_of("stack")
+
+
+def mean_reward(run):
+    return statistics.fmean(run["series"]["reward"])
+
+
+def difference(runs, staleness, method, measure):
+    """From grpo, paired by seed, as the text writes it."""
+    ours, theirs = runs[staleness, method], runs[staleness, "grpo"]
+    found = [measure(ours[seed]) - measure(theirs[seed]) for seed in ours]
+    half = t.ppf(0.975, len(found) - 1) * statistics.stdev(found) / len(found) ** 0.5
+    return f"{statistics.fmean(found):.2f} ± {half:.2f}".replace("-0.00", "0.00")
+
+
+@pytest.mark.parametrize(
+    "where, runs, staleness, method",
+    [
+        ("stack, staleness 16", STACK, 16, "bapo"),
+        ("stack, staleness 16", STACK, 16, "bapo_gradient"),
+        ("one process, staleness 32", LOOP, 32, "bapo"),
+        ("one process, staleness 8", LOOP, 8, "bapo"),
+    ],
 )
-
-SEARCH_METRICS = ("positive_contribution", "positive_contribution_start", "saturated")
-SEARCH_METRICS += ("clipfrac_positive", "clipfrac_negative")
-
-
-def test_measures_by_hand():
-    record = {
-        "final_reward": 0.6,
-        "series": {
-            "reward": [0.1, 0.2, 0.3, 0.4, 0.5],
-            "entropy": [2.0, 1.0, 1.0, 1.0, 0.5],
-            "grad_norm": [1.0, 1.0, 6.0, 1.0, 2.0],
-            **{
-                key: [0.5] * 5
-                for key in ("positive_contribution", "positive_contribution_start", "clip_low", "clip_high")
-            },
-            **{key: [0.0] * 5 for key in ("saturated", "clipfrac_positive", "clipfrac_negative")},
-        },
-    }
-    found = measures(record)
-    assert found["final reward"] == 0.6 and found["mean reward"] == pytest.approx(0.3)
-    assert found["entropy kept"] == 0.25 and found["spikes"] == 1 and found["largest/median norm"] == 6.0
+def test_the_differences_from_grpo(where, runs, staleness, method):
+    final = difference(runs, staleness, method, lambda run: run["final_reward"])
+    assert f"| `{method}`, {where} | {final} | {difference(runs, staleness, method, mean_reward)} |" in TEXT
 
 
-def test_an_interval_by_hand():
-    # Differences 1, 2, 3: mean 2, standard deviation 1, t = 4.303 at 2 degrees of freedom.
-    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / 3**0.5))
+def test_the_runs_are_all_there():
+    assert sum(map(len, LOOP.values())) == 110 and sum(map(len, STACK.values())) == 9
+    assert {staleness for staleness, _ in LOOP} == {1, 8, 32}
 
 
-def write_runs(folder, rewards, staleness=32):
-    """One run per method and seed with a constant reward."""
-    lines = []
-    for (method, seed), reward in rewards.items():
-        series = {key: [0.5] * 5 for key in ("entropy", "clip_low", "clip_high", *SEARCH_METRICS)}
-        series |= {"reward": [reward] * 5, "grad_norm": [1.0] * 40}
-        record = {"method": method, "seed": seed, "settings": {"staleness": staleness}, "series": series}
-        record["final_reward"] = reward
-        lines.append(json.dumps({**record, "weights": str(seed)}))
-    with open(folder / "first_study_loop.jsonl", "a") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-    (folder / "first_study_stack.jsonl").touch()
+def spikes(run):
+    norms = run["series"]["grad_norm"]
+    return sum(norm > 5 * statistics.median(norms) for norm in norms)
 
 
-def test_differences_are_paired_by_seed(tmp_path):
-    # bapo lacks seed 1; on seeds 2 and 3 it is 0.1 better. Paired by position it would be 0.2 better, then 0.1.
-    rewards = {("grpo", 1): 0.1, ("grpo", 2): 0.2, ("grpo", 3): 0.3, ("bapo", 2): 0.3, ("bapo", 3): 0.4}
-    write_runs(tmp_path, rewards)
-    text = "\n".join(tables(read_runs("loop", tmp_path)[32]))
-    assert "| `bapo` | **0.100 ± 0.000** |" in text
-    assert "| `grpo` | 0.200 ± 0.100 |" in text
+def test_nothing_went_wrong_and_the_target_was_out_of_reach():
+    assert statistics.fmean(map(spikes, LOOP[32, "grpo"].values())) == pytest.approx(0.8)
+    assert not any(spikes(run) for runs in STACK.values() for run in runs.values())
+    shares = [
+        [statistics.fmean(run["series"]["saturated"]) for run in runs.values()]
+        for runs in (STACK[16, "bapo"], LOOP[32, "bapo"])
+    ]
+    assert [round(statistics.fmean(share), 2) for share in shares] == [0.96, 1.0]
+    methods = [LOOP[32, method] for method in ("bapo", "bapo_gradient", "widest")]
+    assert sum(len({runs[seed]["weights"] for runs in methods}) == 1 for seed in range(1, 6)) == 4
 
 
-def test_a_partial_study_is_reported(tmp_path):
-    write_runs(tmp_path, {("grpo", 1): 0.1, ("bapo", 1): 0.2})
-    assert "too few seeds" in generated(tmp_path)
-    write_runs(tmp_path, {(method, 1): 0.1 for method in METHODS} | {("grpo", 2): 0.1}, staleness=1)
-    assert control(read_runs("loop", tmp_path)[1]).endswith("in 1 of 1 seeds.")
+def test_the_control_holds():
+    at_1 = [runs for (staleness, _), runs in LOOP.items() if staleness == 1]
+    assert [len({runs[seed]["weights"] for runs in at_1}) for seed in range(1, 6)] == [1] * 5
 
 
-def test_a_fixed_method_has_no_target_to_miss(tmp_path):
-    write_runs(tmp_path, {(method, seed): 0.1 for method in ("grpo", "bapo") for seed in (1, 2)})
-    rows = [line for line in tables(read_runs("loop", tmp_path)[32]) if line.startswith("| `grpo` |")]
-    assert rows[1].split(" | ")[5] == "-"
-
-
-def test_curves_are_drawn(tmp_path):
-    write_runs(tmp_path, {(method, seed): 0.1 for method in METHODS + ADDED for seed in (1, 2)})
-    draw(read_runs("loop", tmp_path)[32], "a title", "update", tmp_path / "out.png")
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
-def test_the_page_holds_what_follows_from_the_runs():
-    assert generated() in (ROOT / "docs" / "results.md").read_text()
-    for picture in ("loop-staleness1", "loop-staleness8", "loop-staleness32", "stack-staleness16"):
-        assert (RESULTS / f"{picture}.png").exists()
-
-
-def test_every_run_is_there_and_the_control_holds():
-    loop, stack = read_runs("loop"), read_runs("stack")
-    assert {s: len(by_method) for s, by_method in loop.items()} == {1: 6, 8: 8, 32: 8}
-    assert all([r["seed"] for r in runs] == [1, 2, 3, 4, 5] for of_one in loop.values() for runs in of_one.values())
-    assert {method: len(runs) for method, runs in stack[16].items()} == {"grpo": 3, "bapo": 3, "bapo_gradient": 3}
-    assert control(loop[1]).endswith("in 5 of 5 seeds.")
-
-
-def moved(records):
-    """By how much the bounds raised each run's contribution."""
-    found = [measures(record) for record in records]
-    return [run["rho at bounds"] - run["rho at start"] for run in found]
-
-
-def test_the_text_says_what_the_runs_of_the_stack_show():
-    """The sentences of docs/results.md that a table does not hold."""
-    runs = read_runs("stack")[16]
-    lowered, raised = [-change for change in moved(runs["bapo"])], moved(runs["bapo_gradient"])
-    assert (round(min(lowered), 4), round(max(lowered), 4)) == (0.0003, 0.0007)
-    assert (round(min(raised), 4), round(max(raised), 4)) == (0.0032, 0.0043)
-    assert not any(measures(record)["spikes"] for records in runs.values() for record in records)
-    assert [line for line in tables(runs) if "**" in line][0].startswith("| `bapo_gradient` |")
-    assert sum(line.count("**") // 2 for line in tables(runs)) == 1
-
-
-def test_the_text_says_what_the_runs_show():
-    """Likewise, of the loop."""
-    runs = read_runs("loop")
-
-    def of_both(method):
-        return moved([record for staleness in (8, 32) for record in runs[staleness][method]])
-
-    by_value, by_gradient = ([*of_both(f"bapo{of}"), *of_both(f"bapo{of}@0.38")] for of in ("", "_gradient"))
-    assert len(by_value) == len(by_gradient) == 20
-    assert (round(min(by_value), 4), round(max(by_value), 4)) == (-0.0018, -0.0002)
-    assert (round(min(by_gradient), 4), round(max(by_gradient), 4)) == (0.0013, 0.0088)
-    weights = [{r["seed"]: r["weights"] for r in runs[32][m]} for m in ("bapo", "bapo_gradient", "widest")]
-    assert sum(len({of_method[seed] for of_method in weights}) == 1 for seed in range(1, 6)) == 4
-    bold = [line.count("**") // 2 for staleness in (8, 32) for line in tables(runs[staleness])]
-    assert sum(bold) == 7
+@pytest.mark.parametrize("kind", ["bapo", "bapo_gradient"])
+def test_what_the_search_did_to_rho(kind):
+    runs = [run for s in (8, 32) for method in (kind, f"{kind}@0.38") for run in LOOP[s, method].values()]
+    rho, start = (
+        [statistics.fmean(run["series"][key]) for run in runs]
+        for key in ("positive_contribution", "positive_contribution_start")
+    )
+    moved = [at_bounds - at_start for at_bounds, at_start in zip(rho, start, strict=True)]
+    assert len(moved) == 20 and f"({min(moved):+.4f} to {max(moved):+.4f})" in " ".join(TEXT.split())
