@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an update costs besides arithmetic: collectives and reads by the host, counted; and memory."""
 
+import re
+
 import pytest
 import torch
+from support.costs import PeakMemory, counted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import PeakMemory, actor_config, counted, make_batch
+from scripts.benchmark.loss import actor_config, make_batch, measure_all, table
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 
@@ -66,3 +69,16 @@ def test_the_memory_beyond_the_inputs():
 
     vanilla = peak_of(compute_policy_loss_vanilla, PolicyLossConfig())
     assert peak_of(compute_policy_loss_bapo, BAPOPolicyLossConfig(bound_scope="micro_batch")) <= vanilla
+
+
+def test_the_benchmark_compares_with_vanilla():
+    threads = torch.get_num_threads()
+    try:
+        found = measure_all(rows=4, columns=50, repeats=1)
+    finally:
+        torch.set_num_threads(threads)
+    lines = table(found).splitlines()
+    assert lines[0].startswith("| loss | CPU, 1 thread | CPU, 2 threads |")
+    assert re.match(r"\| float32: vanilla \| 1 \([\d.]+ ms\) \| 1 \([\d.]+ ms\) \|", lines[2])
+    slow = {"vanilla": 10.0, "bapo, value": 12.5}
+    assert "| float32: bapo, value | 1.25 |" in table({"float32": {"CPU, 1 thread": slow}})
