@@ -5,11 +5,12 @@ import copy
 import sys
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
-from support.configs import compose_in_groups
-from support.gpus import pretend_gpus, write_model, write_nvidia_smi
+from support.configs import ROOT, compose_in_groups
+from support.gpus import SHAPES, pretend_gpus, write_model, write_nvidia_smi
 
-from recipe.bapo.checks import Concern, __main__, machine, size, table
+from recipe.bapo.checks import Concern, __main__, machine, other_runs, size, table
 from recipe.bapo.checks import config as checks
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -20,7 +21,7 @@ FSDP = f"{ACTOR}.fsdp_config"
 def models(task, tmp_path_factory):
     """Folders of models by size."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: write_model(task, folder / name, name) for name in ("0.5B", "1.5B", "7B", "32B")}
+    return {name: write_model(task, folder / name, name) for name in SHAPES}
 
 
 @pytest.fixture(scope="module")
@@ -290,3 +291,34 @@ def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match="gpu_memory_utilization=0.7 leaves vLLM 55.7 GiB of a GPU, and the ser.* 61"):
         size.check_memory(config("32B", POLICY))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))
+def test_every_shipped_config_gives_a_full_table_on_eight_gpus(task, models, monkeypatch, tmp_path, name):
+    pretend_gpus(monkeypatch, tmp_path)
+    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
+    monkeypatch.setattr(checks.CheckpointEngineRegistry, "get", lambda backend: backend)  # nccl's needs CUDA
+    large, separate = name.endswith("32b"), name == "separate_async"
+    monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
+    for variable, file in (("MODEL_PATH", models["32B" if large else "7B"]), ("TRAIN_FILE", task / "train.parquet")):
+        monkeypatch.setenv(variable, str(file))
+    monkeypatch.setenv("TEST_FILE", f"{task}/test.parquet")
+    nodes = [f"trainer.nnodes={8 if large else 1}", f"trainer.n_gpus_per_node={4 if separate else 8}"]
+    chosen = compose_in_groups(f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run", *nodes)
+    OmegaConf.resolve(chosen)
+    lines = {line.name: line for line in table.run(chosen)}
+    assert list(lines) == [check for check, _ in (*table.CHECKS, *table.CHECKS_OF_THE_MODEL)]
+    unusual = {line for line in lines if lines[line].status != "ok"}
+    # Half of the GPUs of the node train: 7 billion weights just fit.
+    assert unusual == ({"memory"} if separate else set()), [lines[line] for line in unusual]
+    assert lines["memory"].status != "failed" and "rollout" in lines["memory"].detail
+
+
+def test_the_gsm8k_script_fits_one_gpu_of_24_gb(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path, gpus=1, gibibytes=23.6, host=60)
+    script = (ROOT / "recipe/bapo/run_gsm8k_gpu.sh").read_text().rpartition("run_bapo_example.sh")[2]
+    settings = dict(word.split("=") for word in script.split() if word.count("=") == 1)
+    changes = {key: yaml.safe_load(value) for key, value in settings.items()}
+    assert len(changes) > 5 and "at least" in size.check_memory(config("0.5B", {**on(1), **changes}))
+    assert "staleness" in checks.check_batches(config("0.5B", {**on(1), **changes}))
