@@ -63,6 +63,8 @@ class DataSet:
 DATA_SETS = {
     "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", "train"),
     "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", "train"),
+    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", "train"),
+    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", "test", rows=1319),
     "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", "test", rows=30),
     "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", "test", rows=30),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500", "test", rows=500),
@@ -153,6 +155,8 @@ def answers_of(row: dict, path: Path) -> list[str]:
     else:
         answer = _column(row, ANSWER, path)
     text = "" if answer is None else str(answer).strip()
+    if "####" in text:  # GSM8K: the way to the answer, and it
+        text = text.rpartition("####")[2].strip().replace(",", "")
     with suppress(json.JSONDecodeError):
         answers = json.loads(text)
         if isinstance(answers, list) and all(isinstance(one, str) for one in answers):  # [-2,7] is an interval

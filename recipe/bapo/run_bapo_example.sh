@@ -31,6 +31,13 @@ fail() { echo "Error: $*" >&2; exit 1; }
 positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever it says
+    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -vc -e '^ *$' -e '^ *-' || true)
+    gpus=$((visible < gpus ? visible : gpus))
+fi
+if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ] && { [ -e /dev/kfd ] || type rocm-smi amd-smi >/dev/null 2>&1; }; then
+    fail "this machine has AMD GPUs, which are not supported: set VERL_PLATFORM=cpu to train on its CPU."
+fi
 if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     # The CPU path is for this machine: nobody should find a cluster of GPUs training on its CPUs.
     where="but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."

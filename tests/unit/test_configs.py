@@ -10,7 +10,7 @@ from support.configs import ROOT, compose_in_groups
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
-from recipe.bapo.checks.config import check_batches, check_ratio
+from recipe.bapo.checks.config import check_batches, check_ratio, sequence_parallel
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
@@ -110,9 +110,11 @@ def test_methods_differ_in_switches_of_the_search_alone():
 
 
 def test_another_method_on_the_command_line_wins_over_the_experiments():
-    config = compose_in_groups("experiment=paper_7b", "size=gpu", "method=grpo")
-    assert check(config).ratio_upper_max == 1.2
-    assert config.actor_rollout_ref.actor.clip_ratio_c > 1e6  # the experiment's, whatever the method
+    paper, grpo = (compose_in_groups("experiment=paper_7b", "size=gpu", f"method={name}") for name in ("paper", "grpo"))
+    assert check(grpo).ratio_upper_max == 1.2
+    assert grpo.actor_rollout_ref.actor.clip_ratio_c > 1e6  # the experiment's, whatever the method
+    grpo.actor_rollout_ref.actor.policy_loss = paper.actor_rollout_ref.actor.policy_loss
+    assert grpo == paper  # they differ in nothing but the bounds and the target
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -127,6 +129,9 @@ def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
     if platform == "gpu_without_flash_attn":
         longest = config.data.max_prompt_length + config.data.max_response_length
         assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == longest
+        model = config.actor_rollout_ref.model  # no logits, and no padding to the longest sequence of a micro-batch
+        assert model.use_fused_kernels and model.use_remove_padding
+        assert model.override_config.attn_implementation == "sdpa"
 
 
 def test_the_papers_settings():
@@ -162,7 +167,15 @@ def test_the_authors_code_with_the_values_of_its_yaml_and_of_its_script():
 
 
 @pytest.mark.parametrize(
-    "name, model_length, staleness", [("paper_7b", 8192, 8), ("paper_llama_3b", 8192, 8), ("paper_32b", 65536, 4)]
+    "name, model_length, staleness",
+    [
+        ("paper_7b", 8192, 8),
+        ("paper_llama_3b", 8192, 8),
+        ("paper_32b", 65536, 4),
+        ("paper_r1_32b", 65536, 4),
+        ("paper_7b_64k", 65536, 4),
+        ("paper_32k", 32768, 4),
+    ],
 )
 def test_the_papers_scale(name, model_length, staleness):
     config = compose_in_groups(f"experiment={name}", "size=gpu")
@@ -173,7 +186,9 @@ def test_the_papers_scale(name, model_length, staleness):
     assert config.data.max_response_length == model_length and rollout.val_kwargs.n == 16
     assert config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs == staleness
     longest = config.data.max_prompt_length + config.data.max_response_length
-    assert actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size >= longest
+    assert actor.ppo_max_token_len_per_gpu * sequence_parallel(config)[1] >= longest
+    script = (actor.optim.weight_decay, actor.optim.lr_warmup_steps_ratio, config.trainer.total_training_steps)
+    assert (script == (0.1, 0.1, 1000)) == (model_length == 8192)  # what these two take from the authors' script
     assert (rollout.max_model_len or longest) >= longest
 
 

@@ -77,7 +77,19 @@ def math_500(folder):
     (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
+def gsm8k(split, rows):
+    def make(folder):
+        (folder / "main").mkdir()
+        table = [{"question": f"Add {i} to 1000?", "answer": f"It is a sum.\n#### 1,{i:03d}"} for i in range(rows)]
+        path = folder / "main" / f"{split}-00000-of-00001.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(table), path)
+
+    return make
+
+
 MAKE = {
+    "gsm8k_train": (gsm8k("train", 5), 5, {}),
+    "gsm8k_test": (gsm8k("test", 1319), 1319, {}),
     "skywork_or1_math": (skywork, 2, {"several answers, which no scorer of verl's takes": 1, "empty prompt": 1}),
     "dapo_math_17k": (dapo, 3, {"repeated prompt": 297}),
     "aime_2024": (aime_2024, 30, {"repeated prompt": 930}),

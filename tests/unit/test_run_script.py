@@ -5,6 +5,7 @@ import os
 
 import pytest
 from support.commands import run_script
+from support.gpus import write_nvidia_smi
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,20 @@ def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_
     assert run.returncode != 0
     assert message in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
+
+
+def test_gpus_that_cuda_is_told_to_leave_are_not_counted(tmp_path):
+    write_nvidia_smi(tmp_path, gpus=8)
+    chosen = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}
+    run = run_script(CONFIG="separate_async", ROLLOUT_GPUS_PER_NODE="3", **chosen)
+    assert run.returncode == 1 and "ROLLOUT_GPUS_PER_NODE=3 to sample, and there are 2" in run.stderr
+
+
+def test_a_machine_with_amd_gpus_does_not_train_the_toy_task(tmp_path):
+    (tmp_path / "rocm-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "rocm-smi").chmod(0o755)
+    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="")
+    assert run.returncode == 1 and "Error: this machine has AMD GPUs, which are not supported" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,68 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config: trainer, loss, watchdog and batch sizes, and what verl itself asks of it."""
+"""The config: engine, trainer, loss, watchdog, batch sizes and parallelism, and what verl itself asks of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from recipe.bapo.checks import Concern
+from recipe.bapo.checks.inputs import hf_config_of
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
 
+ENGINES = {
+    "megatron": "in pipelines only the last stage calls the loss, and its collective would hang",
+    "torchtitan": "it may use pipelines, in which only the last stage calls the loss, and its collective would hang",
+    "veomni": "nobody has run it here, and our worker and checks read the settings of FSDP",
+}
+
+
+def check_engine(config) -> str:
+    """The engine that trains, by either of verl's keys for it. The other checks read the settings of FSDP."""
+    for field, usual in (("model_engine", "dp"), ("actor_rollout_ref.actor.strategy", "fsdp2")):
+        value = OmegaConf.select(config, field)
+        _require(config, (field, lambda value: value not in ENGINES, f"{usual}: {ENGINES.get(value)}"))
+    _require(config, ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2").__contains__, "fsdp or fsdp2"))
+    return config.actor_rollout_ref.actor.strategy
+
 
 def check_trainer(config) -> str:
-    """The trainer's mode and the actor's strategy."""
-    actor, use_v1 = config.actor_rollout_ref.actor, config.trainer.use_v1
-    _require(use_v1, "trainer.use_v1", "true: verl's legacy trainer would drop the BAPO loss", use_v1)
+    """The trainer's mode and what verl asserts of it after Ray has started."""
     modes = ("sync", "colocate_async", "separate_async")
+    _require(
+        config,
+        ("trainer.use_v1", bool, "true: verl's legacy trainer would drop the BAPO loss"),
+        ("trainer.v1.trainer_mode", modes.__contains__, f"one of {', '.join(modes)}"),
+        (
+            "trainer.logger",
+            lambda loggers: "file" in ([loggers] if isinstance(loggers, str) else loggers or []),
+            "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
+        ),
+    )
     mode = config.trainer.v1.trainer_mode
-    _require(mode in modes, "trainer.v1.trainer_mode", f"one of {', '.join(modes)}", mode)
+    if mode != "separate_async":
+        return mode
+    steps, rollout = config.trainer.v1.separate_async.parameter_sync_step, "actor_rollout_ref.rollout"
+    batch = steps * config.actor_rollout_ref.actor.ppo_mini_batch_size
     _require(
-        actor.strategy in ("fsdp", "fsdp2"),
-        "actor_rollout_ref.actor.strategy",
-        "fsdp or fsdp2: in pipelines only the last stage calls the loss, and its collective would hang",
-        actor.strategy,
+        config,
+        (f"{rollout}.nnodes", _positive, "1 or more: those that sample"),
+        (f"{rollout}.n_gpus_per_node", _positive, "1 or more: those that sample"),
+        (
+            f"{rollout}.checkpoint_engine.backend",
+            lambda backend: backend != "naive",
+            "nccl (on a CPU gloo): naive cannot send weights to other devices",
+        ),
+        (
+            "data.train_batch_size",
+            lambda size: size == batch,
+            f"trainer.v1.separate_async.parameter_sync_step * ppo_mini_batch_size = {batch}",
+        ),
     )
-    loggers = config.trainer.logger
-    _require(
-        "file" in ([loggers] if isinstance(loggers, str) else loggers or []),
-        "trainer.logger",
-        "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
-        loggers,
-    )
-    if mode == "separate_async":
-        _check_separate(config)
-    return f"{mode}, {actor.strategy}"
-
-
-def _check_separate(config):
-    # What verl asserts after Ray has started.
-    rollout = config.actor_rollout_ref.rollout
-    for name in ("nnodes", "n_gpus_per_node"):
-        _require(rollout[name] > 0, f"actor_rollout_ref.rollout.{name}", "1 or more: those that sample", rollout[name])
-    engine = rollout.checkpoint_engine
-    backend = engine.backend
-    _require(
-        backend != "naive",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend",
-        "nccl (on a CPU gloo): naive cannot send weights to other devices",
-        backend,
-    )
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
     import_external_libs(engine.custom_backend_module or None)
-    CheckpointEngineRegistry.get(backend)  # raises a ValueError that names what could not be imported
-    steps, mini = (
-        config.trainer.v1.separate_async.parameter_sync_step,
-        config.actor_rollout_ref.actor.ppo_mini_batch_size,
-    )
-    _require(
-        config.data.train_batch_size == steps * mini,
-        "data.train_batch_size",
-        f"trainer.v1.separate_async.parameter_sync_step * ppo_mini_batch_size = {steps * mini}",
-        config.data.train_batch_size,
-    )
+    CheckpointEngineRegistry.get(engine.backend)  # raises a ValueError that names what could not be imported
+    return mode
 
 
 def check_watchdog(config) -> str:
@@ -70,8 +75,7 @@ def check_watchdog(config) -> str:
     for name, value in config.watchdog.items():
         if name == "max_silence_s" and value is None:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(number and value > 0, f"watchdog.{name}", "a number of seconds above 0", str(value))
+        _require(config, (f"watchdog.{name}", _positive, "a number of seconds above 0"))
     silence, sync, grace = (config.watchdog[f"{name}_s"] for name in ("max_silence", "max_sync", "grace"))
     limit = "never for want of a finished step" if silence is None else f"if no step ends in {silence:g} s"
     return f"ends a run {limit}, {sync:g} s into one synchronisation, {grace:g} s after a process's death"
@@ -80,26 +84,25 @@ def check_watchdog(config) -> str:
 def check_loss(config) -> str:
     """The loss, its switches and its aggregation."""
     actor = config.actor_rollout_ref.actor
+    any_width = actor.loss_agg_mode != "seq-mean-token-sum-norm" or one_micro_batch_on_one_rank(config)
     _require(
-        actor.loss_agg_mode != "seq-mean-token-sum-norm"
-        or actor.loss_scale_factor is not None
-        or one_micro_batch_on_one_rank(config),
-        "actor_rollout_ref.actor.loss_scale_factor",
-        "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
-        "each micro-batch's padded width",
-        actor.loss_scale_factor,
-    )
-    _require(
-        isinstance(actor.clip_ratio_c, int | float) and actor.clip_ratio_c > 1,
-        "actor_rollout_ref.actor.clip_ratio_c",
-        "a number above 1 (dual clip)",
-        str(actor.clip_ratio_c),
-    )
-    _require(
-        "BAPOPolicyLossConfig" in str(actor.policy_loss._target_),
-        "actor_rollout_ref.actor.policy_loss._target_",
-        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
-        actor.policy_loss._target_,
+        config,
+        (
+            "actor_rollout_ref.actor.loss_scale_factor",
+            lambda factor: any_width or factor is not None,
+            "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm "
+            "divides by each micro-batch's padded width",
+        ),
+        (
+            "actor_rollout_ref.actor.clip_ratio_c",
+            lambda value: isinstance(value, int | float) and value > 1,
+            "a number above 1 (dual clip)",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss._target_",
+            lambda target: "BAPOPolicyLossConfig" in str(target),
+            "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
+        ),
     )
     if actor.policy_loss.get("token_dump_dir"):
         refuse_earlier(Path(actor.policy_loss.token_dump_dir))
@@ -123,10 +126,16 @@ def check_verls_rules(config) -> str:
     return "hold"
 
 
-def _require(holds, field, fix, value=None):
-    if not holds:
-        shown = f"{field}={value}" if value is not None else field
-        raise ValueError(f"{shown} is not usable: set it to {fix}.")
+def _require(config, *rules):
+    """Raise a ValueError at the first of ``(field, whether a value is usable, what to set it to)`` that fails."""
+    for field, usable, fix in rules:
+        value = OmegaConf.select(config, field)
+        if not usable(value):
+            raise ValueError(f"{field}={value} is not usable: set it to {fix}.")
+
+
+def _positive(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _innermost(error):
@@ -135,13 +144,16 @@ def _innermost(error):
     return str(error) or type(error).__name__
 
 
+def sequence_parallel(config) -> tuple[str, int]:
+    """The key that sets Ulysses sequence parallelism, and its size. verl lets its deprecated one win above 1."""
+    keys = [f"actor_rollout_ref.actor.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
+    sizes = [OmegaConf.select(config, key) or 1 for key in keys]
+    return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
+
+
 def ranks_of(config) -> int:
     """Number of data-parallel ranks of the actor."""
-    return (
-        config.trainer.nnodes
-        * config.trainer.n_gpus_per_node
-        // max(1, config.actor_rollout_ref.actor.ulysses_sequence_parallel_size)
-    )
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node // max(1, sequence_parallel(config)[1])
 
 
 def one_micro_batch_on_one_rank(config) -> bool:
@@ -160,6 +172,7 @@ def check_batches(config) -> str:
     _divides("actor_rollout_ref.rollout.n", n, "1", 1)
     per_rank = f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n (={mini * n})"
     _divides(per_rank, mini * n, "the number of data-parallel ranks", ranks)
+    _check_tokens(config)
     if not actor.use_dynamic_bsz:
         micro = actor.ppo_micro_batch_size_per_gpu
         field = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
@@ -175,6 +188,61 @@ def check_batches(config) -> str:
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
     )
+
+
+def _check_tokens(config):
+    actor, data = config.actor_rollout_ref.actor, config.data
+    _require(
+        config,
+        (
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+            lambda dynamic: dynamic == actor.use_dynamic_bsz,
+            f"{actor.use_dynamic_bsz}, as actor_rollout_ref.actor.use_dynamic_bsz: verl asserts that they are equal",
+        ),
+    )
+    longest, (parallel_field, parallel) = data.max_prompt_length + data.max_response_length, sequence_parallel(config)
+    for name in ("actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"):
+        least = -(-longest // parallel)
+        fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
+        fix += f", on {parallel} GPUs ({parallel_field})" if parallel > 1 else ""
+        if actor.use_dynamic_bsz:
+            _require(config, (f"actor_rollout_ref.{name}", lambda limit, least=least: (limit or 0) >= least, fix))
+
+
+def check_parallel(config) -> str:
+    """What verl and vLLM ask of a model that is spread over GPUs, in a worker and minutes later."""
+    text, trainer = hf_config_of(config).get_text_config(), config.trainer
+    rollout, gpus = config.actor_rollout_ref.rollout, trainer.nnodes * trainer.n_gpus_per_node
+    heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    field, parallel = sequence_parallel(config)
+    _require(
+        config,
+        (field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train"),
+        (field, lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads"),
+        (
+            field,
+            lambda size: groups % size == 0 or size % groups == 0,
+            f"a divisor or a multiple of the model's {groups} key and value heads",
+        ),
+    )
+    pools = [(gpus, trainer.n_gpus_per_node, "GPUs that train")]
+    if trainer.v1.trainer_mode == "separate_async":
+        pools.append((rollout.nnodes * rollout.n_gpus_per_node, rollout.n_gpus_per_node, "GPUs that sample"))
+    field, copies = "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.data_parallel_size
+    copies *= rollout.pipeline_model_parallel_size
+    _require(config, (field, lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads"))
+    for pool, node, name in pools:
+        _require(
+            config,
+            (field, lambda size, pool=pool: pool % (size * copies) == 0, f"a divisor of the {pool} {name}"),
+            (
+                field,
+                lambda size, node=node: node % size == 0 or size % node == 0,
+                f"a divisor or a multiple of the {node} GPUs of a node",
+            ),
+        )
+    served = rollout.tensor_model_parallel_size * copies
+    return f"a sequence on {parallel}, a served model on {served} of {gpus} GPUs"
 
 
 def _divides(whole_name, whole, part_name, part):

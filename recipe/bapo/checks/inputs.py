@@ -18,16 +18,13 @@ DATA_PAGE = "docs/running.md, Data"
 
 def check_model(config) -> str:
     """The config and the tokenizer of ``actor_rollout_ref.model``: readable, with all that training needs."""
-    from transformers import AutoConfig
-
     model = config.actor_rollout_ref.model
     field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
     local = Path(path).expanduser()
     if path.startswith(("/", ".", "~")) and not local.is_dir():
         raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
     try:
-        source = model.get("hf_config_path") or (str(local) if local.is_dir() else path)
-        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
+        hf_config = hf_config_of(config)
         tokenizer = tokenizer_of(config)
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -55,17 +52,28 @@ def check_model(config) -> str:
     return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
 
 
+def hf_config_of(config):
+    """The config of the run's model."""
+    from transformers import AutoConfig
+
+    return _read(AutoConfig, config, "hf_config_path")
+
+
 def tokenizer_of(config):
     """The run's tokenizer."""
     from transformers import AutoTokenizer
 
-    model = config.actor_rollout_ref.model
-    local = Path(str(model.path)).expanduser()
-    source = model.get("tokenizer_path") or (str(local) if local.is_dir() else str(model.path))
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
+    tokenizer, model = _read(AutoTokenizer, config, "tokenizer_path"), config.actor_rollout_ref.model
     if model.get("custom_chat_template"):
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def _read(kind, config, key):
+    model = config.actor_rollout_ref.model
+    local = Path(str(model.path)).expanduser()
+    source = model.get(key) or (str(local) if local.is_dir() else str(model.path))
+    return kind.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
 
 
 def check_train_data(config) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine: the installed stack, its devices, memory and disk, against what the config asks of them."""
+"""The machine: the installed stack and its devices, against what the config asks of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from recipe.bapo.checks import Concern
+from recipe.bapo.checks.config import sequence_parallel
+from recipe.bapo.checks.other_runs import joins_a_cluster
 
 VERL = "0.9.1"
 GIB = 1 << 30
@@ -71,16 +75,71 @@ def check_plugin(config) -> str:
 
 
 def check_flash_attn(config) -> str:
-    """flash-attn, or what its absence does to the ratios."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        return version_of("flash-attn")
-    precision = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype")
-    if precision in ("fp32", "float32"):
-        return "not installed; mixed_precision is fp32, so log-probs and ratios are float32"
-    raise Concern(
-        "not installed: attention falls back to sdpa, and verl's log-probs, hence every ratio, are bfloat16 unless "
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision says fp32."
-    )
+    """flash-attn, and whether what the config asks of attention is there."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+    installed = importlib.util.find_spec("flash_attn") is not None
+    field, parallel = sequence_parallel(config)
+    if parallel > 1 and attention not in ("flash_attention_2", "flash_attention_3"):
+        raise ValueError(
+            f"{field}={parallel} is not usable with attn_implementation={attention}: verl exchanges the parts of a "
+            "sequence in flash attention alone, and each GPU would attend to its own part without a word. Install "
+            f"flash-attn, or set {field}=1."
+        )
+    if on_cpu(config):
+        precision = (actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype")
+        if precision in ("fp32", "float32"):
+            return "not used on a CPU; mixed_precision is fp32, so log-probs and ratios are float32"
+        raise Concern(
+            "on a CPU verl's log-probs, hence every ratio, are bfloat16 unless "
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision says fp32."
+        )
+    if attention == "flash_attention_2" and not installed:
+        raise ValueError(
+            "flash-attn is not installed, and attn_implementation=flash_attention_2 needs it: set "
+            "platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built."
+        )
+    if actor.use_dynamic_bsz and not model.use_remove_padding:
+        raise Concern(
+            "actor_rollout_ref.model.use_remove_padding=false with use_dynamic_bsz=true: every micro-batch is padded "
+            "to its longest sequence, up to several times the tokens that the limit allows. Set it to true."
+        )
+    return f"{version_of('flash-attn') if installed else 'not installed'}; attention is {attention}"
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU as its driver lists it; memory in GiB, None where it does not say."""
+
+    name: str
+    driver: str
+    total: float | None
+    used: float | None
+
+
+def gpus() -> list[GPU]:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, without a CUDA context on any; none where there is no driver."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.total,memory.used"]
+    try:
+        answer = subprocess.run([*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 6]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = []
+        for name in map(str.strip, visible.split(",")):
+            named = [row for row in rows if name == row[0] or (len(name) > 4 and row[1].startswith(name))]
+            if not named:  # CUDA ignores this one and those after it
+                break
+            chosen += named
+        rows = chosen
+    return [GPU(name, driver, *map(_gib, memory)) for _, _, name, driver, *memory in rows]
+
+
+def _gib(mebibytes):
+    return float(mebibytes) / 1024 if mebibytes.isdigit() else None
 
 
 def check_devices(config) -> str:
@@ -90,138 +149,38 @@ def check_devices(config) -> str:
         wanted += config.actor_rollout_ref.rollout.n_gpus_per_node
     if on_cpu(config):
         return f"no GPU: {wanted} logical slot{'s' if wanted > 1 else ''} on {os.cpu_count()} cores"
+    listed = gpus()
     if not torch.cuda.is_available():
+        if listed:
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+            raise ValueError(
+                f"{len(listed)} x {listed[0].name} with driver {listed[0].driver} here, and torch {torch.__version__} "
+                f"can use none: it is built for {built}. Update the driver (CUDA 13 needs 580 or newer), or "
+                "use an environment whose torch fits it (BAPO_VENV)."
+            )
+        if not joins_a_cluster(config):
+            raise ValueError(f"no GPU here, and the run needs {wanted}: VERL_PLATFORM=cpu trains without any.")
         raise Concern(f"no GPU here; each node of the cluster needs {wanted} (VERL_PLATFORM=cpu trains without any).")
     there = torch.cuda.device_count()
     if there < wanted:
-        raise ValueError(f"trainer.n_gpus_per_node asks for {wanted} GPUs, and there are {there}: lower GPUS_PER_NODE.")
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    return f"{there} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB each"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise ValueError(
+            f"trainer.n_gpus_per_node asks for {wanted} GPUs, and there are {there}{why}: lower GPUS_PER_NODE."
+        )
+    if not listed or listed[0].total is None:
+        return f"{there} GPUs"
+    return f"{there} x {listed[0].name}, {listed[0].total:.0f} GiB each, driver {listed[0].driver}"
 
 
 def check_shared_memory(config) -> str:
-    """Ray's object store and the weights on their way to vLLM live in /dev/shm."""
+    """Ray's object store, NCCL between the GPUs of a node and, on a CPU, weights on their way live in /dev/shm."""
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
+    if free < 1 and not on_cpu(config):
+        raise ValueError(f"/dev/shm has {free:.2f} GiB free, and NCCL and vLLM need it: docker run --shm-size=16g.")
     if free < 1:
         raise Concern(f"/dev/shm has {free:.1f} GiB free: Ray then writes to disk. In a container: --shm-size=16g.")
     return f"{free:.0f} GiB free"
-
-
-def check_disk(config) -> str:
-    """Room for the checkpoints that are kept, of weights and AdamW's state, and one in the making."""
-    folder = Path(config.trainer.default_local_dir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free / GIB
-    if config.trainer.save_freq <= 0:
-        return f"{free:.0f} GiB free, no checkpoints (trainer.save_freq={config.trainer.save_freq})"
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"trainer.default_local_dir={folder} cannot be written: choose another.")
-    kept = config.trainer.get("max_actor_ckpt_to_keep")
-    weight, _, adamw = bytes_of_a_weight(config)
-    needed = (weight + adamw) * count_weights(config)[0] * ((kept or 1) + 1) / GIB
-    if needed > free:
-        raise ValueError(
-            f"trainer.default_local_dir={folder} has {free:.1f} GiB free, and checkpoints need {needed:.1f}: choose "
-            "another, or lower trainer.max_actor_ckpt_to_keep."
-        )
-    if kept is None:
-        raise Concern(f"trainer.max_actor_ckpt_to_keep=null keeps every checkpoint, and {free:.0f} GiB are free.")
-    return f"{free:.0f} GiB free, {needed:.1f} needed for {kept} checkpoints and one in the making"
-
-
-def count_weights(config) -> tuple[int, int]:
-    """The model's number of weights and that of its largest tensor, counted without loading it."""
-    from transformers import AutoConfig
-
-    from verl.utils.model import get_hf_auto_model_class
-
-    model = config.actor_rollout_ref.model
-    path = Path(str(model.path)).expanduser()
-    trust = bool(model.get("trust_remote_code", False))
-    hf_config = AutoConfig.from_pretrained(
-        model.get("hf_config_path") or (path if path.is_dir() else str(model.path)), trust_remote_code=trust
-    )
-    with torch.device("meta"):
-        empty = get_hf_auto_model_class(hf_config).from_config(hf_config, trust_remote_code=trust)
-    sizes = [parameter.numel() for parameter in empty.parameters()]
-    return sum(sizes), max(sizes)
-
-
-def bytes_of_a_weight(config) -> tuple[int, int, int]:
-    """Bytes of a weight, of its gradient and of AdamW's two moments in FSDP. LoRA trains few beside them: counted as
-    none."""
-    from verl.utils.torch_dtypes import PrecisionType
-
-    dtype = config.actor_rollout_ref.actor.fsdp_config.model_dtype
-    try:
-        width = PrecisionType.to_dtype(dtype or "fp32").itemsize
-    except RuntimeError:
-        field = "actor_rollout_ref.actor.fsdp_config.model_dtype"
-        raise ValueError(f"{field}={dtype} is not usable: use fp32, bf16 or fp16.") from None
-    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0
-    return width, width * trained, 2 * width * trained
-
-
-def check_memory(config) -> str:
-    """What surely lies on a device, in training and in rollout, against what is there."""
-    weights, largest = count_weights(config)
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    offload = actor.fsdp_config
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # FSDP shards over all of them
-    weight, gradient, adamw = bytes_of_a_weight(config)
-    if on_cpu(config):  # offloaded to where they are
-        _check_shared_weights(rollout, weight * largest, weight * weights)
-        bytes_a_weight = weight + gradient + adamw
-    elif offload.offload_policy and actor.strategy == "fsdp2":
-        bytes_a_weight = 0
-    else:
-        bytes_a_weight = weight * (not offload.param_offload) + gradient + adamw * (not offload.optimizer_offload)
-    training = bytes_a_weight * weights / ranks / GIB
-    width = {"float32": 4, "half": 2, "float16": 2}.get(str(rollout.dtype), 2)
-    serving = width * weights / rollout.tensor_model_parallel_size / GIB
-    text = (
-        f"{weights / 1e9:.3g} billion weights; a device holds {training:.1f} GiB to train ({bytes_a_weight} bytes a "
-        f"weight over {ranks}) and {serving:.1f} GiB to sample, activations and KV cache beside"
-    )
-    if on_cpu(config):
-        import psutil
-
-        there = psutil.virtual_memory().available / GIB
-        needed = (training + serving) * ranks
-        _fits(needed, there, f"this machine has {there:.1f} GiB free", "a smaller model")
-        return text
-    if not torch.cuda.is_available():
-        return text
-    there = torch.cuda.get_device_properties(0).total_memory / GIB
-    _fits(
-        training, there, f"a GPU has {there:.0f} GiB", "more GPUs, or fsdp_config.param_offload and optimizer_offload"
-    )
-    share = rollout.gpu_memory_utilization
-    _fits(
-        serving,
-        share * there,
-        f"vLLM takes {share * there:.0f} GiB of a GPU (gpu_memory_utilization={share})",
-        "a larger rollout.tensor_model_parallel_size",
-    )
-    return text
-
-
-def _check_shared_weights(rollout, largest, all_weights):
-    # Without CUDA IPC verl sends the weights through so many MiB of shared memory, filled as far as needed, and splits
-    # no tensor.
-    megabytes = rollout.checkpoint_engine.update_weights_bucket_megabytes
-    if not isinstance(megabytes, int) or largest > megabytes << 20:
-        field = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
-        raise ValueError(
-            f"{field}={megabytes} is not usable: use {-(-largest >> 20)} or more, the size of the largest weight."
-        )
-    needed = min(megabytes << 20, all_weights) / GIB
-    _fits(needed, shutil.disk_usage("/dev/shm").free / GIB, "/dev/shm has less free", "docker run --shm-size=16g")
-
-
-def _fits(needed, there, where, fix):
-    if needed > there:
-        raise ValueError(f"{needed:.1f} GiB are needed, and {where}: use {fix}.")
 
 
 def on_cpu(config) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipe.bapo.checks import Concern, config, inputs, machine, other_runs
+from recipe.bapo.checks import Concern, config, inputs, machine, other_runs, size
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Line:
 
 # A check takes the resolved config and returns what is fine, or raises Concern or ValueError.
 CHECKS = (
+    ("engine", config.check_engine),
     ("Python", machine.check_python),
     ("stack", machine.check_stack),
     ("verl", machine.check_verl),
@@ -39,14 +40,21 @@ CHECKS = (
     ("verl's rules", config.check_verls_rules),
 )
 # They read the model, so they are left out where it cannot be read.
-CHECKS_OF_SIZE = (("memory", machine.check_memory), ("disk", machine.check_disk))
+CHECKS_OF_THE_MODEL = (
+    ("parallelism", config.check_parallel),
+    ("memory", size.check_memory),
+    ("disk", size.check_disk),
+)
 
 
 def run(config) -> list[Line]:
-    """Every check, each on its own; ``config`` is resolved."""
-    lines = [_line(name, check, config) for name, check in CHECKS]
+    """Every check, each on its own; ``config`` is resolved. An engine that is refused is the only line."""
+    lines = [_line(*CHECKS[0], config)]
+    if lines[0].status == "failed":
+        return lines
+    lines += [_line(name, check, config) for name, check in CHECKS[1:]]
     if not any(line.status == "failed" and line.name == "model" for line in lines):
-        lines += [_line(name, check, config) for name, check in CHECKS_OF_SIZE]
+        lines += [_line(name, check, config) for name, check in CHECKS_OF_THE_MODEL]
     return lines
 
 

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine with GPUs that are not there, and models of known sizes that are not there either."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+from recipe.bapo.checks import machine, size
+
+SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
+    "0.5B": (896, 24, 4864, 14, 2, 151936, True),
+    "1.5B": (1536, 28, 8960, 12, 2, 151936, True),
+    "7B": (3584, 28, 18944, 28, 4, 152064, False),
+    "32B": (5120, 64, 27648, 40, 8, 152064, False),
+}
+
+
+def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0, driver="580.82.07"):
+    """An ``nvidia-smi`` in a folder for ``PATH``."""
+    rows = [f"{n}, GPU-{n}a, NVIDIA H100, {driver}, {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
+    names = [f"GPU {n}: NVIDIA H100 (UUID: GPU-{n}a)" for n in range(gpus)]
+    text = '#!/bin/sh\ncase "$*" in *--query-gpu*) cat <<END\n{}\nEND\n;; *) cat <<END\n{}\nEND\n;; esac\n'
+    (folder / "nvidia-smi").write_text(text.format("\n".join(rows), "\n".join(names)))
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
+    """Have torch, the driver and flash-attn answer as on such a machine; ``host`` GiB of memory, 10 TiB of disk."""
+    write_nvidia_smi(folder, gpus, **listed)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine, "version_of", lambda *names: f"{names[0]} {machine.VERL}")
+    monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * machine.GIB))
+    monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 40))
+
+
+def write_model(task, folder, name):
+    """A folder with the config of such a Qwen2 and the task's tokenizer, and no weights."""
+    hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
+    if not folder.exists():
+        shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((task / "model" / "config.json").read_text())
+    config |= {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": feed_forward}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": vocabulary}
+    config |= {"tie_word_embeddings": tied, "max_position_embeddings": 131072}
+    config = {key: value for key, value in config.items() if key not in ("head_dim", "layer_types")}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
