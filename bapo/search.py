@@ -132,11 +132,9 @@ def candidates(statistics: ClipStatistics, config: BAPOConfig) -> Candidates:
         p, n = positive_below[WAR], negative_above[WAR]
 
     at_high, at_low = search_path(config, device)
-    of_high = torch.stack([high, p, positive_above[TOKENS]])[:, at_high]
-    of_low = torch.stack([low, n, negative_below[TOKENS]])[:, at_low]
-    return Candidates(
-        low=of_low[0], high=of_high[0], p=of_high[1], n=of_low[1], clipped_positive=of_high[2], clipped_negative=of_low[2]
-    )
+    high, p, clipped_positive = torch.stack([high, p, positive_above[TOKENS]])[:, at_high]
+    low, n, clipped_negative = torch.stack([low, n, negative_below[TOKENS]])[:, at_low]
+    return Candidates(low, high, p, n, clipped_positive, clipped_negative)
 
 
 def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:
