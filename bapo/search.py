@@ -77,6 +77,46 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     Raises:
         ValueError: the statistics were collected with other grids or another token weight.
     """
+    tried = candidates(statistics, config)
+    reached = reaches_target(tried.p, tried.n, config.positive_contribution_target)
+    steps = (~reached).cumprod(0).sum()
+    chosen = steps.clamp(max=len(reached) - 1)
+    rho = torch.where(tried.p + tried.n > 0, tried.p / (tried.p + tried.n), 0.0)
+    positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
+    return ClipBounds(  # take(chosen), not [chosen]: that would be a read by the host
+        low=tried.low.take(chosen),
+        high=tried.high.take(chosen),
+        positive_contribution=rho.take(chosen),
+        positive_contribution_start=rho[0],
+        search_steps=chosen,
+        saturated=steps == len(reached),
+        positive_token_fraction=positive_tokens / statistics.counts[0].clamp(min=1),
+        clipfrac_positive=tried.clipped_positive.take(chosen) / positive_tokens.clamp(min=1),
+        clipfrac_negative=tried.clipped_negative.take(chosen) / negative_tokens.clamp(min=1),
+        invalid_counts=statistics.counts[1:],
+    )
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What holds at every pair of bounds that the search tries, in its order: float64, ``(candidates,)`` each.
+
+    Attributes:
+        low, high: the bounds.
+        p, n: P and N of Eq. 8, or of Eq. 5.
+        clipped_positive, clipped_negative: number of tokens of that sign whose ratio a bound clips.
+    """
+
+    low: Tensor
+    high: Tensor
+    p: Tensor
+    n: Tensor
+    clipped_positive: Tensor
+    clipped_negative: Tensor
+
+
+def candidates(statistics: ClipStatistics, config: BAPOConfig) -> Candidates:
+    """What holds at every candidate; see ``search_clip_bounds``."""
     statistics.check_config(config)
     device = statistics.vector.device
     high, low = grid(config, "upper", device), grid(config, "lower", device)
@@ -91,28 +131,15 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     else:  # Eq. 5
         p, n = positive_below[WAR], negative_above[WAR]
 
-    # P and N at every candidate, and the first candidate that reaches the target.
-    path_high, path_low = search_path(config, device)
-    p, n = p[path_high], n[path_low]
-    target = config.positive_contribution_target
-    reached = (1 - target) * p - target * n >= -TOLERANCE * (p + n)
-    steps = (~reached).cumprod(0).sum()
-    chosen = steps.clamp(max=len(reached) - 1)
-    at_high, at_low = path_high.take(chosen), path_low.take(chosen)  # not path_high[chosen], a read by the host
-    rho = torch.where(p + n > 0, p / (p + n), 0.0)
-    positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
-    return ClipBounds(
-        low=low.take(at_low),
-        high=high.take(at_high),
-        positive_contribution=rho.take(chosen),
-        positive_contribution_start=rho[0],
-        search_steps=chosen,
-        saturated=steps == len(reached),
-        positive_token_fraction=positive_tokens / statistics.counts[0].clamp(min=1),
-        clipfrac_positive=positive_above[TOKENS].take(at_high) / positive_tokens.clamp(min=1),
-        clipfrac_negative=negative_below[TOKENS].take(at_low) / negative_tokens.clamp(min=1),
-        invalid_counts=statistics.counts[1:],
-    )
+    at_high, at_low = search_path(config, device)
+    high, p, clipped_positive = torch.stack([high, p, positive_above[TOKENS]])[:, at_high]
+    low, n, clipped_negative = torch.stack([low, n, negative_below[TOKENS]])[:, at_low]
+    return Candidates(low, high, p, n, clipped_positive, clipped_negative)
+
+
+def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:
+    """Whether P / (P + N) is ``target`` or more; where P + N is 0 it is. The arguments broadcast."""
+    return (1 - target) * p - target * n >= -TOLERANCE * (p + n)
 
 
 def search_path(config: BAPOConfig, device=None) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
@@ -94,11 +95,17 @@ def _range(start, maximum):
 
 
 def draw(methods: dict[str, list[Path]], out: Path) -> None:
-    """Write the picture. Target and ranges are drawn as dotted lines where there is one method.
+    """Write the ``picture`` to a PNG."""
+    figure = picture(methods)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def picture(methods: dict[str, list[Path]]) -> Figure:
+    """The picture. Target and ranges are drawn as dotted lines where there is one method.
 
     Args:
         methods: the runs (folders with ``metrics.jsonl``) of each method, by its name.
-        out: path of the PNG.
 
     Raises:
         ValueError: a run has no metrics.
@@ -133,8 +140,7 @@ def draw(methods: dict[str, list[Path]], out: Path) -> None:
         axis.grid(alpha=0.25)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize=11, framealpha=0.6)
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def main():

@@ -9,10 +9,11 @@ everything else is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -97,6 +98,7 @@ def compute_policy_loss_bapo(
     if bapo_config.token_dump_dir is not None:
         about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
         about |= {"clip_ratio_c": config.clip_ratio_c, "bound_scope": bapo_config.bound_scope}
+        about["switches"] = json.dumps({field.name: getattr(bapo_config, field.name) for field in fields(BAPOConfig)})
         write_dump(bapo_config.token_dump_dir, *tensors, about)
     find_bounds = _bounds_finder.get() or partial(_find_without_our_worker, config)
     bounds = find_bounds(*tensors)

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
-from recipe.bapo.replay import search, statistics_of
+from recipe.bapo.report.measure import measure, search
 from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
@@ -229,7 +229,7 @@ def test_the_search_sees_the_dropout_masks_of_training_and_leaves_the_random_sta
     assert torch.equal(states["before"], states["after the search"])
 
     config = BAPOConfig(positive_contribution_target=0.45)
-    statistics = statistics_of(tmp_path / "dump", config, 3.0)[config.contribution, config.token_weight]
+    statistics = measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight]
     recorded = json.loads((tmp_path / "rank0.jsonl").read_text())
     assert recorded["source"] == "pass"
     for key, (value,) in search(statistics, config).items():
@@ -306,7 +306,7 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
     config = BAPOConfig(positive_contribution_target=0.45)
     for name in CUTS.keys() - {"micro_batch scope"}:
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
-        statistics = statistics_of(ranks[0][name]["dump"], config, 3.0)[definition.contribution, "rollout_prob"]
+        statistics = measure(ranks[0][name]["dump"], config, 3.0).statistics[definition.contribution, "rollout_prob"]
         (recorded,) = ranks[0][name]["record"]
         found = search(statistics, definition)
         assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]

@@ -13,7 +13,7 @@ from support.stack_runs import ROOT, explain, removing_what_others_leave, run_ex
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
-from recipe.bapo.replay import search, statistics_of
+from recipe.bapo.report.measure import measure, search
 
 
 @pytest.mark.slow  # test_cluster.py has two ranks, each on a node of its own
@@ -56,7 +56,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
     # What the command line says about the dump is what the run did, but for the updates at ratio 1, where the training
     # forward's log-probs differ from the recomputed ones in their last bits and may sit on a tie.
     definition = BAPOConfig(contribution="gradient", positive_contribution_target=0.4)
-    found = search(statistics_of(dump, definition, 3.0)["gradient", "rollout_prob"], definition)
+    found = search(measure(dump, definition, 3.0).statistics["gradient", "rollout_prob"], definition)
     assert len(found["low"]) == 64
     for update, record in enumerate(records):
         if record["source"] != "ratio 1":

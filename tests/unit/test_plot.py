@@ -7,7 +7,7 @@ import pytest
 from matplotlib import image
 
 from bapo import BAPOConfig
-from recipe.bapo.plot import PANELS, draw, marks_of, series
+from recipe.bapo.plot import PANELS, draw, marks_of, picture, series
 
 
 def make_run(folder, rewards):
@@ -26,8 +26,14 @@ def test_a_series_joins_the_seeds(tmp_path):
 
 
 def test_a_picture_of_several_methods(tmp_path):
-    runs = [make_run(tmp_path / str(seed), [0.1 * seed, 0.2 * seed]) for seed in (1, 2, 3)]
-    draw({"GRPO": runs[:2], "BAPO": runs[2:]}, tmp_path / "out.png")
+    runs = [make_run(tmp_path / str(seed), [0.1 * seed, 0.2 * seed]) for seed in (1, 2, 4)]
+    methods = {"GRPO": runs[:2], "BAPO": runs[2:]}
+    reward = picture(methods).axes[0]
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in reward.lines}
+    assert lines == {"GRPO": ([1, 2], pytest.approx([0.15, 0.3])), "BAPO": ([1, 2], pytest.approx([0.4, 0.8]))}
+    (band,) = reward.collections  # of the two seeds; one run has none
+    assert {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices} == {(1, 0.1), (1, 0.2), (2, 0.2), (2, 0.4)}
+    draw(methods, tmp_path / "out.png")
     assert image.imread(tmp_path / "out.png").shape[0] > 500
 
 

@@ -15,7 +15,8 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import about_dump, read_dump, write_dump
-from recipe.bapo.replay import DEFINITIONS, outcomes, search, statistics_of
+from recipe.bapo.replay import picture, report_on
+from recipe.bapo.report.measure import DEFINITIONS, measure, outcomes, search
 
 CONFIG = BAPOConfig(positive_contribution_target=0.45)
 
@@ -39,7 +40,7 @@ def dump(folder, seeds, cuts=1, ranks=1, **about):
 def test_the_replay_finds_the_bounds_of_algorithm_1(tmp_path, cuts, ranks, contribution, token_weight):
     dump(tmp_path, seeds=(1, 2, 3), cuts=cuts, ranks=ranks)
     config = replace(CONFIG, contribution=contribution, token_weight=token_weight)
-    found = search(statistics_of(tmp_path, CONFIG, 3.0)[contribution, token_weight], config)
+    found = search(measure(tmp_path, CONFIG, 3.0).statistics[contribution, token_weight], config)
     for update, seed in enumerate((1, 2, 3)):
         batch = make_batch(seed, rows=8, zero_advantage=0.0)
         expected = sequential_search(*batch, config, clip_ratio_c=3.0)
@@ -106,14 +107,53 @@ def run_replay(*arguments):
     )
 
 
-def test_the_command_prints_a_table_and_draws(tmp_path):
-    dump(tmp_path, seeds=(1, 2), clip_ratio_c=1e9, bound_scope="micro_batch")
-    run = run_replay(tmp_path, "--targets", 0.4, 0.6, "--lower", 0.8, 0.9, 0.05)
+def save_update(folder, dual_clip, planted):
+    """A dump of one update; ``planted``: tokens, ratio and advantage, all with the same old log-prob."""
+    ratio, advantages = (torch.cat([torch.full((row[0],), row[k]) for row in planted]) for k in (1, 2))
+    tensors = {"old_log_prob": torch.full_like(ratio, -1.0), "log_prob": ratio.log() - 1, "advantages": advantages}
+    metadata = {"clip_ratio_c": str(dual_clip), "bound_scope": "micro_batch"}
+    save_file(tensors, folder / "rank0-000000.safetensors", metadata=metadata)
+
+
+def test_the_command_prints_the_table_worked_out_by_hand(tmp_path):
+    # value: P = 10 + 4 * min(1.25, c_high) + 2 * min(2.5, c_high), N = 8 * c_low + 4 + 12 + 20. gradient: P = 10,
+    # 15 from c_high = 1.5, 20 from 2.7; N = 4 + 12: r = 0.5 is below c_low, r = 20 above the dump's dual clip.
+    save_update(tmp_path, 5.0, [(10, 1.0, 1.0), (4, 1.25, 1.0), (2, 2.5, 1.0), (8, 0.5, -1.0), (4, 1.0, -1.0)]
+                + [(3, 4.0, -1.0), (1, 20.0, -1.0)])  # fmt: skip
+    run = run_replay(tmp_path, "--targets", 0.3, 0.45, 0.55, 0.6, "--upper", 1.2, 3.0, 0.3)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert lines[0].startswith("The run found its bounds per micro-batch")
-    assert lines[1].startswith("2 updates.") and len(lines) == 3 + 4 * 2 + 1
+    assert lines[0].startswith("The run found its bounds per micro-batch") and lines[1].startswith("1 updates.")
+    at_once, never = "1.00 0.00 0.00 0.600 1.200", "0.00 0.00 1.00 0.900 3.000"
+    value = ["0.3 0.00 1.00 0.00 0.600 1.500", *(f"{target} {never}" for target in (0.45, 0.55, 0.6))]
+    gradient = [f"0.3 {at_once}", "0.45 0.00 1.00 0.00 0.600 1.500", "0.55 0.00 1.00 0.00 0.600 2.700", f"0.6 {never}"]
+    rows = iter(lines[3:19])
+    for contribution, start, cells in (("value", 17.2 / 58, value), ("gradient", 10 / 26, gradient)):
+        for token_weight in ("rollout_prob", "uniform"):  # the same: all tokens are as probable
+            for cell in cells:
+                expected = f"{contribution} {token_weight} {start:.3f} [{start:.3f}, {start:.3f}] {cell}"
+                assert next(rows).split() == expected.split()
     assert (tmp_path / "replay.png").stat().st_size > 10_000
+
+
+def test_the_picture_shows_the_shares_by_target(tmp_path):
+    for name, ratio in (("a", 1.25), ("b", 1.0)):  # rho moves from 0.5455 to 0.5556, and from 0.5 to 0.5
+        (tmp_path / name).mkdir()
+        save_update(tmp_path / name, 3.0, [(10, ratio, 1.0), (10, 1.0, -1.0)])
+        (tmp_path / name / "rank0-000000.safetensors").rename(tmp_path / f"rank0-{name}.safetensors")
+        (tmp_path / name).rmdir()
+    report, _ = report_on(tmp_path)
+    axis = picture(report).axes[1]
+    assert axis.get_title() == "contribution=value, token_weight=uniform"
+    assert axis.lines[0].get_xdata()[0] == pytest.approx((12 / 22 + 0.5) / 2)
+    heights = {}
+    for area in axis.collections:
+        (path,) = area.get_paths()
+        for target in (0.4, 0.52, 0.55, 0.6):
+            ys = [y for x, y in path.vertices if abs(x - target) < 1e-9]
+            heights.setdefault(target, []).append(max(ys) - min(ys))
+    expected = {0.4: [1, 0, 0], 0.52: [0.5, 0, 0.5], 0.55: [0, 0.5, 0.5], 0.6: [0, 0, 1]}  # at once, on the way, never
+    assert heights == {target: pytest.approx(shares) for target, shares in expected.items()}
 
 
 @pytest.mark.parametrize(

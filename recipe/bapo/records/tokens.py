@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
+PLANES = ("entropy", "version")  # of each token too, where there are any
+# Of a micro-batch: response tokens of each of its sequences; number of the update within its rollout batch, from 0;
+# version of the weights that the first of these updates starts from.
+OTHERS = ("lengths", "update", "trainer_version")
+SAME = ("clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
 _written: dict[Path, int] = {}  # files of this process by folder
 
 
@@ -24,13 +29,13 @@ def write_dump(
     response_mask: Tensor,
     about: dict,
 ) -> None:
-    """Add a micro-batch to a dump: its response tokens alone, 12 bytes each. This copies to the host.
+    """Add a micro-batch to a dump: its response tokens alone, 12 bytes each, and their number. This copies to the host.
 
     Args:
         folder: of the dump; a process starts with one that is empty of its rank's files.
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``.
         about: ``dp_size`` and ``global_batch_size`` of verl's batch, from which a reader knows which micro-batches made
-            an update, ``clip_ratio_c`` and ``bound_scope``; what is None is left out.
+            an update, ``clip_ratio_c``, ``bound_scope``, and ``switches``, JSON of the run's; what is None is left out.
 
     Raises:
         ValueError: the folder holds an earlier dump.
@@ -47,6 +52,7 @@ def write_dump(
         name: tensor.detach()[mask].float().cpu().contiguous()
         for name, tensor in zip(TENSORS, (old_log_prob, log_prob, advantages), strict=True)
     }
+    tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
     known = {key: str(value) for key, value in about.items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
@@ -71,21 +77,39 @@ def about_dump(folder: str | Path) -> dict[str, str]:
     return _read(_paths_of(folder)[0])[1]
 
 
-def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update.
+def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None) -> Iterator[list[dict[str, Tensor]]]:
+    """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
     Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
-    file without our metadata is an update of its own.
+    file without our metadata is an update of its own. ``entropy`` and ``version`` (of the weights that sampled the
+    token) may be there, too, of the same shape, in all files or in none.
+
+    Args:
+        folder: of the dump.
+        after_file: called after each file that was read.
 
     Raises:
         ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
-            lacks a tensor or has unequal shapes.
+            lacks a tensor, has unequal shapes or non-finite values, or differs in kind from the first one.
     """
     ranks: dict[str, list[Path]] = {}
     for path in _paths_of(folder):
         ranks.setdefault(path.stem.partition("-")[0] if path.stem.startswith("rank") else "", []).append(path)
-    found = 0
-    for parts in zip(*(_updates_of_rank(of_rank) for of_rank in ranks.values()), strict=False):
+    found, kind = 0, {}
+
+    def read(path):
+        tensors, metadata = _read(path)
+        its_kind = {name: metadata.get(name) for name in SAME} | {name: name in tensors for name in PLANES}
+        first = kind.setdefault("first", (path, its_kind))
+        if its_kind != first[1]:
+            differs = ", ".join(name for name in its_kind if its_kind[name] != first[1][name])
+            raise ValueError(
+                f"{path} is of another run than {first[0].name} ({differs} differ): give each its own folder."
+            )
+        after_file()
+        return tensors, metadata
+
+    for parts in zip(*(_updates_of_rank(of_rank, read) for of_rank in ranks.values()), strict=False):
         sequences, wanted = sum(part[1] for part in parts), parts[0][2]
         if sequences < wanted:
             raise ValueError(
@@ -98,6 +122,11 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
 
 
+def count_files(folder: str | Path) -> int:
+    """Files of a dump. Raises as ``read_dump``."""
+    return len(_paths_of(folder))
+
+
 def _paths_of(folder):
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
@@ -107,12 +136,12 @@ def _paths_of(folder):
     return paths
 
 
-def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
+def _updates_of_rank(paths: list[Path], read) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
     # Of each update this rank's micro-batches, how many sequences they hold and how many all ranks should.
     update: list[dict[str, Tensor]] = []
     sequences = 0
     for path in paths:
-        tensors, metadata = _read(path)
+        tensors, metadata = read(path)
         update.append(tensors)
         sequences += int(metadata.get("sequences", 0))
         wanted = int(metadata.get("global_batch_size", 0))
@@ -132,8 +161,19 @@ def _read(path):
     missing = [name for name in TENSORS if name not in tensors]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: it holds {', '.join(tensors) or 'nothing'}.")
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in (*TENSORS, "response_mask")}
+    planes = [name for name in (*TENSORS, *PLANES) if name in tensors]
+    shapes = {name: tuple(tensors[name].shape) for name in (*planes, "response_mask") if name in tensors}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"{path}: the shapes differ: {shapes}.")
+    shape = tensors["log_prob"].shape
+    if len(shape) > 1 and "lengths" not in tensors:
+        mask = tensors.get("response_mask", torch.ones(shape)).bool()
+        tensors["lengths"] = mask.flatten(0, -2).sum(-1, dtype=torch.int32)
     mask = tensors["response_mask"].bool() if "response_mask" in tensors else slice(None)
-    return {name: tensors[name][mask].flatten() for name in TENSORS}, metadata
+    found = {name: tensors[name][mask].flatten() for name in planes}
+    unusable = [name for name in planes if not torch.isfinite(found[name]).all()]
+    if unusable:
+        raise ValueError(f"Non-finite values in {', '.join(unusable)} of {path}.")
+    if "lengths" in tensors and tensors["lengths"].sum() != len(found["log_prob"]):
+        raise ValueError(f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(found['log_prob'])} tokens.")
+    return found | {name: tensors[name] for name in OTHERS if name in tensors}, metadata

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clip report: planted facts come back exactly, in the JSON and on the page."""
+
+import json
+import re
+import subprocess
+import sys
+from math import log
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bapo import BAPOConfig
+from recipe.bapo.records.tokens import TENSORS
+from recipe.bapo.replay import report_on, switches_of
+from recipe.bapo.report.page import FORMATS, look_up, page
+
+# One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
+#   A > 0: 10 * 1.0 * 1 = 10, 4 * 1.25 * 1 = 5, 2 * 2.5 * 1 = 5: 20 of 16 tokens
+#   A < 0: 8 * 0.5 * 1 = 4, 4 * 1.0 * 1 = 4, 3 * 4.0 * 1 = 12, 1 * 20 * 1 = 20: 40 of 16 tokens;   A = 0: 8 tokens
+PLANTED = [
+    (10, 0.5, 1.0, 1.0),
+    (4, 0.25, 1.25, 1.0),
+    (2, 0.125, 2.5, 1.0),
+    (8, 0.5, 0.5, -1.0),
+    (4, 0.5, 1.0, -1.0),
+    (3, 0.125, 4.0, -1.0),
+    (1, 0.0625, 20.0, -1.0),
+    (8, 0.5, 1.0, 0.0),
+]
+LENGTHS = [6, 10, 4, 12, 8]  # of sequences with A > 0, A > 0, A < 0, A < 0, A = 0
+
+
+def plant(folder, updates=2, **changes):
+    old = torch.cat([torch.full((n,), log(p), dtype=torch.float64) for n, p, _, _ in PLANTED])
+    ratio = torch.cat([torch.full((n,), r, dtype=torch.float64) for n, _, r, _ in PLANTED])
+    advantages = torch.cat([torch.full((n,), a) for n, _, _, a in PLANTED])
+    for update in range(updates):
+        # The first update is at ratio 1.
+        log_prob = old + (ratio.log() if update else 0)
+        tensors = {"old_log_prob": old.float(), "log_prob": log_prob.float(), "advantages": advantages}
+        tensors |= {"lengths": torch.tensor(LENGTHS, dtype=torch.int32), "update": torch.tensor([update])}
+        tensors |= changes.get("tensors", {})
+        metadata = {"clip_ratio_c": "3.0", **changes.get("metadata", {})}
+        save_file(tensors, folder / f"rank0-{update:06d}.safetensors", metadata=metadata)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Of the second update alone."""
+    folder = plant(tmp_path_factory.mktemp("planted"))
+    (folder / "rank0-000000.safetensors").unlink()
+    return report_on(folder)[0]
+
+
+def method(report, name):
+    return next(row for row in report["masked"] if row["method"] == name)
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-6, abs=1e-9)
+
+
+def test_shares_of_tokens_and_gradient_by_sign(report):
+    assert report["dump"]["tokens"] == 40
+    signs = report["signs"]
+    assert signs["positive"]["tokens"] == signs["negative"]["tokens"] == close(16 / 40)
+    assert signs["zero"]["tokens"] == close(8 / 40)
+    assert (signs["positive"]["gradient"], signs["negative"]["gradient"]) == (close(20 / 60), close(40 / 60))
+    assert signs["positive"]["lengths"] == {"sequences": 2, "mean": 8, "median": 6, "largest": 10}
+    assert signs["negative"]["lengths"] == {"sequences": 2, "mean": 8, "median": 4, "largest": 12}
+
+
+def test_the_unbounded_side(report):
+    rows = {row["ratio"]: row for row in report["unbounded"]["above"]}
+    for ratio, tokens, size in ((1.0, 4, 32), (2.0, 4, 32), (3.0, 4, 32), (10.0, 1, 20)):
+        expected = {"negative_tokens": close(tokens / 16), "negative_gradient": close(size / 40)}
+        assert rows[ratio] == {"ratio": ratio, **expected, "gradient": close(size / 60)}
+    assert report["unbounded"]["largest_ratio"] == close(20)
+    ratios = torch.cat([torch.full((n,), r, dtype=torch.float64) for n, _, r, _ in PLANTED])
+    size = ratios.sum() ** 2 / (40 * (ratios**2).sum())
+    assert report["unbounded"]["effective_sample_size"] == {"mean": close(size.item()), "lowest": close(size.item())}
+    assert report["unbounded"]["second_moment_of_log_ratio"] == close((ratios.log() ** 2).mean().item())
+
+
+# Masked tokens with A > 0, their r*|A|, and the same of A < 0.
+BY_HAND = {
+    "GRPO": (6, 10, 8, 4),
+    "clip-higher": (2, 5, 8, 4),
+    "dual clip alone": (0, 0, 4, 32),
+    "widest": (0, 0, 8, 4),
+    "ABC-GRPO": (6, 10, 12, 36),
+    # Away from the sampler: 4 of 1.25, 2 of 2.5 and 8 of 0.5, (log r)^2 of 0.0498, 0.84, 0.48: none averages 0.04.
+    "M2PO": (6, 10, 8, 4),
+    # A > 0: 20 becomes 16; A < 0: 3 of 4.0 and 1 of 20 become 1 each, 32 becomes 4.
+    "TOPR": (6, 4, 4, 28),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_each_method_masks(report, name):
+    tokens, size, negative_tokens, negative_size = BY_HAND[name]
+    row = method(report, name)
+    both = {"all": close((tokens + negative_tokens) / 32)}
+    assert row["tokens"] == {"positive": close(tokens / 16), "negative": close(negative_tokens / 16), **both}
+    both = {"all": close((size + negative_size) / 60)}
+    assert row["gradient"] == {"positive": close(size / 20), "negative": close(negative_size / 40), **both}
+
+
+def test_m2po_keeps_what_averages_the_threshold(tmp_path):
+    # (log r)^2 = 0.01 for six tokens and 0.25 for two: all average 0.07, with one of the two 0.31 / 7 = 0.044.
+    log_ratio = torch.tensor([0.1] * 3 + [-0.1] * 3 + [0.5, -0.5] + [-0.9])
+    advantages = torch.tensor([1.0] * 3 + [-1.0] * 3 + [1.0, -1.0] + [1.0])  # the last comes back to the sampler
+    tensors = {"old_log_prob": torch.full((9,), -1.0), "log_prob": log_ratio - 1, "advantages": advantages}
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert method(report_on(tmp_path)[0], "M2PO")["tokens"] == {
+        "positive": 1 / 5,
+        "negative": 1 / 4,
+        "all": close(2 / 9),
+    }
+
+
+def test_the_probability_of_the_tokens_in_each_bin_of_the_ratio(report):
+    found = {
+        (sign, row["above"], row["to"]): row for sign in report["probability"] for row in report["probability"][sign]
+    }
+    for sign, above, to, tokens, probability in (
+        ("positive", 0.9, 1.1, 10, 0.5),
+        ("positive", 1.2, 2.0, 4, 0.25),
+        ("positive", 2.0, 3.0, 2, 0.125),
+        ("negative", 0.0, 0.5, 8, 0.5),
+        ("negative", 3.0, None, 4, None),
+    ):
+        row = found.pop((sign, above, to)) if tokens else None
+        assert row["tokens"] == tokens
+        if probability:
+            assert row["percentiles"] == [close(probability)] * 5
+    of_3_and_1 = next(row for row in report["probability"]["negative"] if row["to"] is None)["percentiles"]
+    assert of_3_and_1 == [close(value) for value in (0.0625, 0.0625, 0.125, 0.125, 0.125)]
+    assert report["entropy"] is None
+
+
+def test_rho_and_its_reach(report):
+    # value, uniform: P(c_high) = 10 + 4*min(1.25, c) + 2*min(2.5, c), N(c_low) = 8*c_low + 4 + 12 + 20
+    rho = report["rho"][1]
+    p, n = {1.2: 10 + 4 * 1.2 + 2 * 1.2, 3.0: 20.0}, {0.6: 8 * 0.6 + 36, 0.9: 8 * 0.9 + 36}
+    assert (rho["contribution"], rho["token_weight"]) == ("value", "uniform")
+    assert rho["start"]["mean"] == close(p[1.2] / (p[1.2] + n[0.6]))
+    assert rho["reach"] == {"from": rho["start"]["mean"], "to": close(p[3.0] / (p[3.0] + n[0.6]))}
+    assert [row["never"] for row in rho["targets"]] == [1.0] * 4
+    # gradient, uniform: P = 10 of r < 1.2, 15 from c_high = 1.3, 20 from 2.55; N = 4: the rest is dual-clipped or low
+    rho = report["rho"][3]
+    assert rho["start"]["mean"] == close(10 / 14) and rho["reach"] == {"from": close(10 / 14), "to": close(20 / 24)}
+    assert rho["targets"][0] == {
+        "target": 0.4, "at_once": 1.0, "on_the_way": 0.0, "never": 0.0, "c_low": close(0.6), "c_high": close(1.2)
+    }  # fmt: skip
+
+
+def test_by_update_and_is_it_the_staleness(tmp_path):
+    report, _ = report_on(plant(tmp_path))
+    first, second = report["by_update"]
+    assert (first["update"], first["tokens"], first["clipped_by_grpo"]) == (1, 32, 0)
+    assert (first["effective_sample_size"], first["second_moment_of_log_ratio"]) == (close(1), close(0))
+    assert (second["clipped_by_grpo"], second["negative_above_3"]) == (close(14 / 32), close(4 / 16))
+    assert (
+        report["staleness"]
+        == "[0.8, 1.2] clips 0 % of the tokens at update 1, 44 % at update 2: it grows with staleness."
+    )
+    assert report["by_age"] is None
+
+
+def test_updates_are_numbered_where_the_dump_does_not(tmp_path):
+    for number, ratio in enumerate((1.0, 2.0, 1.0, 2.0)):
+        tensors = {name: torch.zeros(4) for name in TENSORS}
+        tensors |= {"log_prob": torch.full((4,), log(ratio)), "advantages": torch.ones(4)}
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+    assert report_on(tmp_path)[0]["by_update"] is None
+    rows = report_on(tmp_path, updates_per_rollout_batch=2)[0]["by_update"]
+    assert [(row["update"], row["updates"], row["clipped_by_grpo"]) for row in rows] == [(1, 2, 0.0), (2, 2, 1.0)]
+
+
+def test_age_and_entropy_where_the_files_have_them(tmp_path):
+    tensors = {
+        "old_log_prob": torch.full((2, 2), -1.0),
+        "log_prob": torch.tensor([[-1.0, -1.0], [0.0, 7.0]]),
+        "advantages": torch.tensor([[-1.0, -1.0], [1.0, 1.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        "entropy": torch.tensor([[0.5, 0.5], [2.25, 9.0]]),
+        "version": torch.tensor([[7, 7], [3, 3]], dtype=torch.int32),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    report, _ = report_on(tmp_path)
+    assert [(row["age"], row["tokens"], row["clipped_by_grpo"]) for row in report["by_age"]] == [
+        (0, 2, 0.0),
+        (4, 1, 1.0),
+    ]
+    medians = {row["percentiles"][2] for rows in report["entropy"].values() for row in rows if row["tokens"]}
+    assert medians == {0.5, 2.25}
+    assert report["signs"]["positive"]["lengths"]["mean"] == 1 and report["signs"]["negative"]["lengths"]["mean"] == 2
+
+
+def switches(**changes):
+    return {"metadata": {"switches": json.dumps(vars(BAPOConfig(**changes)))}}
+
+
+def test_the_verdict_is_about_the_runs_own_bounds(tmp_path):
+    fixed = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
+    for name, own in (("grpo", fixed), ("bapo", dict(contribution="gradient", token_weight="uniform"))):
+        (tmp_path / name).mkdir()
+        plant(tmp_path / name, **switches(**own))
+        (tmp_path / name / "rank0-000000.safetensors").unlink()
+    grpo, config = report_on(tmp_path / "grpo")
+    assert grpo["verdict"][0] == (
+        "This run's own bounds ([0.8, 1.2], fixed) clip 44 % of the tokens with 23 % of the gradient's size."
+    )
+    assert config == BAPOConfig()  # its own have nothing to search
+    assert grpo["verdict"][1] == (
+        "Tokens with A < 0 are 40 % of the tokens and carry 67 % of the gradient's size before clipping; those of them "
+        "with r > 3, which no bound of PPO or BAPO touches, carry 53 %."
+    )
+    # rollout_prob: P from 5 + 1.2 + 0.3 to 5 + 1.25 + 0.625, N from 2.4 + 4.75 to 3.6 + 4.75
+    assert grpo["verdict"][2] == (
+        "rho (value, rollout_prob) starts at 0.476 and bounds move it from 0.452 to 0.490 on average; target 0.48 "
+        "stops the search on its way in 100 % of the updates, more than any other: BAPO can adapt here."
+    )
+    bapo, _ = report_on(tmp_path / "bapo")
+    assert bapo["verdict"][0].startswith("This run's own bounds (BAPO, gradient, uniform, target 0.5) clip 44 %")
+    # 10 / 14 = 0.714 at the start, 15 / 19 from c_high = 1.3: every target between them is met on the way.
+    assert (
+        "rho (gradient, uniform) starts at 0.714" in bapo["verdict"][2] and "BAPO can adapt here" in bapo["verdict"][2]
+    )
+    assert "target 0.72 stops the search on its way in 100 % of the updates" in bapo["verdict"][2]
+
+
+def test_the_verdict_where_nothing_is_clipped(tmp_path):
+    clip, _, measure = report_on(plant(tmp_path, updates=1))[0]["verdict"]
+    assert clip == "GRPO's bounds [0.8, 1.2] would clip 0 % of the tokens with 0 % of the gradient's size."
+    assert measure.endswith("no target stops the search on its way: BAPO has nothing to adapt here.")
+
+
+def numbers_on(html):
+    return re.findall(r'<data data-at="([^"]+)" value="([^"]+)">([^<]+)</data>', html)
+
+
+def test_the_pages_numbers_are_the_jsons(tmp_path):
+    plant(tmp_path)
+    out = {kind: tmp_path / f"report.{kind}" for kind in ("html", "json")}
+    command = [sys.executable, "-m", "recipe.bapo.replay", tmp_path, "--html", out["html"], "--json", out["json"]]
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    report, html = json.loads(out["json"].read_text()), out["html"].read_text()
+    assert html == page(report, tmp_path.name)
+    found = numbers_on(html)
+    assert len(found) > 250
+    for path, value, text in found:
+        assert float(value) == look_up(report, path), path
+        assert text in [format_of(look_up(report, path)) for format_of in FORMATS.values()], path
+    # All that the JSON says is on the page, but what is drawn.
+    shown = {path for path, _, _ in found}
+    left_out = ("dump.switches", "rho.*.curve", "masked.*.what")
+    missing = [path for path in leaves(report) if path not in shown and not re.match("|".join(left_out), path)]
+    assert not [path for path in missing if not re.search(r"\.(to|above|tokens|updates)$", path)], missing
+    assert all(
+        sentence.replace("<", "&lt;").replace(">", "&gt;").replace("'", "&#39;") in html
+        for sentence in report["verdict"]
+    )
+    assert len(html) < 3_000_000 and not re.search(r"(src|href)=|@import|url\(|<script", html)
+    assert "prefers-color-scheme: dark" in html and "@media print" in html and 'name="viewport"' in html
+
+
+def leaves(value, path=""):
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield re.sub(r"^(rho)\.\d+\.(curve)", r"\1.*.\2", path)
+
+
+def other_clip(folder):
+    plant(folder)
+    plant(folder, updates=1, metadata={"clip_ratio_c": "9.0"})
+
+
+def truncated(folder):
+    plant(folder)
+    path = folder / "rank0-000001.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def empty(folder):
+    plant(folder)
+    (folder / "rank0-000001.safetensors").write_bytes(b"")
+
+
+def wrong_lengths(folder):
+    plant(folder, tensors={"lengths": torch.tensor([3], dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            other_clip,
+            r"rank0-000001.safetensors is of another run than rank0-000000.safetensors \(clip_ratio_c differ\)",
+        ),
+        (truncated, "rank0-000001.safetensors is not a readable"),
+        (empty, "rank0-000001.safetensors is not a readable"),
+        (wrong_lengths, r"rank0-000000.safetensors: lengths add up to 3, not 40"),
+    ],
+)
+def test_a_spoiled_dump_names_the_file(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        report_on(tmp_path)
+
+
+def test_the_switches_of_a_run_are_read_back():
+    config = BAPOConfig(positive_contribution_target=0.4, ratio_upper_max=2.0)
+    assert switches_of({"switches": json.dumps(vars(config))}) == config
+    assert switches_of({}) is None
