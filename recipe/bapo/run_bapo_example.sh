@@ -70,16 +70,18 @@ done
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
+task=$PWD/recipe/bapo/example/files  # what everybody's example starts from
+if [[ ${VERL_PLATFORM:-} = cpu && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
+    changed=$(cd "$task" && sha256sum --check --quiet SHA256SUMS 2>&1) || fail \
+        "recipe/bapo/example/files is not as it was published (${changed%%$'\n'*}): git restore recipe/bapo/example/files"
+fi
+
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh >&2
 venv=$PWD/.venv
 [ "${VERL_PLATFORM:-}" = cpu ] || venv=$PWD/.venv-cuda
 python=${BAPO_VENV:-$venv}/bin/python
 [ -x "$python" ] || fail "$python does not exist: set BAPO_VENV to a virtual environment with the requirements."
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
-    task=$PWD/runs/example_task
-    if [[ ! -d $task && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
-        HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task" >&2
-    fi
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
