@@ -53,7 +53,9 @@ export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PE
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
-if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; elif [ "$CONFIG" = partial_rollout ]; then default=cpu_long; else default=cpu; fi
+if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; else
+    case $CONFIG in partial_rollout) default=cpu_long ;; example) default=cpu_example ;; *) default=cpu ;; esac
+fi
 SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
