@@ -30,8 +30,9 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
     sizes = [OmegaConf.load(ROOT / "configs" / "size" / f"{name}.yaml") for name in ("cpu", "cpu_example")]
     config = OmegaConf.merge(*sizes)
     actor = config.actor_rollout_ref.actor
-    named = {field.name for field in fields(BAPOConfig)}
-    switches = {key: value for key, value in actor.policy_loss.items() if key in named}
+    switches = {
+        field.name: actor.policy_loss[field.name] for field in fields(BAPOConfig) if field.name in actor.policy_loss
+    }
     mini_batches = config.data.train_batch_size // actor.ppo_mini_batch_size
     return BAPOConfig(**switches), Settings(
         mini_batches=mini_batches,
