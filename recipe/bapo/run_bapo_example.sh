@@ -15,7 +15,7 @@
 #   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example)
-#   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
+#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
@@ -53,9 +53,9 @@ export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PE
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
-if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; else
-    case $CONFIG in partial_rollout) default=cpu_long ;; example) default=cpu_example ;; *) default=cpu ;; esac
-fi
+case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
+[ -z "${TRAIN_FILE:-}" ] || default=cpu_own_data
+[ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
 SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
