@@ -113,6 +113,7 @@ def compute_policy_loss_bapo(
     verls = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
     values = bounds.read(**verls)
     values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
+    values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
     return surrogate.loss, {
         f"actor/{name}" if name in verls else f"actor/bapo/{name}": value for name, value in values.items()
     }

@@ -15,7 +15,7 @@
 #   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example)
-#   SIZE            a file of configs/size (gpu; on a CPU cpu, or cpu_own_data with a TRAIN_FILE)
+#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with a TRAIN_FILE)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
@@ -60,7 +60,9 @@ export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PE
 positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
-if [ "${VERL_PLATFORM:-}" != cpu ]; then default=gpu; elif [ -n "${TRAIN_FILE:-}" ]; then default=cpu_own_data; elif [ "$CONFIG" = partial_rollout ]; then default=cpu_long; else default=cpu; fi
+case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
+[ -z "${TRAIN_FILE:-}" ] || default=cpu_own_data
+[ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
 SIZE=${SIZE:-$default}
 choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
@@ -77,16 +79,18 @@ done
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
+task=$PWD/recipe/bapo/example/files  # what everybody's example starts from
+if [[ ${VERL_PLATFORM:-} = cpu && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
+    changed=$(cd "$task" && sha256sum --check --quiet SHA256SUMS 2>&1) || fail \
+        "recipe/bapo/example/files is not as it was published (${changed%%$'\n'*}): git restore recipe/bapo/example/files"
+fi
+
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh >&2
 venv=$PWD/.venv
 [ "${VERL_PLATFORM:-}" = cpu ] || venv=$PWD/.venv-cuda
 python=${BAPO_VENV:-$venv}/bin/python
 [ -x "$python" ] || fail "$python does not exist: set BAPO_VENV to a virtual environment with the requirements."
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
-    task=$PWD/runs/example_task
-    if [[ ! -d $task && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
-        HF_HUB_OFFLINE=1 "$python" -m recipe.bapo.example.task "$task" >&2
-    fi
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi

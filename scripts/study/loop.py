@@ -130,8 +130,10 @@ def mean_length(rollouts: Rollouts, chosen: Tensor) -> float:
     return rollouts.mask[chosen].sum(1).float().mean().item()
 
 
-def train(model_folder: Path, method: str, seed: int, settings: Settings) -> Result:
-    """Train from the model in a folder; ``method`` as in ``scripts.study.methods``, but none of the study's own."""
+def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Settings) -> Result:
+    """Train from the model in a folder; ``method``: as in ``scripts.study.methods``, but none of the study's own, or
+    its switches."""
+    config = method if isinstance(method, BAPOConfig) else config_of(method)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -141,7 +143,7 @@ def train(model_folder: Path, method: str, seed: int, settings: Settings) -> Res
     for _ in range(settings.updates // (settings.mini_batches * settings.epochs)):
         batches = sample_mini_batches(model, tokenizer, settings, generator)
         for _ in range(settings.epochs):
-            updates += [update(model, optimizer, batch, config_of(method), settings) for batch in batches]
+            updates += [update(model, optimizer, batch, config, settings) for batch in batches]
     final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Result(updates, final, hashlib.sha256(weights).hexdigest())

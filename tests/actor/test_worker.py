@@ -262,7 +262,7 @@ def test_each_update_has_bounds_of_its_own(task, tmp_path):
     bounds = [[float.fromhex(line[side]) for side in ("low", "high")] for line in recorded]
     assert bounds[0] != bounds[1]
     config = BAPOConfig(positive_contribution_target=0.45)
-    found = search(statistics_of(tmp_path / "dump", config, 3.0)[config.contribution, config.token_weight], config)
+    found = search(measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight], config)
     assert bounds == [list(pair) for pair in zip(found["low"], found["high"], strict=True)]
     logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
     assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]

@@ -141,7 +141,7 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     for node in NODES[1:]:
         assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
     records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
-    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
+    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 24
     # Of real data: each update's share is its own. (The bounds need not differ: all may be the largest.)
     assert len({json.loads(line)["positive_contribution"] for line in records[0].splitlines()}) > 8
     # The submitter's secrets go nowhere.

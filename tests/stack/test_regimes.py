@@ -23,7 +23,7 @@ def test_two_ranks_hold_bit_identical_bounds(tmp_path):
     )
     assert run.returncode == 0, explain(run, tmp_path / "run")
     records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
-    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
+    assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 24
     # Of real data: each update's share is its own. (The bounds need not differ: all may be the largest.)
     assert len({json.loads(line)["positive_contribution"] for line in records[0].splitlines()}) > 8
 

@@ -113,7 +113,7 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
     from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    task = ROOT / "runs" / "example_task"
+    task = ROOT / "recipe" / "bapo" / "example" / "files"
     data = composed(task).data
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     dataset = create_rl_dataset(data.train_files, data, tokenizer, None, is_train=True)

@@ -11,6 +11,7 @@ METRICS = {
     "actor/bapo/positive_contribution_start",
     "actor/bapo/search_steps",
     "actor/bapo/saturated",
+    "actor/bapo/met_at_once",
     "actor/bapo/positive_token_fraction",
     "actor/bapo/clipfrac_positive",
     "actor/bapo/clipfrac_negative",

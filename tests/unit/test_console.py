@@ -2,6 +2,7 @@
 """The lines, the summary and the metrics files behind them."""
 
 import json
+import re
 
 from recipe.bapo.launch.console import first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
@@ -18,6 +19,8 @@ def step_data(step, reward):
         "critic/rewards/mean": reward,
         "actor/bapo/positive_contribution_start": 0.4,
         "actor/bapo/positive_contribution": 0.5,
+        "actor/bapo/met_at_once": 0.5,
+        "actor/bapo/saturated": 0.2,
         "actor/bapo/clip_low": 0.7,
         "actor/bapo/clip_high": 1.5,
     }
@@ -58,6 +61,11 @@ def test_the_summary_says_before_and_after(tmp_path):
     text = summary(tmp_path)
     assert "10 steps, mean of the first and the last 2" in text
     assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
+    told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.M))
+    assert told["updates that met the target as they came"] == "50%"
+    assert told["updates that met it with moved bounds"] == "30%"  # the rest
+    assert told["updates that missed it at the widest bounds"] == "20%"
+    assert told["positive contribution (rho)"] == "0.400 before, 0.500 after the search"
 
 
 def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):

@@ -17,6 +17,7 @@ def step(number, **changes):
         "actor/grad_norm": 0.3,
         "actor/bapo/saturated": 0.5,
         "actor/bapo/search_steps": 20.0,
+        "actor/bapo/positive_contribution": 0.4,
     }
     return {**data, **changes}
 
@@ -39,6 +40,14 @@ QUIET = [step(i) for i in range(1, WINDOW + 1)]
 )
 def test_what_deserves_a_look(history, kinds):
     assert list(warnings_in(history)) == kinds
+
+
+def test_a_target_out_of_reach_comes_with_one_that_is_not():
+    reached = [0.40, 0.41, 0.42, 0.43, 0.44, 0.448, 0.45, 0.46, 0.47, 0.48]
+    missed = {"actor/bapo/saturated": 1.0}
+    history = [step(i, **missed, **{"actor/bapo/positive_contribution": rho}) for i, rho in enumerate(reached)]
+    text = warnings_in(history)["saturated"]
+    assert "They reached 0.444: positive_contribution_target=0.44 is in reach" in text  # not rounded up
 
 
 def follow(tmp_path, out, steps):

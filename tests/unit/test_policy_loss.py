@@ -93,6 +93,22 @@ def test_the_metrics_have_the_same_keys_on_every_path():
     assert given[2] == found[2] and torch.equal(given[1], found[1]) and torch.equal(given[0], found[0])
 
 
+def test_how_the_target_was_met():
+    # make_batch(1) has some rho between these targets: at once, with moved bounds (the step itself), never.
+    start = run_loss(compute_policy_loss_bapo, of_target(0.5), make_batch(1))[2][
+        "actor/bapo/positive_contribution_start"
+    ]
+    ways = {}
+    for target in (start - 0.01, start + 0.001, 0.99):
+        metrics = run_loss(compute_policy_loss_bapo, of_target(target), make_batch(1))[2]
+        ways[target] = [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")]
+    assert list(ways.values()) == [[1, 0], [0, 0], [0, 1]]
+
+
+def of_target(target):
+    return with_batch_info(actor_config(BAPOPolicyLossConfig(positive_contribution_target=target)), rows=5)
+
+
 def test_a_part_of_the_mini_batch_is_refused_without_our_worker():
     config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10)
     with pytest.raises(ValueError) as error:

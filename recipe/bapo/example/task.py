@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example's task, made on the spot: a tokenizer, a warmed-up tiny model and a data set in verl's parquet schema.
+"""What made the example's task, ``files/``: a tokenizer, a warmed-up tiny model and data sets in verl's parquet schema.
 
 "Guess, check, guess again": asked for the sum of two dice, ``3+6=``, the model guesses until right: ``07 no 09 yes``.
 A right answer ends early; a wrong one runs until the response is full, unless the model claims that it is right. So
 failures are longer than successes, as with reasoning models, and get shorter as reinforcement learning teaches the
 model to claim more. The warm-up teaches the format, honest checking and guesses of which few are right; learning to
 guess well is left to reinforcement learning.
+
+    python -m recipe.bapo.example.task FOLDER [--steps 450] [--right 0.08] [--seed 1]
+
+Another machine or version of torch makes a slightly different model. So the files are stored, with their hashes, and
+the run script checks these.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import platform
 import random
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -127,8 +135,19 @@ def make_rows(split: str, repeats: int) -> pd.DataFrame:
     )
 
 
+def write_hashes(folder: Path, made_with: list[str]) -> None:
+    """Write ``SHA256SUMS`` of all files in ``folder``, for ``sha256sum --check``, below comments ``made_with``."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"# {line}" for line in made_with]
+    lines += [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}" for path in files]
+    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+
 def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, right: float = RIGHT_LATER) -> None:
-    """Write ``model/``, ``train.parquet`` and ``test.parquet`` to ``folder``, which appears complete or not at all."""
+    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``.
+
+    It appears complete or not at all.
+    """
     disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -142,6 +161,16 @@ def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, rig
     tokenizer.save_pretrained(unfinished / "model")
     make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
     make_rows("test", repeats=8).to_parquet(unfinished / "test.parquet")
+    asked = {"steps": steps, "right": right, "layers": layers, "hidden": hidden, "seed": seed}
+    command = " ".join(f"--{name} {value}" for name, value in asked.items())
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    write_hashes(
+        unfinished,
+        [
+            f"python -m recipe.bapo.example.task FOLDER {command}",
+            f"{versions}, {platform.machine()}, {torch.get_num_threads()} threads",
+        ],
+    )
     os.replace(unfinished, folder)
     weights = sum(p.numel() for p in model.parameters())
     print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")

@@ -58,22 +58,35 @@ def summary(run_dir: Path) -> str:
         ("training reward", "critic/rewards/mean"),
         ("entropy, nats a token", "actor/entropy"),
         ("response length, tokens", "response_length/mean"),
-        ("positive contribution, start of the search", "actor/bapo/positive_contribution_start"),
-        ("positive contribution, at the bounds", "actor/bapo/positive_contribution"),
-        ("updates in which the target was out of reach", "actor/bapo/saturated"),
         ("gradient norm", "actor/grad_norm"),
     ]
     for label, key in rows:
         found = first_last(key)
         if found:
             lines.append(f"  {label:<46}{found[0]:>9.3f}  ->{found[1]:>9.3f}")
-    sides = ("actor/bapo/clip_low", "actor/bapo/clip_high")
-    bounds = [[data[side] for data in steps if side in data] for side in sides]
-    if all(bounds):
-        low, high = (sum(values) / len(values) for values in bounds)
-        lines.append(f"  {'mean bounds on the ratio':<46}{f'[{low:.3f}, {high:.3f}]':>22}")
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
     if len(validations) > 1:
         lines.append(f"  {'validation reward, first and last':<46}{validations[0]:>9.3f}  ->{validations[-1]:>9.3f}")
+    lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
     lines.append(f"Metrics, log and records: {run_dir}")
     return "\n".join(lines)
+
+
+def search_lines(steps: list[dict[str, float]]) -> list[str]:
+    """What the search for bounds did in a run, from its steps that made updates."""
+
+    def mean(name):
+        return sum(data[f"actor/bapo/{name}"] for data in steps) / len(steps)
+
+    if not steps:
+        return []
+    at_once, never = mean("met_at_once"), mean("saturated")
+    start, end = mean("positive_contribution_start"), mean("positive_contribution")
+    rows = {
+        "updates that met the target as they came": f"{at_once:.0%}",
+        "updates that met it with moved bounds": f"{1 - at_once - never:.0%}",
+        "updates that missed it at the widest bounds": f"{never:.0%}",
+        "positive contribution (rho)": f"{start:.3f} before, {end:.3f} after the search",
+        "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
+    }
+    return ["The search for bounds, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from math import floor
 from pathlib import Path
 
 from rich.console import Console
@@ -25,9 +26,12 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
     if len(recent) < WINDOW:
         return found
     if all(data.get("actor/bapo/saturated") == 1 and data.get("actor/bapo/search_steps", 0) > 0 for data in recent):
+        # At the widest bounds, so this is the most that they can reach.
+        reached = statistics.median(data["actor/bapo/positive_contribution"] for data in recent)
         found["saturated"] = (
             f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
-            "maximum: lower positive_contribution_target, or see what your data allow (docs/configuration.md)."
+            f"widest. They reached {reached:.3f}: positive_contribution_target={floor(100 * reached) / 100:g} is in "
+            "reach of about half of such updates. What each target would do: docs/configuration.md, Choosing rho0."
         )
     entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
     if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:

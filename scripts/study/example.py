@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example in one process, seed after seed: what its settings, its test's ranges and its description rest on.
+
+python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/results/example_loop.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, fields
+from datetime import date
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from bapo import BAPOConfig
+from scripts.study.loop import Settings, train
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "example_loop.jsonl"
+MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
+DUAL_CLIP = 3.0  # verl's default
+
+
+def example_settings() -> tuple[BAPOConfig, Settings]:
+    """Those of ``configs/size/cpu_example.yaml``."""
+    sizes = [OmegaConf.load(ROOT / "configs" / "size" / f"{name}.yaml") for name in ("cpu", "cpu_example")]
+    config = OmegaConf.merge(*sizes)
+    actor = config.actor_rollout_ref.actor
+    switches = {
+        field.name: actor.policy_loss[field.name] for field in fields(BAPOConfig) if field.name in actor.policy_loss
+    }
+    mini_batches = config.data.train_batch_size // actor.ppo_mini_batch_size
+    return BAPOConfig(**switches), Settings(
+        mini_batches=mini_batches,
+        epochs=actor.ppo_epochs,
+        updates=config.trainer.total_training_steps * actor.ppo_epochs * mini_batches,
+        prompts=actor.ppo_mini_batch_size,
+        samples=config.actor_rollout_ref.rollout.n,
+        learning_rate=actor.optim.lr,
+        dual_clip=DUAL_CLIP,
+    )
+
+
+def run(seed: int) -> dict:
+    """One run: how its updates met the target, what the bounds did to rho, the reward step by step."""
+    config, settings = example_settings()
+    result = train(MODEL, config, seed, settings)
+    updates, per_step = result.updates, settings.mini_batches * settings.epochs
+    never = [update["saturated"] for update in updates]
+    at_once = [float(update["search_steps"] == 0 and not update["saturated"]) for update in updates]
+    lifts = [update["positive_contribution"] - update["positive_contribution_start"] for update in updates]
+    starts = [update["positive_contribution_start"] for update in updates]
+    return {
+        "seed": seed,
+        "at_once": mean(at_once),
+        "on_the_way": mean([1 - once - out for once, out in zip(at_once, never, strict=True)]),
+        "out_of_reach": mean(never),
+        "rho_start": mean(starts),
+        "lift": mean(lifts),
+        "final_reward": round(result.final_reward, 4),
+        "rewards": by_step(updates, "reward", per_step),
+        "entropies": by_step(updates, "entropy", per_step),
+        "clip_low": by_step(updates, "clip_low", per_step),
+        "clip_high": by_step(updates, "clip_high", per_step),
+    }
+
+
+def mean(values: list[float]) -> float:
+    """To four digits."""
+    return round(sum(values) / len(values), 4)
+
+
+def by_step(updates: list[dict], key: str, per_step: int) -> list[float]:
+    """Means over the updates of each rollout batch."""
+    values = [update[key] for update in updates]
+    return [mean(values[i : i + per_step]) for i in range(0, len(values), per_step)]
+
+
+def main():
+    """Command line: first and last seed. Seeds that are in the file are left out."""
+    torch.set_num_threads(1)
+    first, last = map(int, sys.argv[1:])
+    config, settings = example_settings()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    about = {"commit": commit.stdout.strip(), "date": str(date.today()), "torch": torch.__version__}
+    about |= {"settings": asdict(settings), "switches": asdict(config)}
+    for seed in range(first, last + 1):
+        there = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        if seed not in {json.loads(line)["seed"] for line in there}:
+            row = run(seed)
+            with open(RESULTS, "a") as file:
+                file.write(json.dumps(row | about) + "\n")
+            print(seed, *(f"{key} {row[key]}" for key in ("at_once", "on_the_way", "out_of_reach", "lift")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example's reward by hand, and the files that everybody's example starts from."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from recipe.bapo.example.reward import compute_score
+from recipe.bapo.example.task import make_rows
+
+ROOT = Path(__file__).parents[2]
+FILES = ROOT / "recipe" / "bapo" / "example" / "files"
+
+
+@pytest.mark.parametrize(
+    "response, score",
+    [
+        ("09 yes", 1.0),
+        ("07 no 12 no 09 yes", 1.0),
+        (" 09 yes\n", 1.0),  # white space round it
+        ("07 yes", 0.0),  # a wrong claim
+        ("09 yes 07 yes", 0.0),  # the last guess counts
+        ("07 yes 09 yes", 1.0),
+        ("09 no", 0.0),  # right, and denied
+        ("07 no 09 no 09 no 11 no 12 no ", 0.0),  # never claimed
+        ("9 yes", 0.0),  # one digit
+        ("09 yes.", 0.0),  # does not end there
+        ("09yes", 0.0),
+        ("yes", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_by_hand(response, score):
+    assert compute_score("bapo/guess", response, "09") == score
+
+
+def test_the_reward_asks_for_the_prompts_own_sum():
+    assert compute_score("bapo/guess", "12 yes", "12") == 1.0 and compute_score("bapo/guess", "12 yes", "02") == 0.0
+
+
+def test_the_stored_data_are_those_that_the_code_makes():
+    for split, repeats in (("train", 60), ("test", 8)):
+        stored, made = pd.read_parquet(FILES / f"{split}.parquet"), make_rows(split, repeats)
+        assert len(stored) == 36 * repeats and list(stored) == list(made)
+        for column in made:
+            assert [plain(value) for value in stored[column]] == [plain(value) for value in made[column]]
+
+
+def plain(value):
+    """Of a cell: lists of a parquet file come back as arrays."""
+    return list(value) if hasattr(value, "tolist") else value
+
+
+def script_in(folder):
+    """What the run script says in a copy of what it needs before the set-up, without an environment to start from."""
+    for path in ("recipe/bapo/example/files", "configs"):
+        shutil.copytree(ROOT / path, folder / path, dirs_exist_ok=True)
+    script = shutil.copy(ROOT / "recipe" / "bapo" / "run_bapo_example.sh", folder / "recipe" / "bapo")
+    base = {"PATH": "/usr/bin:/bin", "VERL_PLATFORM": "cpu", "BAPO_VENV": "/no/environment"}
+    return lambda **more: subprocess.run(["bash", script], env=base | more, capture_output=True, text=True).stderr
+
+
+def test_a_changed_starting_file_is_refused_by_name(tmp_path):
+    start = script_in(tmp_path)
+    assert "Error: /no/environment/bin/python does not exist" in start()  # the files are right: it goes on
+    for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet"):
+        file = tmp_path / "recipe" / "bapo" / "example" / "files" / name
+        right = file.read_bytes()
+        file.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+        said = start()
+        assert re.fullmatch(r"Error: .*\b" + re.escape(name) + r": FAILED.* git restore \S+/files\n", said), said
+        file.write_bytes(right)
+    file.unlink()
+    assert "train.parquet: No such file" in start()
+    own = {name: str(tmp_path / "configs" / "size" / "cpu.yaml") for name in ("TRAIN_FILE", "TEST_FILE")}
+    assert "files is not" not in start(MODEL_PATH=str(tmp_path), **own)  # nothing of the example's is used
+
+
+def test_every_stored_file_has_a_hash():
+    hashed = re.findall(r"^[0-9a-f]{64}  (.+)$", (FILES / "SHA256SUMS").read_text(), re.M)
+    assert sorted(hashed) == sorted(
+        str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file() and path.name != "SHA256SUMS"
+    )
