@@ -35,7 +35,7 @@ if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever 
     visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -vc -e '^ *$' -e '^ *-' || true)
     gpus=$((visible < gpus ? visible : gpus))
 fi
-if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ] && { [ -e /dev/kfd ] || type rocm-smi amd-smi >/dev/null 2>&1; }; then
+if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ] && { [ -e /dev/kfd ] || type rocm-smi >/dev/null 2>&1 || type amd-smi >/dev/null 2>&1; }; then
     fail "this machine has AMD GPUs, which are not supported: set VERL_PLATFORM=cpu to train on its CPU."
 fi
 if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
