@@ -38,7 +38,7 @@ class Runs:
         self.environment |= {"TRAIN_FILE": f"{task}/train.parquet", "TEST_FILE": f"{task}/test.parquet"}
         if rehearsal:
             self.environment["VERL_PLATFORM"] = "cpu"
-        make_task = [sys.executable, "-m", "recipe.bapo.example.task", str(task), "--steps", "60"]
+        make_task = [sys.executable, "-m", "recipe.bapo.example.task", str(task)]
         offline = {**self.environment, "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
         subprocess.run(make_task, cwd=ROOT, env=offline, check=True, stdout=sys.stderr)
 
