@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real actor worker (verl's FSDP2 engine over gloo) outside Ray: for tests and timings of one update."""
+"""A real actor worker (verl's FSDP2 engine) outside Ray, on a CPU or a GPU: for tests and timings of one update."""
 
 import os
 import socket
@@ -15,17 +15,23 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=False):
-    """The actor's worker as verl builds it, from our example's config with ``overrides``; ``plain``: without ours."""
+def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=False, platform="cpu"):
+    """The actor's worker as verl builds it, from our example's config with ``overrides``.
+
+    Args:
+        plain: verl's worker in the place of ours.
+        platform: a file of ``recipe/bapo/config/platform``; on GPUs each rank takes the one of its number.
+    """
     from recipe.bapo.config import compose_config, cpu_environment
 
+    if platform == "cpu":
+        os.environ.update(cpu_environment())
     os.environ.update(
-        cpu_environment(),
         RANK=str(rank),
         WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        LOCAL_RANK="0",
+        LOCAL_RANK="0" if platform == "cpu" else str(rank),
     )
     os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
     os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
@@ -40,6 +46,8 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=Fa
         [
             f"experiment={experiment}",
             "size=cpu",
+            f"platform={platform}",
+            "actor_rollout_ref.actor.strategy=fsdp2",
             "actor_rollout_ref.actor.optim.total_training_steps=100",
             "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null",
             *overrides,
@@ -85,7 +93,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     data["response_mask"] = jagged(masks)
     data["advantages"] = jagged(advantages)
     tu.assign_non_tensor(data, temperature=1.0, global_batch_size=rows, calculate_entropy=True, compute_loss=False)
-    log_probs = actor.infer_batch(data.copy())["log_probs"]
+    log_probs = actor.infer_batch(data.copy())["log_probs"].cpu()
     from verl.workers.utils.padding import response_from_nested
 
     responses = response_from_nested(log_probs, data["response_mask"])

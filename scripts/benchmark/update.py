@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finding the bounds adds to one optimizer update of the real actor (verl's FSDP2 engine on this CPU).
+"""What finding the bounds adds to one optimizer update of the real actor (verl's FSDP2 engine).
 
-    .venv/bin/python -m scripts.benchmark.update [--json FILE]
+    .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
 For several model sizes the parts of an update are timed in turn in one process: the pass (a forward without gradient
 over the mini-batch and the statistics), the search with its all-reduce and read, and verl's own update.
@@ -26,17 +26,25 @@ ROWS, LONGEST, MICRO = 32, 200, 8
 
 def seconds_of(call, repeats):
     """Median seconds of ``call`` after one call to warm up."""
+    import torch
+
+    def wait():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     call()
     times = []
     for _ in range(repeats):
+        wait()
         begin = time.perf_counter()
         call()
+        wait()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
-def measure(folder, layers, hidden, repeats):
-    """Seconds of the parts of one update of one model."""
+def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
+    """Seconds of the parts of one update of one model, with responses of up to ``longest`` tokens."""
     from recipe.bapo.example.task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
@@ -48,8 +56,9 @@ def measure(folder, layers, hidden, repeats):
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={MICRO}",
         ],
         port=free_port(),
+        platform=platform,
     )
-    data = make_mini_batch(actor, seed=1, rows=ROWS, longest=LONGEST)
+    data = make_mini_batch(actor, seed=1, rows=ROWS, longest=longest)
     actor._set_defaults(data)
 
     def find(ratios_are_1):
@@ -74,11 +83,14 @@ def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--platform", default="cpu", help="a file of recipe/bapo/config/platform")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):  # what verl prints is not the table
-            found = {name: measure(folder, *size, arguments.repeats) for name, size in SIZES.items()}
+            found = {
+                name: measure(folder, *size, arguments.repeats, arguments.platform) for name, size in SIZES.items()
+            }
     parts = [part for part in next(iter(found.values())) if part != "weights"]
     print("| model | weights | " + " | ".join(f"{part}, s" for part in parts) + " | pass / marked update |")
     print("|---|---|" + "---|" * (len(parts) + 1))

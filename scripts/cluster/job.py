@@ -7,7 +7,8 @@
 
 Of the environment the job gets the variables named in ``FORWARDED`` and those that begin with one of
 ``FORWARDED_KINDS``, never a secret: what is called ``WANDB_API_KEY`` or ``HF_TOKEN`` belongs into the environment of
-``scripts/cluster/ray.sh head`` and ``join``.
+``scripts/cluster/ray.sh head`` and ``join``. Of those left out it names, without their values, what a run
+might have heeded.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FORWARDED = (
     *("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "TQ_NUM_THREADS"),
 )
 FORWARDED_KINDS = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")
+NAMED_KINDS = ("CUDA_", "RAY_", "VERL_", "WANDB_", "UCX_", "FI_", "MLX5_", "TRITON_", "PYTORCH_", "XDG_CACHE_")
+HERE_ALONE = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")  # how this command reaches the cluster
 SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
 
@@ -36,6 +39,11 @@ PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
 def is_forwarded(name: str) -> bool:
     """Whether a job gets this variable of the environment."""
     return name in FORWARDED or (name.startswith(FORWARDED_KINDS) and not name.endswith(SECRETS))
+
+
+def is_named(name: str) -> bool:
+    """Whether the command says that it leaves this variable out: a run would perhaps have heeded it."""
+    return name.startswith((*NAMED_KINDS, *FORWARDED_KINDS)) and name not in HERE_ALONE and not is_forwarded(name)
 
 
 def connect() -> JobSubmissionClient:
@@ -52,6 +60,10 @@ def connect() -> JobSubmissionClient:
 def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
     """Submit a command and follow it; returns its exit code."""
     environment = [f"{key}={value}" for key, value in os.environ.items() if value and is_forwarded(key)]
+    if left_out := sorted(filter(is_named, os.environ)):
+        print(
+            f"Not given to the job: {', '.join(left_out)}. What it needs of these, set where ray.sh starts the nodes."
+        )
     runtime_env = {"working_dir": str(ROOT), "excludes": [".venv*", "runs", ".*_cache", ".hypothesis"]}
     until = time.monotonic() + PATIENCE
     while True:

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Check on a machine with an NVIDIA GPU what no machine without one can: what is computed there, what it costs, and that
+# a run works. Each stage prints a table (what, expected, seen, ok) and writes it to runs/gpu_check/stageN.json.
+#
+#   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
+#     1   search and loss against the CPU: torch alone, a minute
+#     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, some minutes
+#     3   the example, whole, then replay: Ray and vLLM; two runs at once where there are two GPUs
+#   --rehearse     on the CPU platform, to try the check itself; says nothing about a GPU
+#   --wheels DIR   for a machine without network: take the Python that is there (BAPO_PYTHON, or python3) and beside what
+#                  it has the wheels in DIR, installed into a temporary folder. What the stages need is listed below.
+#   --out DIR      where the tables go (runs/gpu_check)
+#
+# Exit code: 0, 1 where something is not as expected, 2 without a GPU. From the environment: BAPO_VENV as for the run
+# script.
+set -euo pipefail
+# Stage 1 needs torch alone. Stage 2 imports these, in the versions of requirements-cuda.txt, beside what comes with
+# PyTorch images (numpy, pandas, pyarrow, psutil, peft, rich and the like); Ray's wheel may lack its jars, rllib, serve,
+# data and tune. Stage 3 needs vLLM and its own requirements as well.
+wheels_of_stage_2=(
+    annotated-types antlr4-python3-runtime codetiming colorful datasets dill email-validator fastapi
+    google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema
+    jsonschema-specifications msgspec multiprocess omegaconf orjson pydantic pydantic-core pydantic-extra-types
+    python-multipart pyvers pyzmq ray referencing rpds-py starlette tensordict tokenizers transferqueue
+    transformers typing-inspection uvicorn verl watchfiles xxhash
+)
+fail() { echo "Error: $*" >&2; exit 1; }
+stages=() rehearse=() wheels='' out=''
+while [ $# -gt 0 ]; do
+    case $1 in
+    1 | 2 | 3) stages+=("$1") ;;
+    --rehearse) rehearse=(--rehearse) ;;
+    --wheels) wheels=$(realpath "${2:?Error: --wheels needs a folder}"); shift ;;
+    --out) out=$(realpath -m "${2:?Error: --out needs a folder}"); shift ;;
+    *) sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1 ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || stages=(1 2 3)
+cd "$(dirname "$0")/.."
+out=${out:-$PWD/runs/gpu_check}
+if [ ${#rehearse[@]} = 0 ] && [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" = 0 ]; then
+    echo "There is no GPU here, so nothing was checked. To try the check itself on a CPU: --rehearse." >&2
+    exit 2
+fi
+if [ ${#rehearse[@]} = 0 ]; then unset VERL_PLATFORM; else export VERL_PLATFORM=cpu OMP_NUM_THREADS=1; fi
+
+if [ -n "${BAPO_VENV:-}" ]; then
+    python=$BAPO_VENV/bin/python
+elif [ -n "$wheels" ]; then
+    python=${BAPO_PYTHON:-python3}
+    site=$(mktemp -d)
+    trap 'rm -r "$site"' EXIT
+    for stage in "${stages[@]}"; do
+        [ "$stage" = 1 ] || for name in "${wheels_of_stage_2[@]}"; do
+            compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || echo "Not in $wheels: $name (fine where it is installed)" >&2
+        done
+    done
+    # This package, too: verl finds the plugin by it.
+    "$python" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$site" \
+        "$wheels"/*.whl .
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+else
+    bash scripts/setup.sh >&2
+    if [ ${#rehearse[@]} = 0 ]; then python=$PWD/.venv-cuda/bin/python; else python=$PWD/.venv/bin/python; fi
+fi
+"$python" -c 'import torch' || fail "$python has no torch: set BAPO_VENV, or BAPO_PYTHON with --wheels."
+
+modules=([1]=torch_alone [2]=one_update [3]=whole_run)
+status=0
+for stage in "${stages[@]}"; do
+    code=0
+    "$python" -m "scripts.gpu_check.${modules[stage]}" "${rehearse[@]}" --json "$out/stage$stage.json" || code=$?
+    [ "$code" -le "$status" ] || status=$code
+done
+echo "The tables are in $out as JSON, too."
+exit $status

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Try the CUDA set on a machine without a GPU: install requirements-cuda.txt into a fresh environment, build flash-attn's
+# Python side (its CUDA build skipped), and run the unit and actor tests there on the CPU platform, with vLLM's CUDA
+# package in place of the CPU one. The environment takes two minutes and about 12 GB.
+#   bash scripts/requirements/try_cuda.sh FOLDER [ARGUMENTS of pytest]
+#       FOLDER is made, or used again where a trial of the same list made it
+# From the environment: BAPO_PYTHON, as for scripts/setup.sh.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+folder=$(realpath -m "${1:?Error: give a folder for the environment, such as /tmp/cuda_env}"); shift
+python=$folder/bin/python
+pin() { grep "^$1==" requirements-cuda.txt; }
+
+if ! cmp -s requirements-cuda.txt "$folder/requirements.txt"; then
+    [ -e "$folder/pyvenv.cfg" ] || [ ! -e "$folder" ] || rmdir "$folder"  # never what is something else
+    rm -rf "$folder"
+    "${BAPO_PYTHON:-python3}" -m venv "$folder"
+    "$python" -m pip install -q "$(pin uv)"
+    "$folder/bin/uv" pip install -q --no-deps --python "$python" -r requirements-cuda.txt
+    "$folder/bin/uv" pip check -q --python "$python"
+    # Not installed: without its kernels it cannot be imported.
+    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip wheel -q --no-deps \
+        --no-build-isolation --wheel-dir "$folder/wheels" "$(grep -om1 'flash-attn==[0-9.]*' scripts/setup.sh)"
+    cp requirements-cuda.txt "$folder/requirements.txt"
+fi
+"$folder/bin/uv" pip install -q --no-deps --python "$python" -e .
+"$python" -c 'import torch; print("torch", torch.__version__, "for CUDA", torch.version.cuda)'
+echo "flash-attn's Python side: $(basename "$folder"/wheels/flash_attn-*.whl)"
+export VERL_PLATFORM=cpu
+[ $# -gt 0 ] || set -- tests/unit tests/actor
+"$python" -m pytest "$@"
