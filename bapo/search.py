@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, grid
+from bapo.statistics import (
+    GRADIENT,
+    R2,
+    TOKENS,
+    UNBOUNDED_GRADIENT,
+    WA,
+    WAR,
+    ClipStatistics,
+    R,
+    collect_clip_statistics,
+    grid,
+)
 
 # Relative to P + N. With r = 1 and rho0 = 0.5 the start often is the tie P = N, which rounding must not decide.
 TOLERANCE = 1e-9
@@ -26,6 +37,9 @@ class ClipBounds:
         positive_token_fraction: share of the response tokens with positive advantage.
         clipfrac_positive: share of the tokens with positive advantage whose ratio is at or above ``high``.
         clipfrac_negative: share of the tokens with negative advantage whose ratio is at or below ``low``.
+        effective_sample_size: (sum r)^2 / (tokens * sum r^2) of the response tokens, a share.
+        negative_unbounded_share: share of tokens with negative advantage and a ratio above 3 in the sum of r*|A|, the
+            size of the gradient before clipping.
         invalid_counts: unusable old log-probs, log-probs and advantages on response tokens, ``(3,)`` float64.
     """
 
@@ -38,6 +52,8 @@ class ClipBounds:
     positive_token_fraction: Tensor
     clipfrac_positive: Tensor
     clipfrac_negative: Tensor
+    effective_sample_size: Tensor
+    negative_unbounded_share: Tensor
     invalid_counts: Tensor
 
     def read(self, **others: Tensor) -> dict[str, float]:
@@ -83,6 +99,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     chosen = steps.clamp(max=len(reached) - 1)
     rho = torch.where(tried.p + tried.n > 0, tried.p / (tried.p + tried.n), 0.0)
     positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
+    totals, tokens = statistics.totals, statistics.counts[0].clamp(min=1)
     return ClipBounds(  # take(chosen), not [chosen]: that would be a read by the host
         low=tried.low.take(chosen),
         high=tried.high.take(chosen),
@@ -90,9 +107,11 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
         positive_contribution_start=rho[0],
         search_steps=chosen,
         saturated=steps == len(reached),
-        positive_token_fraction=positive_tokens / statistics.counts[0].clamp(min=1),
+        positive_token_fraction=positive_tokens / tokens,
         clipfrac_positive=tried.clipped_positive.take(chosen) / positive_tokens.clamp(min=1),
         clipfrac_negative=tried.clipped_negative.take(chosen) / negative_tokens.clamp(min=1),
+        effective_sample_size=torch.where(totals[R2] > 0, totals[R] ** 2 / (tokens * totals[R2]), 0.0),
+        negative_unbounded_share=torch.where(totals[GRADIENT] > 0, totals[UNBOUNDED_GRADIENT] / totals[GRADIENT], 0.0),
         invalid_counts=statistics.counts[1:],
     )
 

@@ -20,6 +20,9 @@ from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, log_ratio_of
 
 WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
+R, R2, GRADIENT, UNBOUNDED_GRADIENT = range(4)  # sums of r and r^2; of r*|A|, and of that where A < 0, r > UNBOUNDED
+TOTALS = 4
+UNBOUNDED = 3.0  # no bound limits r*|A| of a negative token; verl's dual clip does, from 3 on by default
 COUNTS = 4  # response tokens, and those of them with an unusable old log-prob, log-prob, advantage
 MAX_OLD_LOG_PROB = 0.5  # beyond it there is no log-prob; bfloat16 rounds some that are nearly 0 to a little above 0
 # The switches that enter the sums; the others enter the search alone.
@@ -44,7 +47,7 @@ class ClipStatistics:
     """Sums over tokens. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        vector: float64, ``(3 * (upper buckets + lower buckets) + 4,)``; ``(172,)`` with the default grids.
+        vector: float64, ``(3 * (upper buckets + lower buckets) + 8,)``; ``(176,)`` with the default grids.
         config: the switches they were collected with.
     """
 
@@ -56,12 +59,12 @@ class ClipStatistics:
         """The statistics of no tokens."""
         # n grid points make n + 1 buckets; negative tokens have one more, for those whose gradient the dual clip takes.
         buckets = (config.upper_steps + 2) + (config.lower_steps + 3)
-        return cls(torch.zeros(3 * buckets + COUNTS, dtype=torch.float64, device=device), config)
+        return cls(torch.zeros(3 * buckets + TOTALS + COUNTS, dtype=torch.float64, device=device), config)
 
     @property
     def sums(self) -> Tensor:
         """``(3, upper buckets + lower buckets)``, a view."""
-        return self.vector[:-COUNTS].view(3, -1)
+        return self.vector[: -TOTALS - COUNTS].view(3, -1)
 
     @property
     def positive(self) -> Tensor:
@@ -72,6 +75,11 @@ class ClipStatistics:
     def negative(self) -> Tensor:
         """Sums of the tokens with A < 0. In bucket b the ratio is above b points of ``c_low``; the last: dual clip."""
         return self.sums[:, self.config.upper_steps + 2 :]
+
+    @property
+    def totals(self) -> Tensor:
+        """``(4,)``, a view."""
+        return self.vector[-TOTALS - COUNTS : -COUNTS]
 
     @property
     def counts(self) -> Tensor:
@@ -142,12 +150,18 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
     # 0, but NaN where a value is not finite. Such a token spoils the sums; its count makes ``ClipBounds.read`` raise.
     unusable = (old_log_prob - old_log_prob.clamp(max=MAX_OLD_LOG_PROB), log_prob - log_prob, advantages - advantages)
-    statistics.counts.add_(torch.stack([tokens.count_nonzero() for tokens in (mask, *unusable)]))
+    counts = torch.stack([tokens.count_nonzero() for tokens in (mask, *unusable)])
+    statistics.counts.add_(counts)
 
     ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
     advantages = advantages.double()
     weight = advantages.abs()
     counted = weight.sign()  # 1, or 0 where A = 0
+    # Dot products of clamped planes: comparisons and torch.where would cost as much as all the rest.
+    unbounded = advantages.clamp(max=0).dot(torch.threshold(ratio, UNBOUNDED, 0.0)).neg()
+    masked = mask.numel() - counts[0]  # of ratio 1
+    sums = torch.stack([ratio.sum() - masked, ratio.dot(ratio) - masked, weight.dot(ratio), unbounded])
+    statistics.totals.add_(sums)
     if statistics.config.token_weight == "rollout_prob":
         weight = weight * old_log_prob.double().exp()
 

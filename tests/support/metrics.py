@@ -15,4 +15,6 @@ METRICS = {
     "actor/bapo/positive_token_fraction",
     "actor/bapo/clipfrac_positive",
     "actor/bapo/clipfrac_negative",
+    "actor/bapo/effective_sample_size",
+    "actor/bapo/negative_unbounded_share",
 }

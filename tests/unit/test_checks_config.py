@@ -99,3 +99,13 @@ def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(ta
         return
     with pytest.raises(ValueError, match="loss_scale_factor"):
         check_loss(config)
+
+
+def test_a_warning_where_nothing_bounds_negative_tokens_against_the_sampler(task):
+    bypass, off = "algorithm.rollout_correction.bypass_mode=true", f"{ACTOR}.clip_ratio_c=1e9"
+    with pytest.raises(
+        Concern, match=r"clip_ratio_c=1e\+09 is no dual clip, and the ratio is against the policy that samp"
+    ):
+        check_ratio(composed(task, bypass, off))
+    assert check_ratio(composed(task, bypass)) == "against the policy that sampled"
+    assert check_ratio(composed(task, off)) == "against the policy before the updates of each step"

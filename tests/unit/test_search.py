@@ -377,3 +377,25 @@ def test_other_float_types(dtype):
         assert bounds["positive_contribution_start"] == pytest.approx(start, rel=1e-9)
         seen.add(steps)
     assert len(seen) > 2  # at once, on the way, and at the end
+
+
+def test_the_metrics_beside_the_bounds_by_hand():
+    # Ratios 1, 2, 4 of A = 1; 1, 4, 20 and, in another sequence, 1 of A = -2; 1, 1 of A = 0.
+    ratio = torch.tensor([[1.0, 2.0, 4.0], [1.0, 4.0, 20.0], [1.0, 7.0, 7.0], [1.0, 1.0, 7.0]])
+    advantages = torch.tensor([[1.0], [-2.0], [-2.0], [0.0]]).expand(4, 3).clone()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    advantages[2, 1:] = torch.tensor([torch.nan, 5.0])  # masked: may hold anything
+    old = torch.full((4, 3), -1.0)
+    for weight in ("rollout_prob", "uniform"):
+        bounds = find_clip_bounds(old, old + ratio.log(), advantages, mask, BAPOConfig(token_weight=weight))
+        found = bounds.read()
+        # r: 1 + 2 + 4 + 1 + 4 + 20 + 1 + 1 + 1 = 35; r^2: 1 + 4 + 16 + 1 + 16 + 400 + 3 = 441
+        assert found["effective_sample_size"] == pytest.approx(35**2 / (9 * 441), rel=1e-6)
+        # r*|A|: 7 of A > 0 and 2 * (25 + 1) of A < 0, of which 2 * 24 above 3
+        assert found["negative_unbounded_share"] == pytest.approx(48 / 59, rel=1e-6)
+
+
+def test_the_metrics_beside_the_bounds_of_no_tokens():
+    batch = [tensor[:, :0] for tensor in make_batch(1)]
+    found = find_clip_bounds(*batch, BAPOConfig()).read()
+    assert [found[name] for name in ("effective_sample_size", "negative_unbounded_share")] == [0, 0]

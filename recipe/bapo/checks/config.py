@@ -253,6 +253,9 @@ def _divides(whole_name, whole, part_name, part):
         raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
 
 
+NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could want
+
+
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
     bypass = config.algorithm.rollout_correction.bypass_mode
@@ -260,5 +263,12 @@ def check_ratio(config) -> str:
         raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
+        )
+    clip = config.actor_rollout_ref.actor.clip_ratio_c
+    if bypass and clip > NO_DUAL_CLIP:
+        raise Concern(
+            f"actor_rollout_ref.actor.clip_ratio_c={clip:g} is no dual clip, and the ratio is against the policy that "
+            "sampled: nothing bounds r*|A| of tokens with A < 0 and r > 1. Set it to 3.0, or watch "
+            "actor/bapo/negative_unbounded_share."
         )
     return f"against {'the policy that sampled' if bypass else 'the policy before the updates of each step'}"
