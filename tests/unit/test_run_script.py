@@ -12,7 +12,7 @@ from support.commands import run_script
     [
         ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
         ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
-        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_example cpu_long cpu_own_data gpu"),
+        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),
         ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
         ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
         ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
