@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the README's picture: clipping with moving bounds, and what the bounds did in a run of the study.
+"""Draw the README's picture: clipping with moving bounds, and what the bounds did in a run of the example's model.
 
 .venv/bin/python -m scripts.figures.first_screen          # docs/figures/bapo.png, from docs/results/
 """
@@ -16,12 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bapo import BAPOConfig  # noqa: E402
+from scripts.study.example import ROOT, UPDATES, example_settings  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs"
-RUNS = DOCS / "results" / "first_study_loop.jsonl"
-WINDOW = 8  # updates of each value in RUNS
-METHOD, STALENESS, SEED = "bapo@0.38", 32, 1  # the run on the right: a target that about half of the updates reach
-TARGET = float(METHOD.partition("@")[2])
 FIXED = 0.8, 1.2  # PPO's usual range
 UPPER, LOWER = "#0072B2", "#D55E00"  # Okabe-Ito; the styles tell them apart in greyscale
 LIMITS = (0.1, 3.4), (-2.0, 3.3)  # of the ratio and the surrogate on the left
@@ -32,14 +28,9 @@ def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
     return min(ratio * advantage, min(max(ratio, low), high) * advantage)
 
 
-def recorded_run() -> dict[str, list[float]]:
-    """The series of the run on the right; each value is a mean over ``WINDOW`` updates."""
-    (run,) = (
-        run
-        for run in map(json.loads, RUNS.read_text().splitlines())
-        if (run["method"], run["settings"]["staleness"], run["seed"]) == (METHOD, STALENESS, SEED)
-    )
-    return run["series"]
+def recorded_run() -> list[dict[str, float]]:
+    """The updates on the right."""
+    return [json.loads(line) for line in UPDATES.read_text().splitlines()]
 
 
 def draw_surrogate(axis) -> None:
@@ -75,22 +66,32 @@ def draw_surrogate(axis) -> None:
 
 def draw_run(axes) -> None:
     """``c_high``, ``c_low`` and rho in one run, update by update."""
-    series = recorded_run()
-    updates = [WINDOW * (k + 1) for k in range(len(series["clip_high"]))]
+    config, settings = example_settings()
+    rows = recorded_run()
+    updates = range(1, len(rows) + 1)
+    per_batch = settings.mini_batches * settings.epochs
     panels = (
         ("clip_high", UPPER, "$c_{high}$", (1.1, 3.1), [1.2, 2, 3]),
         ("clip_low", LOWER, "$c_{low}$", (0.58, 0.92), [0.6, 0.75, 0.9]),
-        ("positive_contribution", "black", r"$\rho$", (0.33, 0.42), [0.34, 0.38, 0.42]),
     )
-    for axis, (key, colour, label, limits, ticks) in zip(axes, panels, strict=True):
-        axis.plot(updates, series[key], color=colour, linewidth=2.2, marker="o", markersize=4)
-        axis.set(xlim=(0, updates[-1]), ylim=limits, yticks=ticks, xticks=range(0, updates[-1] + 1, STALENESS * 2))
+    for axis, (key, colour, label, limits, ticks) in zip(axes, panels, strict=False):
+        axis.step(updates, [row[key] for row in rows], where="mid", color=colour, linewidth=2)
+        axis.set(ylim=limits, yticks=ticks)
         axis.set_ylabel(label, fontsize=17, rotation=0, ha="right", va="center")
-        axis.grid(alpha=0.3)
-    axes[-1].axhline(TARGET, color="black", linestyle="--", linewidth=1.6)
-    axes[-1].text(updates[-1] - 4, TARGET + 0.004, rf"target $\rho_0$ = {TARGET:g}", fontsize=14, ha="right")
+    start, end = ([row[key] for row in rows] for key in ("positive_contribution_start", "positive_contribution"))
+    axes[-1].vlines(updates, start, end, color="black", linewidth=1.2)
+    axes[-1].scatter(updates, start, s=22, facecolors="white", edgecolors="black", label="before", zorder=3)
+    axes[-1].scatter(updates, end, s=16, color="black", label="after the search", zorder=4)
+    target = config.positive_contribution_target
+    axes[-1].axhline(target, color="black", linestyle="--", linewidth=1.6, label=rf"target $\rho_0$ = {target:g}")
+    axes[-1].set_ylim(0.17, 0.5)
+    axes[-1].set_ylabel(r"$\rho$", fontsize=17, rotation=0, ha="right", va="center")
+    axes[-1].legend(fontsize=12, ncols=3, loc="lower right", handletextpad=0.3, columnspacing=1)
     axes[-1].set_xlabel("optimizer update", fontsize=15)
-    axes[0].set_title(f"A run: {STALENESS} updates on each rollout batch", fontsize=16)
+    for axis in axes:
+        axis.set(xlim=(0, len(rows) + 1), xticks=range(0, len(rows) + 1, per_batch))
+        axis.grid(axis="x", alpha=0.6)
+    axes[0].set_title(f"A run: {per_batch} updates on each rollout batch", fontsize=16)
 
 
 def draw(out: Path) -> None:
@@ -110,7 +111,7 @@ def draw(out: Path) -> None:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DOCS / "figures" / "bapo.png")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "bapo.png")
     out = parser.parse_args().out
     draw(out)
     print(f"Picture: {out}")

@@ -2,6 +2,7 @@
 """The example in one process, seed after seed: what its settings, its test's ranges and its description rest on.
 
 python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/results/example_loop.jsonl
+python -m scripts.study.example updates     # the first updates of seed 1: docs/results/example_updates.jsonl
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -21,6 +22,16 @@ from scripts.study.loop import Settings, train
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "example_loop.jsonl"
+UPDATES = ROOT / "docs" / "results" / "example_updates.jsonl"  # of the README's picture
+PICTURED = 96  # of them
+SEARCHED = (
+    "clip_low",
+    "clip_high",
+    "positive_contribution_start",
+    "positive_contribution",
+    "search_steps",
+    "saturated",
+)
 MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
 DUAL_CLIP = 3.0  # verl's default
 
@@ -69,6 +80,14 @@ def run(seed: int) -> dict:
     }
 
 
+def keep_updates() -> None:
+    """Store what the searches of the first updates of seed 1 found."""
+    config, settings = example_settings()
+    updates = train(MODEL, config, 1, replace(settings, updates=PICTURED)).updates
+    rows = [{key: round(update[key], 4) for key in SEARCHED} for update in updates]
+    UPDATES.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def mean(values: list[float]) -> float:
     """To four digits."""
     return round(sum(values) / len(values), 4)
@@ -81,8 +100,10 @@ def by_step(updates: list[dict], key: str, per_step: int) -> list[float]:
 
 
 def main():
-    """Command line: first and last seed. Seeds that are in the file are left out."""
+    """Command line: first and last seed, or ``updates``. Seeds that are in the file are left out."""
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["updates"]:
+        return keep_updates()
     first, last = map(int, sys.argv[1:])
     config, settings = example_settings()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)

@@ -27,37 +27,40 @@ def example(tmp_path_factory):
 
 def test_the_example_learns(example):
     _, _, steps, records = example
-    assert len(steps) == 16
+    assert len(steps) == 10
     rewards = [data["critic/rewards/mean"] for data in steps]
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
     assert len(validations) == 2
-    # Sampling is not seeded. In 24 runs of the study's loop with these settings the sum of both gains was 0.44 to 0.80,
-    # in 24 with a learning rate of 0 it was -0.05 to 0.03; validations of 288 samples add a deviation of 0.02 to 0.03.
-    gains = mean(rewards[-6:]) - mean(rewards[:6]), validations[1] - validations[0]
-    assert sum(gains) > 0.2, gains
+    # Sampling is not seeded. In the 20 runs of docs/results/example_loop.jsonl the sum of both gains was 0.24 to 0.75;
+    # validations of 288 samples add a deviation of 0.02 to 0.03.
+    gains = mean(rewards[-4:]) - mean(rewards[:4]), validations[1] - validations[0]
+    assert sum(gains) > 0.1, gains
 
 
 def test_the_bounds_stay_in_their_ranges_and_move(example):
     _, output, steps, _ = example
     lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == list(range(16 * 8))  # 8 updates per rollout batch
-    assert [line["source"] for line in lines] == (["ratio 1"] + 7 * ["pass"]) * 16  # the trainer's mark arrives
+    assert [line["update"] for line in lines] == list(range(10 * 24))  # 24 updates per rollout batch
+    assert [line["source"] for line in lines] == (["ratio 1"] + 23 * ["pass"]) * 10  # the trainer's mark arrives
     low = [float.fromhex(line["low"]) for line in lines]
     high = [float.fromhex(line["high"]) for line in lines]
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
     assert len(set(high)) > 1 and len(set(low)) > 1
     for step, data in enumerate(steps):
-        assert data["actor/bapo/clip_low"] == pytest.approx(mean(low[8 * step : 8 * step + 8]), abs=1e-9)
-        assert data["actor/bapo/clip_high"] == pytest.approx(mean(high[8 * step : 8 * step + 8]), abs=1e-9)
+        assert data["actor/bapo/clip_low"] == pytest.approx(mean(low[24 * step : 24 * step + 24]), abs=1e-9)
+        assert data["actor/bapo/clip_high"] == pytest.approx(mean(high[24 * step : 24 * step + 24]), abs=1e-9)
 
 
-def test_the_positive_contribution_starts_below_the_target(example):
+def test_the_target_is_met_at_once_with_moved_bounds_and_never(example):
     _, _, steps, _ = example
-    assert mean(data["actor/bapo/positive_contribution_start"] for data in steps[:6]) < 0.5
-    for data in steps:
-        assert 0 <= data["actor/bapo/positive_contribution"] <= 1
-        assert 0 <= data["actor/bapo/saturated"] <= 1
-    assert any(data["actor/bapo/saturated"] < 1 for data in steps)
+    at_once, never, start, end = (
+        mean(data[f"actor/bapo/{name}"] for data in steps)
+        for name in ("met_at_once", "saturated", "positive_contribution_start", "positive_contribution")
+    )
+    # In those 20 runs: at once 0.25 to 0.64, with moved bounds 0.20 to 0.37, never 0.13 to 0.42,
+    # raised by 0.009 to 0.029.
+    assert at_once > 0 and never > 0 and 1 - at_once - never > 0.05
+    assert end - start > 0.003
 
 
 def test_ratios_leave_1_and_every_metric_is_logged(example):
@@ -79,9 +82,9 @@ def test_the_weights_reach_vllm(example):
 
 def test_the_console_has_a_line_per_step_and_a_summary(example):
     stdout, output, _, _ = example
-    assert re.findall(r"^step +(\d+)/16 ", stdout, re.M) == [str(i) for i in range(1, 17)]
-    summary = stdout[stdout.index("16 steps, mean") :]
-    for text in ("training reward", "entropy", "positive contribution", "mean bounds", str(output)):
+    assert re.findall(r"^step +(\d+)/10 ", stdout, re.M) == [str(i) for i in range(1, 11)]
+    summary = stdout[stdout.index("10 steps, mean") :]
+    for text in ("training reward", "entropy", "with moved bounds", "positive contribution", str(output)):
         assert text in summary
     assert len(stdout.splitlines()) < 60
     assert (output / "dynamics.png").stat().st_size > 10_000

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example's reward by hand, and the files that everybody's example starts from."""
 
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.configs import compose_in_groups
 
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.example.task import make_rows
+from scripts.study.example import example_settings
 
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "recipe" / "bapo" / "example" / "files"
@@ -85,3 +89,28 @@ def test_every_stored_file_has_a_hash():
     assert sorted(hashed) == sorted(
         str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file() and path.name != "SHA256SUMS"
     )
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    """The example's runs in the loop."""
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "example_loop.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+def test_the_seeds_are_of_the_examples_settings(seeds):
+    switches, settings = example_settings()
+    for row in seeds:
+        assert (row["switches"], row["settings"]) == (asdict(switches), asdict(settings))
+    config = compose_in_groups("experiment=example", "size=cpu_example").actor_rollout_ref.actor
+    assert config.clip_ratio_c == settings.dual_clip and config.optim.lr == settings.learning_rate
+    assert all(config.policy_loss[name] == value for name, value in asdict(switches).items())
+
+
+def test_the_bounds_do_their_work_in_the_seeds_and_all_of_them_learn(seeds):
+    assert [row["seed"] for row in seeds] == list(range(1, 21))
+    ways = {name: sum(row[name] for row in seeds) / len(seeds) for name in ("at_once", "on_the_way", "out_of_reach")}
+    assert sum(ways.values()) == pytest.approx(1, abs=1e-3)
+    assert ways["at_once"] > 0 and ways["on_the_way"] >= 1 / 8 and 0 < ways["out_of_reach"] <= 1 / 3
+    assert sum(row["lift"] for row in seeds) / len(seeds) >= 0.01
+    assert min(row["final_reward"] - row["rewards"][0] for row in seeds) > 0.1

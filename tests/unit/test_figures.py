@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's picture: its curves by hand, and that its run is one of the study's."""
+"""The README's picture: its curves by hand, and that its updates are a stored run's."""
+
+import json
 
 import pytest
 from matplotlib import image
 
-from scripts.figures.first_screen import TARGET, draw, recorded_run, surrogate
+from scripts.figures.first_screen import draw, recorded_run, surrogate
+from scripts.study.example import PICTURED, RESULTS, example_settings
 
 
 @pytest.mark.parametrize(
@@ -15,10 +18,17 @@ def test_the_surrogate_by_hand(ratio, advantage, expected):
     assert surrogate(ratio, advantage, 0.8, 1.2) == expected
 
 
-def test_its_run_is_one_of_the_studys():
-    series = recorded_run()
-    assert TARGET == 0.38 and len(series["clip_high"]) == 40
-    assert min(series["clip_low"]) >= 0.6 and max(series["clip_high"]) <= 3.0
+def test_its_updates_are_the_first_of_the_first_seed_and_meet_the_target_in_every_way():
+    config, settings = example_settings()
+    rows, per_batch = recorded_run(), settings.mini_batches * settings.epochs
+    assert len(rows) == PICTURED and PICTURED % per_batch == 0
+    seed = next(row for line in RESULTS.read_text().splitlines() if (row := json.loads(line))["seed"] == 1)
+    for key in ("clip_low", "clip_high"):  # means over each rollout batch
+        means = [sum(row[key] for row in rows[i : i + per_batch]) / per_batch for i in range(0, PICTURED, per_batch)]
+        assert means == pytest.approx(seed[key][: len(means)], abs=2e-4)
+    assert {(row["search_steps"] > 0, bool(row["saturated"])) for row in rows} == {(0, 0), (1, 0), (1, 1)}
+    for row in rows:
+        assert (row["positive_contribution"] < config.positive_contribution_target - 1e-4) <= row["saturated"]
 
 
 def test_the_picture_is_drawn(tmp_path):
