@@ -2,23 +2,13 @@
 """The search of Algorithm 1 over all its candidates at once, from the statistics of ``bapo.statistics``."""
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.statistics import (
-    GRADIENT,
-    R2,
-    TOKENS,
-    UNBOUNDED_GRADIENT,
-    WA,
-    WAR,
-    ClipStatistics,
-    R,
-    collect_clip_statistics,
-    grid,
-)
+from bapo.statistics import TOKENS, WA, WAR, ClipStatistics, collect_clip_statistics, grid
 
 # Relative to P + N. With r = 1 and rho0 = 0.5 the start often is the tie P = N, which rounding must not decide.
 TOLERANCE = 1e-9
@@ -75,10 +65,6 @@ class ClipBounds:
             )
         return dict(zip(scalars, values[len(counts) :], strict=True))
 
-    def raise_if_invalid(self) -> None:
-        """Raise the ValueError of ``read``."""
-        self.read()
-
 
 @torch.no_grad()
 def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBounds:
@@ -99,7 +85,8 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     chosen = steps.clamp(max=len(reached) - 1)
     rho = torch.where(tried.p + tried.n > 0, tried.p / (tried.p + tried.n), 0.0)
     positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
-    totals, tokens = statistics.totals, statistics.counts[0].clamp(min=1)
+    ratios, squares, gradient, unbounded = statistics.totals
+    tokens = statistics.counts[0].clamp(min=1)
     return ClipBounds(  # take(chosen), not [chosen]: that would be a read by the host
         low=tried.low.take(chosen),
         high=tried.high.take(chosen),
@@ -110,21 +97,15 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
         positive_token_fraction=positive_tokens / tokens,
         clipfrac_positive=tried.clipped_positive.take(chosen) / positive_tokens.clamp(min=1),
         clipfrac_negative=tried.clipped_negative.take(chosen) / negative_tokens.clamp(min=1),
-        effective_sample_size=torch.where(totals[R2] > 0, totals[R] ** 2 / (tokens * totals[R2]), 0.0),
-        negative_unbounded_share=torch.where(totals[GRADIENT] > 0, totals[UNBOUNDED_GRADIENT] / totals[GRADIENT], 0.0),
+        effective_sample_size=torch.where(squares > 0, ratios**2 / (tokens * squares), 0.0),
+        negative_unbounded_share=torch.where(gradient > 0, unbounded / gradient, 0.0),
         invalid_counts=statistics.counts[1:],
     )
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """What holds at every pair of bounds that the search tries, in its order: float64, ``(candidates,)`` each.
-
-    Attributes:
-        low, high: the bounds.
-        p, n: P and N of Eq. 8, or of Eq. 5.
-        clipped_positive, clipped_negative: number of tokens of that sign whose ratio a bound clips.
-    """
+class Candidates(NamedTuple):
+    """What holds at every pair of bounds, in the order of the search: float64, ``(candidates,)`` each; P and N of Eq. 8
+    or Eq. 5, and the number of tokens of either sign whose ratio a bound clips."""
 
     low: Tensor
     high: Tensor

@@ -20,8 +20,7 @@ from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, log_ratio_of
 
 WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
-R, R2, GRADIENT, UNBOUNDED_GRADIENT = range(4)  # sums of r and r^2; of r*|A|, and of that where A < 0, r > UNBOUNDED
-TOTALS = 4
+TOTALS = 4  # sums of r, of r^2, of r*|A|, and of r*|A| where A < 0 and r > UNBOUNDED
 UNBOUNDED = 3.0  # no bound limits r*|A| of a negative token; verl's dual clip does, from 3 on by default
 COUNTS = 4  # response tokens, and those of them with an unusable old log-prob, log-prob, advantage
 MAX_OLD_LOG_PROB = 0.5  # beyond it there is no log-prob; bfloat16 rounds some that are nearly 0 to a little above 0
@@ -78,7 +77,7 @@ class ClipStatistics:
 
     @property
     def totals(self) -> Tensor:
-        """``(4,)``, a view."""
+        """Sums over all response tokens, ``(4,)``, a view."""
         return self.vector[-TOTALS - COUNTS : -COUNTS]
 
     @property

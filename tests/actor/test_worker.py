@@ -333,7 +333,7 @@ def test_the_record_says_where_the_statistics_came_from(ranks):
 
 def test_every_path_logs_the_same_metrics(ranks):
     keys = [ranks[0][name]["keys"] for name in CUTS]
-    assert len(keys[0]) == 11 and all(other == keys[0] for other in keys)
+    assert len(keys[0]) == 12 and all(other == keys[0] for other in keys)
 
 
 def test_verls_own_worker_finds_the_bounds_of_ours_in_both_scopes(ranks):

@@ -69,7 +69,7 @@ def test_ratios_leave_1_and_every_metric_is_logged(example):
         assert data["actor/entropy"] > 0 and data["actor/grad_norm"] > 0
         for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"):
             assert f"actor/{name}" in data
-        assert len([key for key in data if key.startswith("actor/bapo/")]) == 10
+        assert len([key for key in data if key.startswith("actor/bapo/")]) == 12
     assert mean(data["actor/bapo/clipfrac_negative"] for data in steps) > 0
 
 

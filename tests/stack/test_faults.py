@@ -78,9 +78,9 @@ def in_generation(run):
 
 
 def in_an_update(run):
-    """In the third of the second step's eight updates."""
+    """In the third of the second step's updates."""
     bounds = run.output / "bounds" / "rank0.jsonl"
-    run.wait_for(lambda: len(bounds.read_text().splitlines()) >= 8 + 2, "an update", interval=0.01)
+    run.wait_for(lambda: len(bounds.read_text().splitlines()) >= 24 + 2, "an update", interval=0.01)
 
 
 def in_a_checkpoint(run):

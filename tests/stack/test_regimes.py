@@ -39,7 +39,7 @@ def run_regime(tmp_path, config, steps, *overrides):
     assert len(data) == steps
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
-        assert len([key for key in metrics if key.startswith("actor/bapo/")]) == 9
+        assert len([key for key in metrics if key.startswith("actor/bapo/")]) == 12
         assert {f"training/off_policy/{name}" for name in ("cut_fraction", "updates_per_rollout_batch")} <= set(metrics)
     records = (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()
     assert len({json.loads(line)["high"] for line in records}) > 1  # the bounds move

@@ -16,24 +16,24 @@ ROOT = Path(__file__).parents[2]
 
 
 def compose_in_groups(*overrides):
-    """A config with the groups of ``configs/``."""
+    """A config with the groups of ``configs/``. Composing takes a second, so each is composed once and copied."""
+    return copy.deepcopy(_composed(overrides, os.environ.get("VERL_PLATFORM")))
+
+
+@functools.cache
+def _composed(overrides, platform):
     return compose_config(list(overrides), ROOT / "configs")
 
 
 def composed(task, *overrides):
-    """The example's config. It is composed once, which takes a second, and the overrides are applied to copies."""
+    """The example's config; the overrides are applied to a copy of one."""
     inputs = [
         f"actor_rollout_ref.model.path={task}/model",
         f"data.train_files={task}/train.parquet",
         f"data.val_files={task}/test.parquet",
     ]
-    config = copy.deepcopy(_example(os.environ.get("VERL_PLATFORM")))
+    config = compose_in_groups("experiment=example", "size=cpu")
     for override in OverridesParser.create().parse_overrides([*inputs, *overrides]):
         added = override.is_add() or override.is_force_add()
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=added)
     return config
-
-
-@functools.cache
-def _example(platform):
-    return compose_in_groups("experiment=example", "size=cpu")

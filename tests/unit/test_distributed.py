@@ -34,7 +34,7 @@ def bounds_of_rank(rank, size, folder):
     if rank == size - 1:
         part[1][0, 0] = float("nan")
     try:
-        find_clip_bounds(*part, CONFIGS[0], process_group=dist.group.WORLD).raise_if_invalid()
+        find_clip_bounds(*part, CONFIGS[0], process_group=dist.group.WORLD).read()
         error = None
     except ValueError as raised:
         error = str(raised)
