@@ -53,6 +53,7 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
         samples=config.actor_rollout_ref.rollout.n,
         learning_rate=actor.optim.lr,
         dual_clip=DUAL_CLIP,
+        shuffle=actor.get("shuffle", False),
     )
 
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.stack_runs import ROOT, SCRIPT, Started, environment_of
+from support.stack_runs import ROOT, SCRIPT, SHORT_STEPS, Started, environment_of
 
 WITHIN = 75  # seconds from the fault to the end of the run
 SHORT = (
@@ -49,7 +49,7 @@ def can_go_on(last, *overrides, output=None):
     run = subprocess.run(
         [*SCRIPT, "--preflight", *SHORT, "trainer.resume_mode=auto", *overrides],
         cwd=ROOT,
-        env=environment_of(output or Path(folder).parent.parent),
+        env=environment_of(output or Path(folder).parent.parent, **SHORT_STEPS),
         capture_output=True,
         text=True,
     )
@@ -80,7 +80,7 @@ def in_generation(run):
 def in_an_update(run):
     """In the third of the second step's updates."""
     bounds = run.output / "bounds" / "rank0.jsonl"
-    run.wait_for(lambda: len(bounds.read_text().splitlines()) >= 24 + 2, "an update", interval=0.01)
+    run.wait_for(lambda: len(bounds.read_text().splitlines()) >= 8 + 2, "an update", interval=0.01)
 
 
 def in_a_checkpoint(run):

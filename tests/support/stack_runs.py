@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
+SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step, where the example has 24
 
 
 def environment_of(output, **environment):
@@ -108,7 +109,9 @@ class Started:
             self.process = subprocess.Popen(
                 [*inside, *SCRIPT, *overrides],
                 cwd=ROOT,
-                env=environment_of(output, WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **environment, **{name: value}),
+                env=environment_of(
+                    output, **SHORT_STEPS, WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **environment, **{name: value}
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
