@@ -18,7 +18,7 @@ first() {
     .venv/bin/ruff format --check .
     .venv/bin/mypy
     pytest -n 2 tests/unit
-    pytest -n 2 tests/actor
+    pytest -n 2 --dist loadfile tests/actor  # what a file of them shares is made once
     pytest tests/stack/test_example.py
 }
 rest() {
