@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -12,6 +13,7 @@ import torch
 from bapo import collect_clip_statistics, find_clip_bounds, search_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from
 from recipe.bapo.records import keep_earlier
+from recipe.bapo.records.tokens import noting
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -34,18 +36,19 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def __init__(self, config):
         super().__init__(config)
-        self.updates = 0
+        self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
         self.record_file = None
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss, a partial that carries the actor's config, and with it ours."""
-        super().set_loss_fn(loss_fn)
         self.actor_config = loss_fn.keywords["config"]
         self.loss_config: BAPOPolicyLossConfig = self.actor_config.policy_loss
+        super().set_loss_fn(loss_fn if self.loss_config.token_dump_dir is None else partial(_with_entropy, loss_fn))
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch."""
+        self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
         return super().train_mini_batch(data)
 
@@ -60,13 +63,15 @@ class BAPOTrainingWorker(TrainingWorker):
             found_in_loss.append(find_clip_bounds(*tensors, self.loss_config, self._group(), clip_ratio_c))
             return found_in_loss[-1]
 
-        with bounds_from(search_in_loss if bounds is None else lambda *tensors: bounds):
+        finder = search_in_loss if bounds is None else lambda *tensors: bounds
+        with bounds_from(finder), noting(update=self.updates_on_batch):
             output = super().train_batch(data)
         if self.loss_config.bounds_record_dir is not None:  # else these reads by the host would be for nothing
             for bounds in found_in_loss:
                 self._record(bounds.read(), "loss")
         self.ratios_are_1 = False
         self.updates += 1
+        self.updates_on_batch += 1
         return output
 
     def _group(self):
@@ -152,6 +157,13 @@ class BAPOTrainingWorker(TrainingWorker):
         bits = {name: float(value).hex() for name, value in values.items()}
         with open(self.record_file, "a") as file:
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
+
+
+def _with_entropy(loss_fn, model_output, data, dp_group=None):
+    """verl's loss, whose dump then holds the entropy, where it is computed."""
+    entropy = model_output.get("entropy")
+    with noting(**({} if entropy is None else {"entropy": no_padding_2_padding(entropy, data)})):
+        return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
 
 class BAPOActorRolloutRefWorker(ActorRolloutRefWorker):

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
+from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
 from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
 
@@ -264,6 +265,9 @@ def test_each_update_has_bounds_of_its_own(task, tmp_path):
     config = BAPOConfig(positive_contribution_target=0.45)
     found = search(measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight], config)
     assert bounds == [list(pair) for pair in zip(found["low"], found["high"], strict=True)]
+    dumped = list(read_dump(tmp_path / "dump"))
+    assert [{int(tokens["update"]) for tokens in micro_batches} for micro_batches in dumped] == [{0}, {1}]
+    assert all(tokens["entropy"].min() > 0 for micro_batches in dumped for tokens in micro_batches)
     logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
     assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]
 

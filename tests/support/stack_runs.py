@@ -28,7 +28,7 @@ def environment_of(output, **environment):
     return {**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment}
 
 
-def run_example(output, *overrides, timeout=900, **environment):
+def run_example(output, *overrides, timeout=1800, **environment):
     """The main job with its output in ``output``."""
     return subprocess.run(
         [*SCRIPT, *overrides],

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -19,6 +21,17 @@ PLANES = ("entropy", "version")  # of each token too, where there are any
 OTHERS = ("lengths", "update", "trainer_version")
 SAME = ("clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
 _written: dict[Path, int] = {}  # files of this process by folder
+_noted: ContextVar[dict | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting(**known: Tensor | int) -> Iterator[None]:
+    """Within this context dumps hold this as well: ``entropy`` or ``version``, ``(B, T)``, and ``update``, a number."""
+    token = _noted.set((_noted.get() or {}) | known)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
 
 
 def write_dump(
@@ -29,7 +42,7 @@ def write_dump(
     response_mask: Tensor,
     about: dict,
 ) -> None:
-    """Add a micro-batch to a dump: its response tokens alone, 12 bytes each, and their number. This copies to the host.
+    """Add a micro-batch to a dump: its response tokens, 12 bytes each, 16 with the entropy. This copies to the host.
 
     Args:
         folder: of the dump; a process starts with one that is empty of its rank's files.
@@ -48,11 +61,13 @@ def write_dump(
     number = _written[folder] = _written.get(folder, -1) + 1
     path = folder / f"rank{rank}-{number:06d}.safetensors"
     mask = response_mask.bool()
-    tensors = {
-        name: tensor.detach()[mask].float().cpu().contiguous()
-        for name, tensor in zip(TENSORS, (old_log_prob, log_prob, advantages), strict=True)
-    }
+    noted = _noted.get() or {}
+    planes = dict(zip(TENSORS, (old_log_prob, log_prob, advantages), strict=True))
+    planes |= {name: noted[name] for name in PLANES if name in noted}
+    tensors = {name: tensor.detach()[mask].float().cpu().contiguous() for name, tensor in planes.items()}
     tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
+    if "update" in noted:
+        tensors["update"] = torch.tensor([noted["update"]])
     known = {key: str(value) for key, value in about.items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
