@@ -27,8 +27,9 @@ def check_other_runs(config) -> str:
     if claim is None or others:
         which = f" (process {min(others)}, {others[min(others)]})" if others else ""
         raise ValueError(
-            f"another run is on this machine{which}, and verl would send both runs' weights over one socket: wait for "
-            "its end, or submit both to one cluster (scripts/cluster/ray.sh head)."
+            f"another run is on this machine{which}, and verl would send both runs' weights over one socket in "
+            f"{SOCKETS}: wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in a "
+            f"container with a {SOCKETS} of its own."
         )
     os.close(claim)
     return "none on this machine"
