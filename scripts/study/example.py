@@ -37,7 +37,7 @@ DUAL_CLIP = 3.0  # verl's default
 
 
 def example_settings() -> tuple[BAPOConfig, Settings]:
-    """Those of ``configs/size/cpu_example.yaml``."""
+    """Those of ``configs/size/cpu_example.yaml``, but with whole groups in a mini-batch."""
     sizes = [OmegaConf.load(ROOT / "configs" / "size" / f"{name}.yaml") for name in ("cpu", "cpu_example")]
     config = OmegaConf.merge(*sizes)
     actor = config.actor_rollout_ref.actor
@@ -53,7 +53,6 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
         samples=config.actor_rollout_ref.rollout.n,
         learning_rate=actor.optim.lr,
         dual_clip=DUAL_CLIP,
-        shuffle=actor.get("shuffle", False),
     )
 
 

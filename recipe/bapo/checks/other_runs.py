@@ -28,8 +28,8 @@ def check_other_runs(config) -> str:
         which = f" (process {min(others)}, {others[min(others)]})" if others else ""
         raise ValueError(
             f"another run is on this machine{which}, and verl would send both runs' weights over one socket in "
-            f"{SOCKETS}: wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in a "
-            f"container with a {SOCKETS} of its own."
+            f"{SOCKETS}: wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in "
+            f"a container with a {SOCKETS} of its own."
         )
     os.close(claim)
     return "none on this machine"
