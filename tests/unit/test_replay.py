@@ -180,6 +180,9 @@ def test_the_picture_shows_the_shares_by_target(tmp_path):
         ),
         (lambda folder: dump(folder, (1,)), ["--targets", 1.5], "positive_contribution_target=1.5 is not usable"),
         (lambda folder: dump(folder, (1,)), ["--lower", 0.9, 0.8, 0.1], "ratio_lower"),
+        (lambda folder: dump(folder, (1,)), ["--clip-ratio-c", 0], "clip_ratio_c=0.0 is not usable"),
+        (lambda folder: dump(folder, (1,)), ["--updates-per-rollout-batch", 0], "rollout-batch=0 is not usable"),
+        (lambda folder: dump(folder, (1,)), ["--html", "/no/folder/a.html"], "there is no folder /no/folder"),
     ],
 )
 def test_bad_input_is_named(tmp_path, make, arguments, message):

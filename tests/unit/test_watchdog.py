@@ -214,8 +214,10 @@ def test_shared_memory_of_others_stays(tmp_path):
 
 
 def test_stacks_that_cannot_be_written_do_not_keep_the_run(tmp_path):
-    (tmp_path / "stacks").write_text("a file where the folder should be")
-    Watchdog(tmp_path, None, 60, 0).write_stacks(os.getpid())
+    stacks = tmp_path / "stacks"
+    stacks.write_text("a file where the folder should be")
+    Watchdog(tmp_path, None, 60, 0).write_stacks(os.getpid())  # does not raise
+    assert stacks.read_text() == "a file where the folder should be"
 
 
 def test_a_last_look_finds_what_the_trainer_did_not_say(tmp_path, monkeypatch):
