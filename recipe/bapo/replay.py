@@ -99,7 +99,10 @@ def report_on(
     config = replace(own if searches else BAPOConfig(), **(ranges or {}))
     for target in targets:
         replace(config, positive_contribution_target=target)
-    clip_ratio_c = clip_ratio_c or float(about.get("clip_ratio_c", VERLS_CLIP_RATIO_C))
+    if updates_per_rollout_batch is not None and updates_per_rollout_batch < 1:
+        raise ValueError(f"--updates-per-rollout-batch={updates_per_rollout_batch} is not usable: give 1 or more.")
+    if clip_ratio_c is None:
+        clip_ratio_c = float(about.get("clip_ratio_c", VERLS_CLIP_RATIO_C))
     measured = measure(folder, config, clip_ratio_c, own, after_file)
     return facts(measured, config, targets, about, clip_ratio_c, updates_per_rollout_batch), config
 
@@ -149,6 +152,9 @@ def main():
         for part, value in zip(("start", "max", "step"), getattr(arguments, side) or (), strict=False)
     }
     try:
+        for path in filter(None, (arguments.html, arguments.json, arguments.out)):  # before the dump is read
+            if not path.absolute().parent.is_dir():
+                raise ValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("Reading the dump", total=count_files(arguments.dump))
             options = (arguments.clip_ratio_c, arguments.updates_per_rollout_batch, lambda: progress.advance(task))
