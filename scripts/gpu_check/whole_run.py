@@ -14,6 +14,7 @@ import torch
 from recipe.bapo.records.metrics import read_metrics
 from scripts.gpu_check.table import ROOT, Table, main
 
+EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 STEPS = 3
 UPDATES = 8  # per rollout batch
 MAX_DIFFERENCE = 0.02  # mean, between the probabilities of the trainer and of vLLM, where both hold the same weights
@@ -25,7 +26,6 @@ class Runs:
 
     def __init__(self, folder, rehearsal):
         self.folder = Path(folder)
-        task = self.folder / "task"
         self.environment = {
             key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "RAY_ADDRESS")
         }
@@ -33,14 +33,12 @@ class Runs:
             "BAPO_VENV": sys.prefix,
             "SIZE": "cpu",
             "GPUS_PER_NODE": "1",
-            "MODEL_PATH": f"{task}/model",
+            "MODEL_PATH": f"{EXAMPLE}/model",
+            "TRAIN_FILE": f"{EXAMPLE}/train.parquet",
+            "TEST_FILE": f"{EXAMPLE}/test.parquet",
         }
-        self.environment |= {"TRAIN_FILE": f"{task}/train.parquet", "TEST_FILE": f"{task}/test.parquet"}
         if rehearsal:
             self.environment["VERL_PLATFORM"] = "cpu"
-        make_task = [sys.executable, "-m", "recipe.bapo.example.task", str(task)]
-        offline = {**self.environment, "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1"}
-        subprocess.run(make_task, cwd=ROOT, env=offline, check=True, stdout=sys.stderr)
 
     def start(self, name, *arguments, **environment):
         """A run that writes into the folder ``name``."""
