@@ -13,19 +13,23 @@ from bapo.ratio import check_inputs, log_ratio_of
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    """The loss to minimise and three means over the response tokens, all 0-d tensors.
+    """The loss to minimise and what the response tokens say of it, all 0-d tensors.
 
     Attributes:
         loss: carries the graph.
         pg_clipfrac: share of the tokens whose surrogate a bound clips.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: share of the tokens that the dual clip clips.
+        entropy_covariance: the covariance of Eq. 6, of ``log_prob`` and ``A``, with ``A`` 0 where the loss has no
+            gradient, under the policy that is trained (tokens are weighted by their ratio), in nats. Where it is
+            positive, the update lowers the entropy.
     """
 
     loss: Tensor
     pg_clipfrac: Tensor
     ppo_kl: Tensor
     pg_clipfrac_lower: Tensor
+    entropy_covariance: Tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -75,15 +79,27 @@ def clipped_surrogate_loss(
     ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
     clipped_ratio = ratio.clamp(floor, ceiling)
     token_loss = -advantages * clipped_ratio
+    is_clipped = clipped_ratio != ratio
+    entropy_covariance = _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
     tokens = mask.sum().clamp(min=1)
-    clipped = ((clipped_ratio != ratio) & (advantages != 0)).sum()
+    clipped = (is_clipped & (advantages != 0)).sum()
     dual_clipped = (negative & (ratio > ceiling)).sum()
     return SurrogateLoss(
         loss=aggregate(token_loss, mask),
         pg_clipfrac=(clipped - dual_clipped) / tokens,
         ppo_kl=-log_ratio.detach().sum() / tokens,
         pg_clipfrac_lower=dual_clipped / tokens,
+        entropy_covariance=entropy_covariance,
     )
+
+
+@torch.no_grad()
+def _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask):
+    # From sums of r, r*x, r*y and r*x*y, where x = log_prob, and y = A or, where the loss has no gradient, 0.
+    ry = token_loss.masked_fill(is_clipped, 0).flatten().neg_()
+    r, x = (values.flatten().to(ry.dtype) for values in (ratio, torch.where(mask, log_prob, 0)))
+    total = (r.sum() - (~mask).sum()).clamp(min=torch.finfo(r.dtype).tiny)  # what is masked has a ratio of 1
+    return (x.dot(ry) - x.dot(r) * ry.sum() / total) / total

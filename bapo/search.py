@@ -27,6 +27,8 @@ class ClipBounds:
         positive_token_fraction: share of the response tokens with positive advantage.
         clipfrac_positive: share of the tokens with positive advantage whose ratio is at or above ``high``.
         clipfrac_negative: share of the tokens with negative advantage whose ratio is at or below ``low``.
+        length_positive, length_negative: mean number of tokens with positive advantage of the responses that have any,
+            and the same of negative advantage; 0 where there are none.
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) of the response tokens, a share.
         negative_unbounded_share: share of tokens with negative advantage and a ratio above 3 in the sum of r*|A|, the
             size of the gradient before clipping.
@@ -42,6 +44,8 @@ class ClipBounds:
     positive_token_fraction: Tensor
     clipfrac_positive: Tensor
     clipfrac_negative: Tensor
+    length_positive: Tensor
+    length_negative: Tensor
     effective_sample_size: Tensor
     negative_unbounded_share: Tensor
     invalid_counts: Tensor
@@ -86,7 +90,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     rho = torch.where(tried.p + tried.n > 0, tried.p / (tried.p + tried.n), 0.0)
     positive_tokens, negative_tokens = statistics.positive[TOKENS].sum(), statistics.negative[TOKENS].sum()
     ratios, squares, gradient, unbounded = statistics.totals
-    tokens = statistics.counts[0].clamp(min=1)
+    tokens, *_, positive_responses, negative_responses = statistics.counts.clamp(min=1)
     return ClipBounds(  # take(chosen), not [chosen]: that would be a read by the host
         low=tried.low.take(chosen),
         high=tried.high.take(chosen),
@@ -97,9 +101,11 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
         positive_token_fraction=positive_tokens / tokens,
         clipfrac_positive=tried.clipped_positive.take(chosen) / positive_tokens.clamp(min=1),
         clipfrac_negative=tried.clipped_negative.take(chosen) / negative_tokens.clamp(min=1),
+        length_positive=positive_tokens / positive_responses,
+        length_negative=negative_tokens / negative_responses,
         effective_sample_size=torch.where(squares > 0, ratios**2 / (tokens * squares), 0.0),
         negative_unbounded_share=torch.where(gradient > 0, unbounded / gradient, 0.0),
-        invalid_counts=statistics.counts[1:],
+        invalid_counts=statistics.counts[1:4],
     )
 
 

@@ -22,11 +22,12 @@ from bapo.ratio import check_inputs, log_ratio_of
 WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
 TOTALS = 4  # sums of r, of r^2, of r*|A|, and of r*|A| where A < 0 and r > UNBOUNDED
 UNBOUNDED = 3.0  # no bound limits r*|A| of a negative token; verl's dual clip does, from 3 on by default
-COUNTS = 4  # response tokens, and those of them with an unusable old log-prob, log-prob, advantage
+# Response tokens, those of them with an unusable old log-prob, log-prob, advantage; responses with A > 0, with A < 0.
+COUNTS = 6
 MAX_OLD_LOG_PROB = 0.5  # beyond it there is no log-prob; bfloat16 rounds some that are nearly 0 to a little above 0
 # The switches that enter the sums; the others enter the search alone.
 COLLECTED = ["token_weight", *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step"))]
-CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time: temporaries that fit a CPU's cache; few kernels
+CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time, about: they fit a CPU's cache; few kernels
 
 
 def grid(config: BAPOConfig, side: str, device=None) -> Tensor:
@@ -46,7 +47,7 @@ class ClipStatistics:
     """Sums over tokens. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        vector: float64, ``(3 * (upper buckets + lower buckets) + 8,)``; ``(176,)`` with the default grids.
+        vector: float64, ``(3 * (upper buckets + lower buckets) + 10,)``; ``(178,)`` with the default grids.
         config: the switches they were collected with.
     """
 
@@ -82,7 +83,7 @@ class ClipStatistics:
 
     @property
     def counts(self) -> Tensor:
-        """``(4,)``, a view."""
+        """``(6,)``, a view."""
         return self.vector[-COUNTS:]
 
     def check_config(self, config: BAPOConfig) -> None:
@@ -136,22 +137,24 @@ def collect_clip_statistics(
     # The last bucket is r >= clip_ratio_c, that is r > the number just below it.
     dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
     lower_edges = torch.cat([lower_edges, lower_edges.new_full((1,), dual_clip)])
-    chunk_size = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
-    for chunk in zip(*(tensor.reshape(-1).split(chunk_size) for tensor in tensors.values()), strict=True):
+    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // max(1, log_prob.shape[1]))
+    for chunk in zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True):
         _add_chunk(statistics, upper_edges, lower_edges, *chunk)
     return statistics
 
 
 def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, advantages, mask):
-    """Add tokens, all ``(tokens,)``, to the statistics in place."""
+    """Add whole responses, ``(rows, T)``, to the statistics in place."""
     # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
     mask = mask.bool()
     old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
     # 0, but NaN where a value is not finite. Such a token spoils the sums; its count makes ``ClipBounds.read`` raise.
     unusable = (old_log_prob - old_log_prob.clamp(max=MAX_OLD_LOG_PROB), log_prob - log_prob, advantages - advantages)
-    counts = torch.stack([tokens.count_nonzero() for tokens in (mask, *unusable)])
+    of_responses = (signed.clamp(min=0).sum(1) for signed in (advantages, -advantages))
+    counts = torch.stack([found.count_nonzero() for found in (mask, *unusable, *of_responses)])
     statistics.counts.add_(counts)
 
+    old_log_prob, log_prob, advantages = (x.flatten() for x in (old_log_prob, log_prob, advantages))
     ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
     advantages = advantages.double()
     weight = advantages.abs()

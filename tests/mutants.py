@@ -56,9 +56,10 @@ MUTANTS = {
         ("vector = self.vector.clone()", "vector = self.vector"),
         ('COLLECTED = ["token_weight", *', "COLLECTED = [*"),
         ("        other.check_config(self.config)\n", ""),
-        (".split(chunk_size) for tensor", ".split(chunk_size)[:1] for tensor"),
+        (".split(rows) for tensor", ".split(rows)[:1] for tensor"),
+        ("for signed in (advantages, -advantages)", "for signed in (-advantages, advantages)"),
         ("torch.stack([weight, weight * ratio, counted])", "torch.stack([weight, weight * ratio, counted]).float()"),
-        ("(mask, *unusable)", "(mask, unusable[0], unusable[1], unusable[1])"),
+        ("(mask, *unusable, ", "(mask, unusable[0], unusable[1], unusable[1], "),
         ("torch.where(advantages > 0, upper", "torch.where(advantages < 0, upper"),
     ],
     "bapo/search.py": [
@@ -102,6 +103,9 @@ MUTANTS = {
         ),
     ],
     "bapo/loss.py": [
+        ("x.dot(ry) - x.dot(r) * ry.sum() / total", "x.dot(ry)"),
+        ("r.sum() - (~mask).sum()", "r.sum()"),
+        ("token_loss.masked_fill(is_clipped, 0)", "token_loss"),
         ("floor = torch.where(negative, low, 0.0)", "floor = torch.where(negative, 0.0, low)"),
         ("math.inf if clip_ratio_c is None else clip_ratio_c, high)", "math.inf, high)"),
         (
@@ -201,8 +205,11 @@ def survives(folder: Path, file: str, old: str, new: str) -> bool:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=list(MUTANTS), metavar="FILE", help="(default: all)")
-    chosen = [(file, *mutant) for file in parser.parse_args().files for mutant in MUTANTS[file]]
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(MUTANTS)}; default: all")
+    files = parser.parse_args().files or list(MUTANTS)
+    if unknown := set(files) - set(MUTANTS):
+        parser.error(f"no mutants of {', '.join(sorted(unknown))}: choose from {', '.join(MUTANTS)}")
+    chosen = [(file, *mutant) for file in files for mutant in MUTANTS[file]]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         copy_of_the_repository(Path(folder))

@@ -15,6 +15,9 @@ METRICS = {
     "actor/bapo/positive_token_fraction",
     "actor/bapo/clipfrac_positive",
     "actor/bapo/clipfrac_negative",
+    "actor/bapo/length_positive",
+    "actor/bapo/length_negative",
     "actor/bapo/effective_sample_size",
+    "actor/bapo/entropy_covariance",
     "actor/bapo/negative_unbounded_share",
 }

@@ -158,3 +158,63 @@ def test_a_dual_clip_that_is_not_above_1_is_refused():
 def test_the_bounds_the_search_tries_are_around_1():
     config = BAPOConfig()
     assert grid(config, "lower").max() < 1 < grid(config, "upper").min()
+
+
+def softmax_policy(seed):
+    """Logits of a policy, and a batch in which each of 8 tokens is as frequent as its old probability, ``(1, N)``."""
+    generator = torch.Generator().manual_seed(seed)
+    frequency = torch.randint(1, 40, (8,), generator=generator)
+    old = (frequency.double() / frequency.sum()).log()
+    logits = old + 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(8, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), old, advantages, torch.arange(8).repeat_interleave(frequency)[None]
+
+
+def change_of_entropy(logits, step, size=1e-5):
+    """Per unit of step, from both sides."""
+    entropies = [
+        torch.distributions.Categorical(logits=logits.detach() + sign * size * step).entropy() for sign in (1, -1)
+    ]
+    return ((entropies[0] - entropies[1]) / (2 * size)).item()
+
+
+def test_the_entropy_covariance_predicts_the_change_of_entropy():
+    signs = set()
+    for seed in range(50):
+        logits, old, advantages, tokens = softmax_policy(seed)
+        log_prob = logits.log_softmax(0)
+        batch = old[tokens], log_prob[tokens], advantages[tokens], torch.ones_like(tokens)
+        found = clipped_surrogate_loss(*batch, low=0.8, high=1.2)
+        ratio = (log_prob - old).exp()
+        kept = torch.where((advantages > 0) & (ratio > 1.2) | (advantages < 0) & (ratio < 0.8), 0, advantages).detach()
+        # Eq. 6 is of the natural policy gradient, whose step moves the logits by the advantage.
+        by_natural_gradient = change_of_entropy(logits, kept)
+        assert by_natural_gradient == pytest.approx(-found.entropy_covariance.item(), rel=1e-4, abs=1e-8)
+        # The gradient of the loss has a factor pi more, as in Proposition 1.
+        (gradient,) = torch.autograd.grad(found.loss, logits)
+        policy = log_prob.detach().exp()
+        step = policy * (kept - (policy * kept).sum())
+        torch.testing.assert_close(-gradient, step)
+        mean = (policy * log_prob.detach()).sum()
+        by_gradient = change_of_entropy(logits, step)
+        assert by_gradient == pytest.approx(
+            -(policy * (log_prob.detach() - mean) * step).sum().item(), rel=1e-4, abs=1e-8
+        )
+        signs.add((by_natural_gradient > 0, by_gradient > 0))
+    assert len(signs) == 4  # the two can differ in sign: docs/algorithm.md
+
+
+def test_the_entropy_covariance_of_no_tokens_is_0():
+    log_prob = torch.full((2, 3), math.nan)
+    found = clipped_surrogate_loss(log_prob, log_prob, log_prob, torch.zeros(2, 3), 0.8, 1.2)
+    assert found.entropy_covariance.item() == 0
+
+
+def test_what_is_masked_does_not_enter_the_entropy_covariance():
+    batch = make_batch(4, masked=0, dtype=torch.float64)
+    padded = [
+        torch.nn.functional.pad(tensor, (0, 5), value=value)
+        for tensor, value in zip(batch, [math.nan] * 3 + [False], strict=True)
+    ]
+    found = [clipped_surrogate_loss(*tensors, 0.8, 1.2).entropy_covariance.item() for tensors in (batch, padded)]
+    assert found[0] == pytest.approx(found[1]) and abs(found[0]) > 1e-2

@@ -344,12 +344,13 @@ def test_the_inputs_stay_as_they_are(dtype, token_weight):
 
 
 def test_more_tokens_than_one_chunk():
-    columns = 2 * CPU_CHUNK + 1
-    batch = [tensor.repeat(1, columns // 17 + 1)[:1, :columns] for tensor in make_batch(7)]
+    batch = [tensor.repeat(1000, 1) for tensor in make_batch(7)]
+    rows = len(batch[0])
+    assert rows * batch[0].shape[1] > 2 * CPU_CHUNK
     whole = collect_clip_statistics(*batch, BAPOConfig(), clip_ratio_c=3.0)
     parts = [
-        collect_clip_statistics(*(tensor[:, start : start + 1000] for tensor in batch), BAPOConfig(), clip_ratio_c=3.0)
-        for start in range(0, columns, 1000)
+        collect_clip_statistics(*(tensor[start : start + 70] for tensor in batch), BAPOConfig(), clip_ratio_c=3.0)
+        for start in range(0, rows, 70)
     ]
     total = sum(parts, start=ClipStatistics.zeros(BAPOConfig()))
     torch.testing.assert_close(whole.vector, total.vector, rtol=1e-12, atol=0)
@@ -391,9 +392,17 @@ def test_the_metrics_beside_the_bounds_by_hand():
         assert found["effective_sample_size"] == pytest.approx(35**2 / (9 * 441), rel=1e-6)
         # r*|A|: 7 of A > 0 and 2 * (25 + 1) of A < 0, of which 2 * 24 above 3
         assert found["negative_unbounded_share"] == pytest.approx(48 / 59, rel=1e-6)
+        assert (found["length_positive"], found["length_negative"]) == (3, 2)  # of one response, of two
 
 
 def test_the_metrics_beside_the_bounds_of_no_tokens():
     batch = [tensor[:, :0] for tensor in make_batch(1)]
     found = find_clip_bounds(*batch, BAPOConfig()).read()
-    assert [found[name] for name in ("effective_sample_size", "negative_unbounded_share")] == [0, 0]
+    names = ("effective_sample_size", "negative_unbounded_share", "length_positive", "length_negative")
+    assert [found[name] for name in names] == [0, 0, 0, 0]
+
+
+def test_a_response_with_advantages_of_both_signs_counts_for_both():
+    batch = [torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([[1.0, -1.0, -1.0, 0.0]]), torch.ones(1, 4)]
+    found = find_clip_bounds(*batch, BAPOConfig()).read()
+    assert (found["length_positive"], found["length_negative"]) == (1, 2)
