@@ -110,3 +110,11 @@ def test_a_warning_where_nothing_bounds_negative_tokens_against_the_sampler(task
         check_ratio(composed(task, bypass, off))
     assert check_ratio(composed(task, bypass)) == "against the policy that sampled"
     assert check_ratio(composed(task, off)) == "against the policy before the updates of each step"
+
+
+def test_a_warning_where_bypass_mode_leaves_a_correction_without_effect(task):
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    for key, value in (("rollout_is", "token"), ("rollout_rs", "token_k1")):
+        with pytest.raises(Concern, match=f"rollout_correction.{key}={value} has no effect with bypass_mode=true"):
+            check_ratio(composed(task, bypass, f"algorithm.rollout_correction.{key}={value}"))
+    check_ratio(composed(task, "algorithm.rollout_correction.rollout_is=token"))

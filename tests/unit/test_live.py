@@ -36,6 +36,16 @@ QUIET = [step(i) for i in range(1, WINDOW + 1)]
         ([*QUIET[1:], step(11, **{"actor/grad_norm": 4.0})], ["norm"]),
         ([*QUIET[1:], step(11, **{"actor/grad_norm": float("nan")})], ["norm"]),
         ([step(1, **{"actor/grad_norm": 4.0})], []),
+        ([step(i, **{"actor/bapo/negative_unbounded_share": 0.11}) for i in range(WINDOW)], ["unbounded"]),
+        ([step(i, **{"actor/bapo/negative_unbounded_share": 0.09}) for i in range(WINDOW)], []),
+        # With a dual clip they carry nothing.
+        (
+            [
+                step(i, **{"actor/bapo/negative_unbounded_share": 0.11, "actor/pg_clipfrac_lower": 0.01})
+                for i in range(WINDOW)
+            ],
+            [],
+        ),
     ],
 )
 def test_what_deserves_a_look(history, kinds):

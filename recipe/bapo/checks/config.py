@@ -258,7 +258,14 @@ NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could wa
 
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
-    bypass = config.algorithm.rollout_correction.bypass_mode
+    correction = config.algorithm.rollout_correction
+    bypass = correction.bypass_mode
+    ignored = [name for name in ("rollout_is", "rollout_rs") if bypass and correction.get(name) is not None]
+    if ignored:
+        raise Concern(
+            f"algorithm.rollout_correction.{ignored[0]}={correction[ignored[0]]} has no effect with bypass_mode=true, "
+            "where the ratio itself is against the policy that sampled: remove it, or set bypass_mode=false."
+        )
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
         raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "

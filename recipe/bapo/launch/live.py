@@ -17,6 +17,7 @@ from recipe.bapo.records.metrics import parse_lines, validation_reward
 
 WINDOW = 10  # steps
 ENTROPY_FELL, NORM_ROSE = 0.5, 10.0  # to this share of what it was, to so many times its median, within the window
+UNBOUNDED = 0.1  # share of the gradient's size that tokens carry which no bound touches
 
 
 def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
@@ -36,6 +37,14 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
     entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
     if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:
         found["entropy"] = f"the entropy fell from {entropies[0]:.3f} to {entropies[-1]:.3f} within {WINDOW} steps."
+    share = statistics.mean(data.get("actor/bapo/negative_unbounded_share", 0.0) for data in recent)
+    # A dual clip of 3 or less would clip every one of these tokens, and show in this metric.
+    if share > UNBOUNDED and not any(data.get("actor/pg_clipfrac_lower", 0.0) for data in recent):
+        found["unbounded"] = (
+            f"tokens with negative advantage and a ratio above 3 carried {share:.0%} of the gradient's "
+            f"size in the last {WINDOW} steps, and neither a bound nor a dual clip limits them: consider "
+            "actor_rollout_ref.actor.clip_ratio_c=3.0."
+        )
     norms = [data["actor/grad_norm"] for data in recent if "actor/grad_norm" in data]
     if len(norms) == WINDOW and not norms[-1] <= NORM_ROSE * statistics.median(norms):
         found["norm"] = (
