@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
-from recipe.bapo.records.tokens import write_dump
+from recipe.bapo.records.tokens import noting, write_dump
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
@@ -34,7 +34,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
             (``rank<N>.jsonl``). None: no record.
         token_dump_dir: folder in which every call of the loss leaves its tokens' log-probs and advantages for
-            ``recipe.bapo.replay``, 12 or 16 bytes a response token; for runs of a few steps. None: no dump.
+            ``recipe.bapo.replay``, 12 to 20 bytes a response token; for runs of a few steps. None: no dump.
     """
 
     loss_mode: str = "bapo"
@@ -99,7 +99,8 @@ def compute_policy_loss_bapo(
         about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
         about |= {"clip_ratio_c": config.clip_ratio_c, "bound_scope": bapo_config.bound_scope}
         about["switches"] = json.dumps({field.name: getattr(bapo_config, field.name) for field in fields(BAPOConfig)})
-        write_dump(bapo_config.token_dump_dir, *tensors, about)
+        with noting(**({} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights})):
+            write_dump(bapo_config.token_dump_dir, *tensors, about)
     find_bounds = _bounds_finder.get() or partial(_find_without_our_worker, config)
     bounds = find_bounds(*tensors)
     surrogate = clipped_surrogate_loss(
@@ -111,7 +112,7 @@ def compute_policy_loss_bapo(
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
     verls = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    values = bounds.read(**verls)
+    values = bounds.read(**verls, entropy_covariance=surrogate.entropy_covariance)
     values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
     values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
     return surrogate.loss, {

@@ -320,3 +320,14 @@ def test_the_switches_of_a_run_are_read_back():
     config = BAPOConfig(positive_contribution_target=0.4, ratio_upper_max=2.0)
     assert switches_of({"switches": json.dumps(vars(config))}) == config
     assert switches_of({}) is None
+
+
+def test_rho_with_the_weights_of_rollout_correction(tmp_path, report):
+    assert report["corrected"] is None
+    advantages = torch.cat([torch.full((n,), a) for n, _, _, a in PLANTED])
+    plant(tmp_path, tensors={"rollout_is_weights": torch.where(advantages > 0, 2.0, 1.0)})
+    (tmp_path / "rank0-000000.safetensors").unlink()
+    found = report_on(tmp_path)[0]
+    # At [0.6, 1.2]: P = 10 + (4 + 2) * 1.2 = 17.2, N = 8 * 0.6 + 4 + 3 * 4 + 20 = 40.8.
+    assert found["corrected"] == {"without": close(17.2 / 58), "with": close(34.4 / 75.2)}
+    assert "rollout correction was on" in page(found, "a") and "rollout correction was on" not in page(report, "a")

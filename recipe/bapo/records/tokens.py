@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
-PLANES = ("entropy", "version")  # of each token too, where there are any
+PLANES = ("entropy", "version", "rollout_is_weights")  # of each token too, where there are any
 # Of a micro-batch: response tokens of each of its sequences; number of the update within its rollout batch, from 0;
 # version of the weights that the first of these updates starts from.
 OTHERS = ("lengths", "update", "trainer_version")
@@ -26,7 +26,7 @@ _noted: ContextVar[dict | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def noting(**known: Tensor | int) -> Iterator[None]:
-    """Within this context dumps hold this as well: ``entropy`` or ``version``, ``(B, T)``, and ``update``, a number."""
+    """Within this context dumps hold this as well: ``PLANES``, ``(B, T)`` each, and ``update``, a number."""
     token = _noted.set((_noted.get() or {}) | known)
     try:
         yield
@@ -96,8 +96,8 @@ def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None)
     """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
     Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
-    file without our metadata is an update of its own. ``entropy`` and ``version`` (of the weights that sampled the
-    token) may be there, too, of the same shape, in all files or in none.
+    file without our metadata is an update of its own. ``entropy``, ``version`` (of the weights that sampled the token)
+    and ``rollout_is_weights`` (of verl's rollout correction) may be there, too, of the same shape, in all or no files.
 
     Args:
         folder: of the dump.

@@ -65,6 +65,7 @@ def facts(
             "switches": switches,
         },
         "rho": [_rho(measured, config, definition, targets) for definition in DEFINITIONS],
+        "corrected": _corrected(measured.updates, config),
         "probability": _boxes(measured.probability),
         "entropy": _boxes(measured.entropy) if measured.entropy else None,
         "unbounded": _unbounded(measured.updates, total),
@@ -99,6 +100,18 @@ def _rho(measured, config, definition, targets):
         "targets": rows,
         "curve": {"target": CURVE, "at_once": at_once.tolist(), "on_the_way": way.tolist(), "never": never.tolist()},
     }
+
+
+def _corrected(updates, config):
+    """Mean rho at the start by the uniform weight without and with rollout correction's weights; None without any."""
+    if updates[0].corrected is None:
+        return None
+    config = replace(config, token_weight="uniform")
+    sides = {
+        "without": [update.statistics["uniform"] for update in updates],
+        "with": [update.corrected for update in updates],
+    }
+    return {key: fmean(search(sums, config)["positive_contribution_start"]) for key, sums in sides.items()}
 
 
 def _boxes(quantiles):

@@ -20,7 +20,7 @@ from recipe.bapo.records.tokens import read_dump
 
 WEIGHTS = ("rollout_prob", "uniform")
 DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in WEIGHTS]
-CHUNK = 1 << 18  # tokens at a time
+CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
 NEGATIVE, POSITIVE = 0, 1  # first index of sums by sign
 EDGES = (0.8, 0.9, 1.0, 1.2, 1.28, 2.0, 3.0, 10.0)  # of the ratio; bucket b: r is above b of them
 COUNT, WA, WAR = range(3)  # of each bucket: tokens, sum of |A|, sum of r*|A|
@@ -42,6 +42,8 @@ class Update:
         m2po: ``(2, 2)``: by sign ``COUNT`` and r*|A| of the tokens that M2PO masks.
         statistics: by token weight.
         own: the same over the grids of the run's own bounds; None where the dump does not say them.
+        corrected: those of the uniform weight with the weights of verl's rollout correction on the advantages; None
+            where the dump has none.
     """
 
     number: int | None
@@ -55,6 +57,7 @@ class Update:
     m2po: Tensor
     statistics: dict[str, ClipStatistics]
     own: dict[str, ClipStatistics] | None
+    corrected: ClipStatistics | None
 
     @property
     def effective_sample_size(self) -> float:
@@ -185,14 +188,11 @@ def _measure_update(micro_batches, config, clip_ratio_c, own, found):
         (int(tokens["version"].max()) for tokens in micro_batches if len(tokens.get("version", ()))), default=0
     )
     by_ratio, sums = _table(), torch.zeros(5, dtype=torch.float64)
+    corrected = None
+    if "rollout_is_weights" in micro_batches[0]:
+        corrected = ClipStatistics.zeros(replace(config, token_weight="uniform"))
     largest, squares = 0.0, torch.zeros(6, int(LOG_LIMIT / M2PO_STEP) + 2, dtype=torch.float64)
     for tokens in micro_batches:
-        rows = [tokens[name].unsqueeze(0) for name in ("old_log_prob", "log_prob", "advantages")]
-        mask = torch.ones(rows[0].shape, dtype=torch.bool)
-        for of_grids in statistics.values():
-            for weight, sums_so_far in of_grids.items():
-                more = collect_clip_statistics(*rows, mask, sums_so_far.config, clip_ratio_c)
-                of_grids[weight] = sums_so_far + more
         found.lengths.add(tokens.get("lengths"), tokens["advantages"])
         if "entropy" in tokens:
             found.entropy = found.entropy or Quantiles(ENTROPY_LIMIT)
@@ -201,6 +201,14 @@ def _measure_update(micro_batches, config, clip_ratio_c, own, found):
         for first in range(0, len(planes[0]), CHUNK):
             part = slice(first, first + CHUNK)
             old, log_prob, advantages = (plane[part] for plane in planes)
+            rows = [values.unsqueeze(0) for values in (old, log_prob, advantages, torch.ones_like(old))]
+            for of_grids in statistics.values():
+                for weight, sums_so_far in of_grids.items():
+                    more = collect_clip_statistics(*rows, sums_so_far.config, clip_ratio_c)
+                    of_grids[weight] = sums_so_far + more
+            if corrected is not None:
+                rows[2] = rows[2] * tokens["rollout_is_weights"][part]
+                corrected += collect_clip_statistics(*rows, corrected.config, clip_ratio_c)
             log_ratio = log_ratio_of(old, log_prob)
             ratio, size, log_ratio = log_ratio.exp().double(), advantages.double().abs(), log_ratio.double()
             sign, counted = (advantages > 0).long(), size.sign()
@@ -247,6 +255,7 @@ def _measure_update(micro_batches, config, clip_ratio_c, own, found):
         m2po=_masked_by_m2po(squares.view(2, 3, -1)),
         statistics=statistics["config"],
         own=None if own is None else statistics.get("own", statistics["config"]),
+        corrected=corrected,
     )
 
 
