@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 
 import ray
+import torch
+import transfer_queue as tq
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
 
 from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
 from recipe.bapo.records.leftovers import remove_on_every_node
 from recipe.bapo.records.messages import tell
-from recipe.bapo.worker import RATIOS_START_AT_1, bapo_worker_for
+from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM, bapo_worker_for
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import get_trainer_cls
@@ -53,11 +56,21 @@ class _BAPOTrainer:
         metrics["training/off_policy/cut_fraction"] = cut_fraction(batch.tags)
         metrics["training/off_policy/updates_per_rollout_batch"] = self._updates_per_rollout_batch()
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
+        if self.config.actor_rollout_ref.actor.policy_loss.get("token_dump_dir") is not None:
+            self._tell_versions(batch)
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
+
+    def _tell_versions(self, batch):
+        # Of the weights, for the dump. A response that was cut has the version of its first token.
+        trained_from = self.global_steps - 1
+        sampled_by = torch.tensor([tag.get("min_global_steps", trained_from) for tag in batch.tags])
+        fields = TensorDict({SAMPLED_BY: sampled_by}, batch_size=len(sampled_by))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        batch.extra_info[TRAINED_FROM] = trained_from
 
     def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):
         accuracies = reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])

@@ -23,6 +23,9 @@ from verl.workers.utils.padding import no_padding_2_padding
 # Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
+# Set where tokens are dumped: the version of the weights that sampled each response, and of those that the first update
+# starts from.
+SAMPLED_BY, TRAINED_FROM = "bapo_sampled_by", "bapo_trained_from"
 SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 
 
@@ -44,13 +47,15 @@ class BAPOTrainingWorker(TrainingWorker):
         """Take verl's loss, a partial that carries the actor's config, and with it ours."""
         self.actor_config = loss_fn.keywords["config"]
         self.loss_config: BAPOPolicyLossConfig = self.actor_config.policy_loss
-        super().set_loss_fn(loss_fn if self.loss_config.token_dump_dir is None else partial(_with_entropy, loss_fn))
+        super().set_loss_fn(loss_fn if self.loss_config.token_dump_dir is None else partial(_noting_planes, loss_fn))
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch."""
         self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
-        return super().train_mini_batch(data)
+        version = tu.pop(data, key=TRAINED_FROM, default=None)
+        with noting(**({} if version is None else {"trainer_version": version})):
+            return super().train_mini_batch(data)
 
     def train_batch(self, data):
         """One optimizer update: find the bounds, then let verl train with them."""
@@ -159,10 +164,15 @@ class BAPOTrainingWorker(TrainingWorker):
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
 
-def _with_entropy(loss_fn, model_output, data, dp_group=None):
-    """verl's loss, whose dump then holds the entropy, where it is computed."""
-    entropy = model_output.get("entropy")
-    with noting(**({} if entropy is None else {"entropy": no_padding_2_padding(entropy, data)})):
+def _noting_planes(loss_fn, model_output, data, dp_group=None):
+    """verl's loss, whose dump then holds the entropy and the version of the weights, where they are known."""
+    planes = {}
+    if model_output.get("entropy") is not None:
+        planes["entropy"] = no_padding_2_padding(model_output["entropy"], data)
+    if SAMPLED_BY in data.keys():
+        width = data.select("response_mask").to_padded_tensor()["response_mask"].shape[1]
+        planes["version"] = data[SAMPLED_BY].view(-1, 1).expand(-1, width)
+    with noting(**planes):
         return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
 

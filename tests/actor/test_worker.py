@@ -2,6 +2,7 @@
 """One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
@@ -136,6 +138,7 @@ def updates_of_rank(rank, size, port, task, folder):
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
         }
     results["marked"] = marked_updates(rank, size, port, task)
+    results["versions"] = dump_of_versions(rank, size, port, task)
     results["plain"] = plain_updates(rank, size, port, task)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
@@ -182,6 +185,31 @@ def marked_updates(rank, size, port, task):
         counter.stop()
         found[marked]["passes of 4 updates"] = counter.passes
     return found
+
+
+def dump_of_versions(rank, size, port, task):
+    """What a dump of this rank says of the weights' versions, update by update."""
+    from recipe.bapo.worker import SAMPLED_BY, TRAINED_FROM
+    from verl.utils import tensordict_utils as tu
+
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}"
+        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        data[SAMPLED_BY] = torch.arange(len(data)) % 3
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINED_FROM: 4})
+        expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
+        actor.train_mini_batch(data)
+        files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
+    found = torch.cat([tokens["version"] for tokens in files])
+    return {
+        "versions are the responses'": torch.equal(found.sort().values, expected.sort().values),
+        "of a response all the same": all(
+            part.unique().numel() == 1 for t in files for part in t["version"].split(t["lengths"].tolist())
+        ),
+        "updates": sorted({int(tokens["update"]) for tokens in files}),
+        "trained from": sorted({int(tokens["trainer_version"]) for tokens in files}),
+    }
 
 
 def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
@@ -337,7 +365,7 @@ def test_the_record_says_where_the_statistics_came_from(ranks):
 
 def test_every_path_logs_the_same_metrics(ranks):
     keys = [ranks[0][name]["keys"] for name in CUTS]
-    assert len(keys[0]) == 12 and all(other == keys[0] for other in keys)
+    assert len(keys[0]) == 15 and all(other == keys[0] for other in keys)
 
 
 def test_verls_own_worker_finds_the_bounds_of_ours_in_both_scopes(ranks):
@@ -358,3 +386,13 @@ def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
         assert marked["values"]["positive_contribution_start"] == pytest.approx(
             plain["values"]["positive_contribution_start"], rel=1e-5
         )
+
+
+def test_a_dump_says_which_weights_sampled_a_response_and_which_are_trained(ranks):
+    for rank in ranks:
+        assert rank["versions"] == {
+            "versions are the responses'": True,
+            "of a response all the same": True,
+            "updates": [0, 1],
+            "trained from": [4],
+        }

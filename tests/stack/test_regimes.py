@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from support.metrics import METRICS
 from support.stack_runs import ROOT, SHORT_STEPS, explain, removing_what_others_leave, run_example
 
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.replay import report_on
 from recipe.bapo.report.measure import measure, search
 
 
@@ -42,7 +44,7 @@ def run_regime(tmp_path, config, steps, *overrides):
     assert len(data) == steps
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
-        assert len([key for key in metrics if key.startswith("actor/bapo/")]) == 12
+        assert set(metrics) >= METRICS
         assert {f"training/off_policy/{name}" for name in ("cut_fraction", "updates_per_rollout_batch")} <= set(metrics)
     records = (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()
     assert len({json.loads(line)["high"] for line in records}) > 1  # the bounds move
@@ -69,10 +71,14 @@ def test_sample_replay_at_staleness_32(tmp_path):
 
 
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
-    data, _ = run_regime(tmp_path, "partial_rollout", 3)
+    dump = tmp_path / "dump"
+    data, _ = run_regime(tmp_path, "partial_rollout", 3, f"actor_rollout_ref.actor.policy_loss.token_dump_dir={dump}")
     assert max(metrics["training/off_policy/cut_fraction"] for metrics in data) > 0
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
-    assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
+    oldest = max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data)
+    assert oldest > 0
+    ages = [row["age"] for row in report_on(dump)[0]["by_age"]]
+    assert ages[0] == 0 and ages[-1] == oldest  # the dump says of each token what verl's metrics say of the oldest
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@
 from types import SimpleNamespace
 
 import pytest
+import transfer_queue as tq
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import RATIOS_START_AT_1
+from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
 
 
 class Parent:
@@ -19,7 +20,7 @@ class Parent:
         self.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": 32},
-                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2}},
+                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2, "policy_loss": {}}},
                 "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
                 "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
             }
@@ -72,6 +73,22 @@ def test_the_share_of_resumed_responses_leaves_out_padding():
     Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
     assert metrics["training/off_policy/cut_fraction"] == 0.5
     assert metrics["training/off_policy/updates_per_rollout_batch"] == 32 / 8 * 2
+
+
+def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
+    put = {}
+    monkeypatch.setattr(
+        tq, "kv_batch_put", lambda keys, partition_id, fields: put.update(zip(keys, fields[SAMPLED_BY], strict=True))
+    )
+    trainer = Trainer("colocate_async", True, 0)
+    trainer.global_steps = 6
+    tags = [{"min_global_steps": 3, "max_global_steps": 5}, {"min_global_steps": 5, "max_global_steps": 5}]
+    batch = SimpleNamespace(extra_info={}, tags=tags, keys=["a", "b"], partition_id="train")
+    trainer._update_actor(batch, {})
+    assert put == {} and TRAINED_FROM not in batch.extra_info
+    trainer.config.actor_rollout_ref.actor.policy_loss.token_dump_dir = "dump"
+    trainer._update_actor(batch, {})
+    assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINED_FROM] == 5  # ages 2 and 0
 
 
 def test_the_polling_interval_is_the_configs():

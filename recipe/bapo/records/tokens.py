@@ -16,9 +16,10 @@ from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
 PLANES = ("entropy", "version", "rollout_is_weights")  # of each token too, where there are any
-# Of a micro-batch: response tokens of each of its sequences; number of the update within its rollout batch, from 0;
-# version of the weights that the first of these updates starts from.
-OTHERS = ("lengths", "update", "trainer_version")
+# Of a micro-batch: number of the update within its rollout batch, from 0; version of the weights before the first of
+# these updates.
+NUMBERS = ("update", "trainer_version")
+OTHERS = ("lengths", *NUMBERS)  # lengths: response tokens of each of its sequences
 SAME = ("clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
 _written: dict[Path, int] = {}  # files of this process by folder
 _noted: ContextVar[dict | None] = ContextVar("noted", default=None)
@@ -26,7 +27,7 @@ _noted: ContextVar[dict | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def noting(**known: Tensor | int) -> Iterator[None]:
-    """Within this context dumps hold this as well: ``PLANES``, ``(B, T)`` each, and ``update``, a number."""
+    """Within this context dumps hold this as well: ``PLANES``, ``(B, T)`` each, and the numbers of ``NUMBERS``."""
     token = _noted.set((_noted.get() or {}) | known)
     try:
         yield
@@ -66,8 +67,7 @@ def write_dump(
     planes |= {name: noted[name] for name in PLANES if name in noted}
     tensors = {name: tensor.detach()[mask].float().cpu().contiguous() for name, tensor in planes.items()}
     tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
-    if "update" in noted:
-        tensors["update"] = torch.tensor([noted["update"]])
+    tensors |= {name: torch.tensor([noted[name]]) for name in NUMBERS if name in noted}
     known = {key: str(value) for key, value in about.items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
