@@ -33,13 +33,13 @@ SEARCHED = (
     "saturated",
 )
 MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
-DUAL_CLIP = 3.0  # verl's default
 
 
 def example_settings() -> tuple[BAPOConfig, Settings]:
-    """Those of ``configs/size/cpu_example.yaml``, but with whole groups in a mini-batch."""
-    sizes = [OmegaConf.load(ROOT / "configs" / "size" / f"{name}.yaml") for name in ("cpu", "cpu_example")]
-    config = OmegaConf.merge(*sizes)
+    """Those of ``SIZE=cpu_example``."""
+    primary = ROOT / "recipe" / "bapo" / "config" / "bapo_trainer.yaml"
+    sizes = [ROOT / "configs" / "size" / f"{name}.yaml" for name in ("cpu", "cpu_example")]
+    config = OmegaConf.merge(*map(OmegaConf.load, (primary, *sizes)))
     actor = config.actor_rollout_ref.actor
     switches = {
         field.name: actor.policy_loss[field.name] for field in fields(BAPOConfig) if field.name in actor.policy_loss
@@ -52,7 +52,8 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
         prompts=actor.ppo_mini_batch_size,
         samples=config.actor_rollout_ref.rollout.n,
         learning_rate=actor.optim.lr,
-        dual_clip=DUAL_CLIP,
+        dual_clip=actor.clip_ratio_c,
+        shuffle=actor.shuffle,
     )
 
 

@@ -101,8 +101,7 @@ def seeds():
 def test_the_seeds_are_of_the_examples_settings(seeds):
     switches, settings = example_settings()
     for row in seeds:
-        made_with = {"shuffle": False} | row["settings"]  # older than the setting
-        assert (row["switches"], made_with) == (asdict(switches), asdict(settings))
+        assert (row["switches"], row["settings"]) == (asdict(switches), asdict(settings))
     config = compose_in_groups("experiment=example", "size=cpu_example").actor_rollout_ref.actor
     assert config.clip_ratio_c == settings.dual_clip and config.optim.lr == settings.learning_rate
     assert all(config.policy_loss[name] == value for name, value in asdict(switches).items())
