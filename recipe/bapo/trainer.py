@@ -38,6 +38,12 @@ class _BAPOTrainer:
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = bapo_worker_for(self.role_worker_mapping[role])
 
+    def _balance_batch(self, batch, *args, **kwargs):
+        # verl lists responses as they ended, short ones first, and keeps that order within each rank. In the order of
+        # their keys (a random id of the prompt, a number) mini-batches are groups, whose advantages sum to zero.
+        batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
+        return super()._balance_batch(batch, *args, **kwargs)
+
     def _ratios_start_at_1(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 

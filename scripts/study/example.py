@@ -53,7 +53,6 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
         samples=config.actor_rollout_ref.rollout.n,
         learning_rate=actor.optim.lr,
         dual_clip=actor.clip_ratio_c,
-        shuffle=actor.shuffle,
     )
 
 

@@ -45,8 +45,6 @@ class Settings:
         samples: responses per prompt, the group that GRPO compares.
         learning_rate: of AdamW, constant.
         norm_clip, dual_clip: of the gradient's norm, and of negative tokens' ratio; None: off.
-        shuffle: deal the responses of a rollout batch anew to the mini-batches of each epoch; else these are whole
-            groups, and the same in each epoch.
     """
 
     mini_batches: int
@@ -57,7 +55,6 @@ class Settings:
     epochs: int = 1
     norm_clip: float | None = 1.0
     dual_clip: float | None = 3.0
-    shuffle: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,17 +141,17 @@ def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Set
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
     updates = []
     for _ in range(settings.updates // (settings.mini_batches * settings.epochs)):
-        batch = sample_rollout_batch(model, tokenizer, settings, generator)
+        batches = sample_mini_batches(model, tokenizer, settings, generator)
         for _ in range(settings.epochs):
-            mini_batches = deal(batch, settings, generator)
-            updates += [update(model, optimizer, mini_batch, config, settings) for mini_batch in mini_batches]
+            updates += [update(model, optimizer, batch, config, settings) for batch in batches]
     final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Result(updates, final, hashlib.sha256(weights).hexdigest())
 
 
-def sample_rollout_batch(model, tokenizer, settings: Settings, generator) -> tuple[Rollouts, Tensor, Tensor]:
-    """Responses in whole groups, their old log-probs and advantages ``(B, T)``."""
+def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list[tuple[Rollouts, Tensor, Tensor]]:
+    """A rollout batch in mini-batches of whole groups: responses, old log-probs and advantages ``(B, T)``."""
+    size = settings.prompts * settings.samples
     draw = torch.randint(len(PAIRS), (settings.prompts * settings.mini_batches,), generator=generator)
     pairs = [PAIRS[i] for i in draw.repeat_interleave(settings.samples)]
     rollouts = sample(model, tokenizer, pairs, generator)
@@ -162,20 +159,14 @@ def sample_rollout_batch(model, tokenizer, settings: Settings, generator) -> tup
     scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
     groups = np.arange(len(pairs)) // settings.samples
     advantages, _ = compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)
-    # Cut as training will be if it is not shuffled: the first update's ratios are then exactly 1.
-    parts = torch.arange(len(pairs)).split(settings.prompts * settings.samples)
-    with torch.no_grad():
-        old_log_probs = torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in parts])
-    return rollouts, old_log_probs, advantages
-
-
-def deal(batch: tuple, settings: Settings, generator) -> list[tuple[Rollouts, Tensor, Tensor]]:
-    """A rollout batch in mini-batches."""
-    rollouts, old_log_probs, advantages = batch
-    count = len(rollouts.rewards)
-    order = torch.randperm(count, generator=generator) if settings.shuffle else torch.arange(count)
-    parts = order.split(settings.prompts * settings.samples)
-    return [(rollouts.rows(part), old_log_probs[part], advantages[part]) for part in parts]
+    batches = []
+    for part in torch.arange(len(pairs)).split(
+        size
+    ):  # cut as training will be: the first update's ratios are exactly 1
+        rows = rollouts.rows(part)
+        with torch.no_grad():
+            batches.append((rows, log_probs_of(model, rows)[0], advantages[part]))
+    return batches
 
 
 def update(model, optimizer, batch: tuple, config: BAPOConfig, settings: Settings) -> dict[str, float]:

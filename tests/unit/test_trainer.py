@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.trainer import _BAPOTrainer
@@ -29,6 +30,9 @@ class Parent:
     def _update_actor(self, batch, metrics):
         metrics["actor/entropy_loss"] = 0.7
         return batch
+
+    def _balance_batch(self, batch, metrics, logging_prefix="global_seqlen"):
+        return list(batch.keys)
 
     def _build_replay_buffer(self):
         return SimpleNamespace(poll_interval=2.0)
@@ -89,6 +93,23 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer.config.actor_rollout_ref.actor.policy_loss.token_dump_dir = "dump"
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINED_FROM] == 5  # ages 2 and 0
+
+
+def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
+    keys = ["b_1_0", "a_0_0", "b_0_0", "a_1_0", "pad_0_0"]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{"of": key} for key in keys])
+    shared_out = Trainer("sync", False, 0)._balance_batch(batch, {}, logging_prefix="a")
+    assert shared_out == ["a_0_0", "a_1_0", "b_0_0", "b_1_0", "pad_0_0"]
+    assert [tag["of"] for tag in batch.tags] == shared_out
+
+
+def test_verl_keeps_the_order_within_each_ranks_share():
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    lengths = [7, 3, 9, 1, 8, 2, 6, 4]
+    for ranks in (1, 2, 4):
+        parts = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
+        assert all(part == sorted(part) for part in parts)
 
 
 def test_the_polling_interval_is_the_configs():
