@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.records.tokens import noting, write_dump
-from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
 
@@ -48,6 +48,25 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
                 "fixed bounds (start equal to max) it is verl's vanilla loss; others start with verl.trainer.main_ppo."
             )
+
+
+@dataclass
+class DumpConfig(PolicyLossConfig):
+    """For a run with one of verl's own losses, whose tokens are dumped for ``recipe.bapo.replay``.
+
+    Args:
+        loss_mode: ``dump``.
+        dumped_loss: the loss that trains, a name in verl's registry.
+        token_dump_dir: as in ``BAPOPolicyLossConfig``.
+    """
+
+    loss_mode: str = "dump"
+    dumped_loss: str = "vanilla"
+    token_dump_dir: str | None = None
+
+    def __post_init__(self):
+        if self.token_dump_dir is None:
+            raise ValueError("actor_rollout_ref.actor.policy_loss.token_dump_dir is not set: name a folder to dump to.")
 
 
 # Maps the old log-probs, log-probs, advantages and mask of a micro-batch, ``(B, T)``, to the bounds of its update.
@@ -96,11 +115,7 @@ def compute_policy_loss_bapo(
     _refuse_padded_width(log_prob, loss_agg_mode, config)
     tensors = (old_log_prob, log_prob, advantages, response_mask)
     if bapo_config.token_dump_dir is not None:
-        about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
-        about |= {"clip_ratio_c": config.clip_ratio_c, "bound_scope": bapo_config.bound_scope}
-        about["switches"] = json.dumps({field.name: getattr(bapo_config, field.name) for field in fields(BAPOConfig)})
-        with noting(**({} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights})):
-            write_dump(bapo_config.token_dump_dir, *tensors, about)
+        _dump(bapo_config.token_dump_dir, tensors, rollout_is_weights, config, bapo_config)
     find_bounds = _bounds_finder.get() or partial(_find_without_our_worker, config)
     bounds = find_bounds(*tensors)
     surrogate = clipped_surrogate_loss(
@@ -118,6 +133,46 @@ def compute_policy_loss_bapo(
     return surrogate.loss, {
         f"actor/{name}" if name in verls else f"actor/bapo/{name}": value for name, value in values.items()
     }
+
+
+@register_policy_loss("dump")
+def compute_policy_loss_dump(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config=None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """verl's loss ``dumped_loss`` as it is, after its tokens are dumped; arguments and results are that loss's."""
+    chosen = config.policy_loss
+    tensors = (old_log_prob, log_prob, advantages, response_mask)
+    bounds = _vanillas_bounds(config) if chosen.dumped_loss == "vanilla" else None
+    _dump(chosen.token_dump_dir, tensors, rollout_is_weights, config, bounds)
+    loss_fn = get_policy_loss_fn(chosen.dumped_loss)
+    return loss_fn(*tensors, loss_agg_mode=loss_agg_mode, config=config, rollout_is_weights=rollout_is_weights)
+
+
+def _vanillas_bounds(config):
+    """The bounds of verl's vanilla loss as fixed bounds; None where the report has no name for them."""
+    low, high = (
+        config.clip_ratio if of_side is None else of_side for of_side in (config.clip_ratio_low, config.clip_ratio_high)
+    )
+    if not (0 < low <= 1 and high > 0):
+        return None
+    fixed = {"lower": 1 - low, "upper": 1 + high}
+    return BAPOConfig(**{f"ratio_{side}_{end}": fixed[side] for side in fixed for end in ("start", "max")})
+
+
+def _dump(folder, tensors, rollout_is_weights, config, switches: BAPOConfig | None):
+    about = {key: config.global_batch_info.get(key) for key in ("dp_size", "global_batch_size")}
+    about["clip_ratio_c"] = config.clip_ratio_c
+    if switches is not None:
+        about["bound_scope"] = switches.bound_scope
+        about["switches"] = json.dumps({field.name: getattr(switches, field.name) for field in fields(BAPOConfig)})
+    with noting(**({} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights})):
+        write_dump(folder, *tensors, about)
 
 
 def _find_without_our_worker(config, *tensors):

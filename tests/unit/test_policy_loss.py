@@ -13,7 +13,9 @@ from support.metrics import METRICS
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, find_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from, compute_policy_loss_bapo
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, bounds_from, compute_policy_loss_bapo
+from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
+from recipe.bapo.replay import switches_of
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -198,3 +200,27 @@ def test_the_plugin_is_loaded_whatever_is_imported_first(module):
     # Importing ours imports verl, which imports the plugin, which imports ours; verl swallows what goes wrong there.
     code = f"import sys, recipe.bapo.{module}; sys.exit('recipe.bapo.plugin' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "loss, low, bounds", [("vanilla", 0.2, (0.8, 1.28)), ("vanilla", 0.0, None), ("gspo", 0.2, None)]
+)
+def test_a_loss_of_verls_is_dumped_and_left_as_it_is(tmp_path, loss, low, bounds):
+    batch = make_batch(3)
+    settings = dict(rows=5, tokens=batch[3].sum())
+    plain = with_batch_info(replace(actor_config(PolicyLossConfig()), clip_ratio_low=low), **settings)
+    expected = run_loss(get_policy_loss_fn(loss), plain, batch)
+    dumping = DumpConfig(dumped_loss=loss, token_dump_dir=str(tmp_path))
+    config = with_batch_info(replace(actor_config(dumping), clip_ratio_low=low), **settings)
+    found = run_loss(get_policy_loss_fn("dump"), config, batch)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and found[2] == expected[2]
+
+    ((tokens,),) = read_dump(tmp_path)
+    assert all(torch.equal(tokens[name], tensor[batch[3]]) for name, tensor in zip(TENSORS, batch, strict=False))
+    switches = switches_of(about_dump(tmp_path))
+    assert (switches and (switches.ratio_lower_max, switches.ratio_upper_start)) == bounds
+
+
+def test_a_dump_without_a_folder_is_refused():
+    with pytest.raises(ValueError, match="policy_loss.token_dump_dir is not set"):
+        DumpConfig()
