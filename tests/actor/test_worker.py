@@ -139,6 +139,7 @@ def updates_of_rank(rank, size, port, task, folder):
         }
     results["marked"] = marked_updates(rank, size, port, task)
     results["versions"] = dump_of_versions(rank, size, port, task)
+    results["tools"] = updates_with_tool_tokens(rank, size, port, task)
     results["plain"] = plain_updates(rank, size, port, task)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
@@ -184,6 +185,33 @@ def marked_updates(rank, size, port, task):
         actor.train_mini_batch(data)
         counter.stop()
         found[marked]["passes of 4 updates"] = counter.passes
+    return found
+
+
+def updates_with_tool_tokens(rank, size, port, task):
+    """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
+    from recipe.bapo.worker import SEARCHED
+
+    found = []
+    for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
+        cut = [part.format(half=ROWS // size // 2) for part in CUTS["halves"]]
+        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCHED}
+        for mask, old, advantages in zip(*rows.values(), strict=True):
+            mask[1:3], old[1:3], advantages[1:3] = 0, log_prob, advantage
+        for name, parts in rows.items():
+            data[name] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        prompts = [torch.zeros(len(prompt), dtype=torch.long) for prompt in data["prompts"].unbind()]
+        masks = [torch.cat(parts) for parts in zip(prompts, rows["response_mask"], strict=True)]
+        data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+        metrics, gradient = run_update(actor, data)
+        names = ("clip_low", "clip_high", "positive_contribution", "positive_token_fraction", "length_positive")
+        values = [metrics[f"actor/bapo/{name}"][rank].values[0].hex() for name in names]
+        model_tokens = [
+            (int(mask.sum()), advantages[0].item()) for mask, _, advantages in zip(*rows.values(), strict=True)
+        ]
+        found.append({"values": values, "gradient": gradient, "model tokens": model_tokens})
     return found
 
 
@@ -386,6 +414,17 @@ def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
         assert marked["values"]["positive_contribution_start"] == pytest.approx(
             plain["values"]["positive_contribution_start"], rel=1e-5
         )
+
+
+def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(ranks):
+    for rank in ranks:
+        first, second = rank["tools"]
+        assert first["values"] == second["values"] and torch.equal(first["gradient"], second["gradient"])
+    of_all = [row for rank in ranks for row in rank["tools"][0]["model tokens"]]
+    positive = [tokens for tokens, advantage in of_all if advantage > 0]
+    fraction, length = (float.fromhex(value) for value in ranks[0]["tools"][0]["values"][-2:])
+    assert fraction == pytest.approx(sum(positive) / sum(tokens for tokens, _ in of_all))
+    assert length == pytest.approx(sum(positive) / len(positive))
 
 
 def test_a_dump_says_which_weights_sampled_a_response_and_which_are_trained(ranks):

@@ -17,6 +17,8 @@ from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.replay import report_on
 from recipe.bapo.report.measure import measure, search
 
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
 
 @pytest.mark.slow  # test_cluster.py has two ranks, each on a node of its own
 def test_two_ranks_hold_bit_identical_bounds(tmp_path):
@@ -103,8 +105,8 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     assert not (tmp_path / "run" / "bounds").exists()
 
 
-def test_any_verl_run_can_use_the_loss(tmp_path, task):
-    """verl's own entry point: the package is installed, so ``loss_mode=bapo`` and its ``_target_`` are enough."""
+def run_verls_own(tmp_path, task, *overrides):
+    """One step of verl's own entry point, in whose environment the package is installed; returns its metrics."""
     with removing_what_others_leave():
         run = subprocess.run(
             [
@@ -112,9 +114,7 @@ def test_any_verl_run_can_use_the_loss(tmp_path, task):
                 "-m",
                 "verl.trainer.main_ppo",
                 *("--config-dir", ROOT / "recipe/bapo/config", "+platform=cpu"),
-                "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
-                "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-                "+actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+                *overrides,
                 f"actor_rollout_ref.model.path={task}/model",
                 f"data.train_files={task}/train.parquet",
                 f"data.val_files={task}/test.parquet",
@@ -146,4 +146,21 @@ def test_any_verl_run_can_use_the_loss(tmp_path, task):
         )
     assert run.returncode == 0, (tmp_path / "train.log").read_text()[-4000:]
     ((_, data),) = read_metrics(tmp_path)
+    return data
+
+
+def test_any_verl_run_can_use_the_loss(tmp_path, task):
+    ours = (f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig")
+    data = run_verls_own(tmp_path, task, *ours, f"+{LOSS}.positive_contribution_target=0.45")
     assert 0.6 <= data["actor/bapo/clip_low"] <= 0.9 and 1.2 <= data["actor/bapo/clip_high"] <= 3.0
+
+
+@pytest.mark.slow
+def test_any_verl_run_can_dump_its_own_loss(tmp_path, task):
+    dump = (f"{LOSS}.loss_mode=dump", f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig")
+    data = run_verls_own(tmp_path, task, *dump, f"+{LOSS}.token_dump_dir={tmp_path}/dump")
+    assert not any(key.startswith("actor/bapo/") for key in data)
+    report, _ = report_on(tmp_path / "dump", updates_per_rollout_batch=2)
+    assert report["dump"]["updates"] == 2 and report["masked"][0]["what"] == "[0.8, 1.2], fixed"
+    clipped = report["masked"][0]["tokens"]["all"]
+    assert clipped == pytest.approx(data["actor/pg_clipfrac"] + data["actor/pg_clipfrac_lower"], abs=0.02)
