@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/results.md says of the second study follows from its table."""
+
+import re
+
+import numpy as np
+import pytest
+
+from scripts.study import analysis
+from scripts.study.report import PAGE
+
+TEXT = " ".join(PAGE.read_text().split("## Figures of the second study")[0].split())
+CHAIN = ["A, protection", "B, epochs", "C, delay", "C, partial rollout"]
+
+
+@pytest.fixture(scope="module")
+def frame():
+    return analysis.read_table()
+
+
+@pytest.fixture(scope="module")
+def tests(frame):
+    return {(entry["map"], entry["other"]): entry for entry in analysis.primary_tests(frame)}
+
+
+def says(*numbers):
+    """Whether the text has these numbers in this order, with words between them."""
+    return re.search(r"\D{1,80}".join(re.escape(number) for number in numbers), TEXT)
+
+
+def test_the_speed(tests):
+    against_grpo = [entry["reward"] for (_, other), entry in tests.items() if other == "grpo"]
+    gains = [test["difference"] for test in against_grpo]
+    assert len(gains) == 5 and says(f"{min(gains):.2f}", f"{max(gains):.2f}")
+    assert {f"{test['p']:.0e}" for test in against_grpo} == {"2e-06"} and "(p = 2e-06 each)" in TEXT
+
+
+def test_the_wide_bounds(tests, frame):
+    differences = [tests[name, "widest"]["reward"]["difference"] for name in CHAIN]
+    assert f"differences of {min(differences):.4f} to {max(differences):+.4f}" in TEXT
+    reversal = analysis.of_map(frame, "A", "reversal")
+    at_once = reversal[reversal["method"] == "bapo@0.4"]["at_once"].mean()
+    assert f"in {at_once:.0%}".replace("%", " %") in TEXT
+    assert all(tests["A, never ending", other]["reward"]["difference"] > 0 for other in ("grpo", "widest"))
+
+
+def test_the_safety(tests):
+    chances = [tests[name, "grpo"]["failing"]["p"] for name in CHAIN]
+    assert f"(p = {min(chances):.2g} to {max(chances):.2g})" in TEXT
+    fails = tests["A, never ending", "grpo"]["failing"]
+    assert f"in {fails['first']:.2f} of the runs against {fails['second']:.2f} (p = {fails['p']:.2g})" in TEXT
+
+
+def test_the_dual_clip(frame):
+    rows = frame[(frame["map"] == "A") & frame["method"].isin(["grpo", "widest", "bapo@0.4"])]
+    fails = rows.groupby(["task", "dual_clip"])["failed"].agg(["sum", "size"])
+    (with_clip, runs), (without, _) = fails.loc["chain", 3.0], fails.loc["chain", 0.0]
+    assert says(str(with_clip), f"{runs:,}", "3", str(without), f"{runs:,}")
+    (with_clip, runs), (without, _) = fails.loc["reversal", 3.0], fails.loc["reversal", 0.0]
+    assert f"on the reversal {with_clip} and {without} of {runs}" in TEXT
+    unprotected = rows[(rows["task"] == "chain") & (rows["dual_clip"] == 0)].groupby("method")["failed"]
+    fails, runs = unprotected.sum(), unprotected.size()
+    assert f"{fails['bapo@0.4']} of its {runs['bapo@0.4']} runs without one fail, {fails['grpo']} of GRPO's" in TEXT
+
+
+def test_the_entropy(frame):
+    rows = frame[(frame["map"] == "B") & (frame["staleness"] == 16) & (frame["learning_rate"] < 0.03)]
+    means = rows.groupby(["dual_clip", "learning_rate", "method"])["entropy"].mean().unstack()
+    more = means["bapo@0.4"] - means["widest"]
+    assert f"BAPO ends with {more.min():.1f} to {more.max():.1f} nats more than [0.9, 3.0]" in TEXT
+
+
+def test_the_claims(frame):
+    rows = frame[frame["method"] == "bapo@0.4"]
+    starts = rows[~rows["map"].isin(["control", "ablation"])].groupby(["map", "task"])["rho_start"].mean()
+    chain = starts.xs("chain", level="task")
+    assert f"starts at {chain.min():.2f} to {chain.max():.2f}; on the reversal at {starts['A', 'reversal']:.2f}" in TEXT
+    b = frame[(frame["map"] == "B") & (frame["dual_clip"] == 0) & np.isclose(frame["learning_rate"], 0.016)]
+    entropy = b[b["method"] == "grpo"].groupby("staleness")["entropy"].mean()
+    assert f"{entropy[1]:.2f}, {entropy[4]:.2f}, {entropy[16]:.2f} nats" in TEXT
+    rho = b[b["staleness"] == 16].groupby("method")["rho_value"].mean()
+    assert f"from {rho['grpo']:.3f} to {rho['bapo@0.4']:.3f}" in TEXT and f"[0.9, 3.0] {rho['widest']:.3f}" in TEXT
+    a = frame[(frame["map"] == "A") & (frame["optimizer"] == "sgd") & (frame["task"] == "chain")]
+    fails = a[a["method"] == "grpo"].groupby("staleness")["failed"].mean()
+    assert fails[32] > max(fails[8], fails[128])
