@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train with BAPO. Without a GPU: a tiny model learns to guess the sum of two dice, on the real stack, in about six
+# Train with BAPO. Without a GPU: a tiny model learns to guess the sum of two dice, on the real stack, in about ten
 # minutes on 2 cores. With GPUs: your model on your data.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
