@@ -130,7 +130,7 @@ def curves(frame: pd.DataFrame, methods: list[str], panels: dict[str, str], titl
     """Series of several methods in one cell, a panel each; ``panels`` maps a column to its title."""
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.6), constrained_layout=True)
     for axis, series in zip(axes, panels, strict=True):
-        for method in methods:
+        for method in (name for name in methods if name in set(frame["method"])):
             rows = frame[frame["method"] == method]
             course(axis, rows, series, LABELS[method], LINES[method], log=series == "grad_norm_series")
     finish(figure, axes, list(panels.values()), title, path)
@@ -147,7 +147,7 @@ def draw_breaking(frame: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.6), constrained_layout=True)
     for axis, series in zip(axes, panels, strict=True):
         for line, (epochs, rows) in zip(lines, frame[frame["method"] == "grpo"].groupby("staleness"), strict=False):
-            course(axis, rows, series, f"{epochs} epochs", line, log=series == "grad_norm_series")
+            course(axis, rows, series, f"{epochs} epoch{'s' * (epochs > 1)}", line, log=series == "grad_norm_series")
     finish(figure, axes, list(panels.values()), "GRPO, by epochs a rollout (the paper's Figure 2)", path)
 
 

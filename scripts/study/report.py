@@ -8,10 +8,11 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.study import analysis, figures
-from scripts.study.plan import RATES, RESULTS, ROOT, TABLE
+from scripts.study.plan import RATES, RESULTS, ROOT, TABLE, cells
 
 PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- made by scripts/study/report.py: begin -->", "<!-- made by scripts/study/report.py: end -->"
+CLIPS = {"norm_clip": float, "dual_clip": float}
 MAIN = ["grpo", "high_only", "widest", "bapo@0.4", "bapo_gradient@0.4", "topr", "balance"]
 
 
@@ -50,9 +51,24 @@ def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]]) -> str:
+def without_unfinished(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The table without the methods that lack cells in a panel, and a sentence that says so; "" where none does."""
+    panel_of = [*analysis.PANEL, "method"]
+    planned = pd.DataFrame([vars(cell) for cell in cells()]).fillna({"norm_clip": 0, "dual_clip": 0}).astype(CLIPS)
+    size = planned.groupby(panel_of).size().rename("planned").reset_index()
+    there = frame.groupby(panel_of)["cell"].nunique().rename("there").reset_index()
+    frame = frame.merge(size, on=panel_of, how="left").merge(there, on=panel_of)
+    whole = frame[frame["planned"].isna() | (frame["there"] >= frame["planned"])]
+    if whole["cell"].nunique() >= len(planned):
+        return frame, ""
+    count = f"{frame['cell'].nunique():,} of {len(planned):,}"
+    return whole, f"{count} cells are there; methods that lack cells in a panel are left out."
+
+
+def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]], unfinished: str = "") -> str:
     """The generated part of docs/results.md."""
-    lines = [BEGIN, "", analysis.control_line(frame), "", "### Primary tests", "", *analysis.primary_table(frame)]
+    lines = [BEGIN, "", *([unfinished, ""] if unfinished else []), analysis.control_line(frame), ""]
+    lines += ["### Primary tests", "", *analysis.primary_table(frame)]
     lines += ["### Runs that failed", "", *analysis.failing_table(frame)]
     for (map, task), name in analysis.MAP_NAMES.items():
         rows = analysis.of_map(frame, map, task)
@@ -69,8 +85,8 @@ def report(table: Path = TABLE, page: Path = PAGE, folder: Path = RESULTS) -> No
     if not table.exists():
         print(f"{table} is not there: nothing to report.")
         return
-    frame = analysis.read_table(table)
+    frame, unfinished = without_unfinished(analysis.read_table(table))
     pictures = [*figures.draw_maps(frame, folder), *paper_figures(frame, folder)]
     before, rest = page.read_text().split(BEGIN)
-    page.write_text(before + generated(frame, pictures) + rest.split(END, 1)[1])
+    page.write_text(before + generated(frame, pictures, unfinished) + rest.split(END, 1)[1])
     print(f"Written: {page} and {len(pictures)} pictures in {folder}")

@@ -176,3 +176,16 @@ def test_the_plan():
 def test_every_cell_has_its_control():
     frame = pd.DataFrame([row(cell, seed) for cell in plan.cells() for seed in (1, 2)])
     assert not table_of(frame)["failed"].any()
+
+
+def test_methods_that_lack_cells_are_left_out_and_it_is_said():
+    cells = [cell for cell in plan.cells() if cell.map in ("control", "C") and cell.method in ("grpo", "widest")]
+    frame = table_of([row(cell, 1) for cell in cells])
+    whole, said = report.without_unfinished(frame)
+    assert len(whole) == len(frame) and said.startswith(f"{len(cells)} of {len(plan.cells()):,} cells are there")
+    without_one = frame[frame["cell"] != next(cell.name for cell in cells if cell.map == "C")]
+    whole, _ = report.without_unfinished(without_one)
+    assert set(whole[whole["map"] == "C"]["method"]) == {"widest"}
+    frame = table_of([row(cell, 1) for cell in plan.cells()])
+    whole, said = report.without_unfinished(frame)
+    assert len(whole) == len(frame) and said == ""
