@@ -68,7 +68,9 @@ def catch_interruptions() -> list[signal.Signals]:
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
     parent = tempfile.gettempdir()
-    parent = parent if len(parent) <= LONGEST else "/tmp"
+    if len(parent) > LONGEST:
+        print(f"Temporary files go to /tmp: the path of {parent} is too long for Ray's sockets ({LONGEST} characters).")
+        parent = "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
