@@ -46,6 +46,7 @@ def seconds_of(call, repeats):
 def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
     """Seconds of the parts of one update of one model, with responses of up to ``longest`` tokens."""
     from recipe.bapo.example.task import make_task
+    from verl.utils import tensordict_utils as tu
 
     task = Path(folder) / f"{layers}x{hidden}"
     make_task(task, steps=3, layers=layers, hidden=hidden, seed=1)
@@ -69,6 +70,11 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
         actor.ratios_are_1 = ratios_are_1
         actor.train_batch(data)
 
+    def collect(rows):
+        view = data.copy()
+        tu.assign_non_tensor(view, micro_batch_size_per_gpu=rows)
+        actor._collect_by_forward(view)
+
     weights = sum(p.numel() for p in actor.engine.module.parameters())
     return {
         "weights": weights,
@@ -76,6 +82,8 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
         "update, marked: no pass": seconds_of(lambda: update(True), repeats),
         "the pass and the search": seconds_of(lambda: find(False), repeats),
         "the search at ratio 1": seconds_of(lambda: find(True), repeats),
+        "the pass alone": seconds_of(lambda: collect(MICRO), repeats),
+        f"the pass, micro-batches of {ROWS}": seconds_of(lambda: collect(ROWS), repeats),
     }
 
 
