@@ -75,7 +75,8 @@ class _BAPOTrainer:
         trained_from = self.global_steps - 1
         sampled_by = torch.tensor([tag.get("min_global_steps", trained_from) for tag in batch.tags])
         fields = TensorDict({SAMPLED_BY: sampled_by}, batch_size=len(sampled_by))
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        # The worker gets what ``batch.fields`` names.
+        batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
         batch.extra_info[TRAINED_FROM] = trained_from
 
     def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):

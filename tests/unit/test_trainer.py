@@ -81,9 +81,12 @@ def test_the_share_of_resumed_responses_leaves_out_padding():
 
 def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     put = {}
-    monkeypatch.setattr(
-        tq, "kv_batch_put", lambda keys, partition_id, fields: put.update(zip(keys, fields[SAMPLED_BY], strict=True))
-    )
+
+    def kv_batch_put(keys, partition_id, fields):
+        put.update(zip(keys, fields[SAMPLED_BY], strict=True))
+        return SimpleNamespace(fields=["responses", SAMPLED_BY])
+
+    monkeypatch.setattr(tq, "kv_batch_put", kv_batch_put)
     trainer = Trainer("colocate_async", True, 0)
     trainer.global_steps = 6
     tags = [{"min_global_steps": 3, "max_global_steps": 5}, {"min_global_steps": 5, "max_global_steps": 5}]
@@ -93,6 +96,7 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer.config.actor_rollout_ref.actor.policy_loss.token_dump_dir = "dump"
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINED_FROM] == 5  # ages 2 and 0
+    assert SAMPLED_BY in batch.fields
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
