@@ -137,10 +137,7 @@ MUTANTS = {
     "recipe/bapo/worker.py": [
         ("        self.ratios_are_1 = False\n        self.updates", "        self.updates"),
         ("        self.updates += 1\n", ""),
-        (
-            "default=False)\n        return super().train_mini_batch",
-            "default=True)\n        return super().train_mini_batch",
-        ),
+        ("RATIOS_START_AT_1, default=False)", "RATIOS_START_AT_1, default=True)"),
         ("statistics.all_reduce(self._group())", "statistics"),
         ("self.loss_config, self._group(), clip_ratio_c", "self.loss_config, None, clip_ratio_c"),
         ("self.loss_config, self._group(), clip_ratio_c", "self.loss_config, self._group()"),
