@@ -2,9 +2,12 @@
 """The loop with the example's model does what it claims to, and the anchors are planned from the maps."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 
+from scripts.study import anchors
 from scripts.study.anchors import LOOP, LOOP_METHODS, STACK, STACK_METHODS, finished, keep, stack_command, windows
 from scripts.study.loop import Settings, train
 from scripts.study.methods import ROOT, config_of
@@ -94,3 +97,12 @@ def test_finished_runs_are_known(tmp_path):
     assert finished(path) == set()
     keep(path, {"method": "grpo", "seed": 2})
     assert finished(path) == {("grpo", 2)} and json.loads(path.read_text()) == {"method": "grpo", "seed": 2}
+
+
+def test_the_anchors_start_from_the_stored_model(tmp_path, monkeypatch):
+    anchors.check_model()
+    shutil.copytree(anchors.MODEL, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(anchors, "MODEL", tmp_path / "model")
+    with pytest.raises(subprocess.CalledProcessError):
+        anchors.check_model()
