@@ -154,7 +154,7 @@ def failing_table(frame: pd.DataFrame) -> list[str]:
         failed = chosen.groupby("method")["failed"].sum()
         runs = int(chosen.groupby("method").size().iloc[0])
         names = [MAP_NAMES[panel[0], panel[1]], panel_name(panel), str(runs)]
-        lines.append([*names, *(str(int(failed[method])) for method in in_order(rows))])
+        lines.append([*names, *(str(int(failed[m])) if m in failed else "-" for m in in_order(rows))])
     return markdown(head, lines)
 
 
