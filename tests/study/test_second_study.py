@@ -70,6 +70,17 @@ def test_the_entropy(frame):
     assert f"BAPO ends with {more.min():.1f} to {more.max():.1f} nats more than [0.9, 3.0]" in TEXT
 
 
+def test_what_failed_least(frame):
+    fails = frame[frame["map"].isin(["B", "C"])].groupby(["map", "method"])["failed"].agg(["sum", "size"])
+    counts = {(name, method): fails.loc[(name, method), "sum"] for name, method in fails.index}
+    runs = fails.loc[("B", "topr"), "size"], fails.loc[("C", "topr"), "size"]
+    b, c = counts["B", "topr"], counts["C", "topr"]
+    assert f"in {b} of {runs[0]} runs of map B and {c} of {runs[1]} of map C" in TEXT
+    assert f"rho = 0.4 in {counts['B', 'balance']} and {counts['C', 'balance']}" in TEXT
+    ours, grpos = ([counts[name, method] for name in "BC"] for method in ("bapo@0.4", "grpo"))
+    assert f"failed in {ours[0]} and {ours[1]} and GRPO in {grpos[0]} and {grpos[1]}" in TEXT
+
+
 def test_the_claims(frame):
     rows = frame[frame["method"] == "bapo@0.4"]
     starts = rows[~rows["map"].isin(["control", "ablation"])].groupby(["map", "task"])["rho_start"].mean()
