@@ -80,11 +80,11 @@ def clipped_surrogate_loss(
     clipped_ratio = ratio.clamp(floor, ceiling)
     token_loss = -advantages * clipped_ratio
     is_clipped = clipped_ratio != ratio
-    entropy_covariance = _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask)
+    tokens = mask.count_nonzero().clamp(min=1)
+    entropy_covariance = _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask, tokens)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
-    tokens = mask.sum().clamp(min=1)
     clipped = (is_clipped & (advantages != 0)).sum()
     dual_clipped = (negative & (ratio > ceiling)).sum()
     return SurrogateLoss(
@@ -97,9 +97,9 @@ def clipped_surrogate_loss(
 
 
 @torch.no_grad()
-def _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask):
+def _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask, tokens):
     # From sums of r, r*x, r*y and r*x*y, where x = log_prob, and y = A or, where the loss has no gradient, 0.
-    ry = token_loss.masked_fill(is_clipped, 0).flatten().neg_()
+    ry = token_loss.masked_fill(is_clipped, 0).flatten()  # negative
     r, x = (values.flatten().to(ry.dtype) for values in (ratio, torch.where(mask, log_prob, 0)))
-    total = (r.sum() - (~mask).sum()).clamp(min=torch.finfo(r.dtype).tiny)  # what is masked has a ratio of 1
-    return (x.dot(ry) - x.dot(r) * ry.sum() / total) / total
+    total = (r.sum() - (mask.numel() - tokens)).clamp(min=torch.finfo(r.dtype).tiny)  # what is masked has a ratio of 1
+    return (x.dot(r) * ry.sum() / total - x.dot(ry)) / total

@@ -103,8 +103,8 @@ MUTANTS = {
         ),
     ],
     "bapo/loss.py": [
-        ("x.dot(ry) - x.dot(r) * ry.sum() / total", "x.dot(ry)"),
-        ("r.sum() - (~mask).sum()", "r.sum()"),
+        ("x.dot(r) * ry.sum() / total - x.dot(ry)", "-x.dot(ry)"),
+        ("r.sum() - (mask.numel() - tokens)", "r.sum()"),
         ("token_loss.masked_fill(is_clipped, 0)", "token_loss"),
         ("floor = torch.where(negative, low, 0.0)", "floor = torch.where(negative, 0.0, low)"),
         ("math.inf if clip_ratio_c is None else clip_ratio_c, high)", "math.inf, high)"),
