@@ -34,7 +34,7 @@ class SurrogateLoss:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``values`` ``(B, T)`` where ``mask`` is true; 0 where nothing is."""
-    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
+    return torch.where(mask, values, 0).sum() / mask.count_nonzero().clamp(min=1)
 
 
 def clipped_surrogate_loss(
@@ -85,8 +85,8 @@ def clipped_surrogate_loss(
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
-    clipped = (is_clipped & (advantages != 0)).sum()
-    dual_clipped = (negative & (ratio > ceiling)).sum()
+    clipped = (is_clipped & (advantages != 0)).count_nonzero()
+    dual_clipped = (negative & (ratio > ceiling)).count_nonzero()
     return SurrogateLoss(
         loss=aggregate(token_loss, mask),
         pg_clipfrac=(clipped - dual_clipped) / tokens,
@@ -99,7 +99,7 @@ def clipped_surrogate_loss(
 @torch.no_grad()
 def _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask, tokens):
     # From sums of r, r*x, r*y and r*x*y, where x = log_prob, and y = A or, where the loss has no gradient, 0.
-    ry = token_loss.masked_fill(is_clipped, 0).flatten()  # negative
+    ry = torch.where(is_clipped, 0, token_loss).flatten()  # negative
     r, x = (values.flatten().to(ry.dtype) for values in (ratio, torch.where(mask, log_prob, 0)))
     total = (r.sum() - (mask.numel() - tokens)).clamp(min=torch.finfo(r.dtype).tiny)  # what is masked has a ratio of 1
     return (x.dot(r) * ry.sum() / total - x.dot(ry)) / total

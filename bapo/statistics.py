@@ -47,7 +47,7 @@ class ClipStatistics:
     """Sums over tokens. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        vector: float64, ``(3 * (upper buckets + lower buckets) + 10,)``; ``(178,)`` with the default grids.
+        vector: float64, ``(3 * buckets + 10,)``; ``(178,)`` with the default grids.
         config: the switches they were collected with.
     """
 
@@ -58,23 +58,23 @@ class ClipStatistics:
     def zeros(cls, config: BAPOConfig, device=None) -> ClipStatistics:
         """The statistics of no tokens."""
         # n grid points make n + 1 buckets; negative tokens have one more, for those whose gradient the dual clip takes.
-        buckets = (config.upper_steps + 2) + (config.lower_steps + 3)
+        buckets = (config.lower_steps + 3) + (config.upper_steps + 2)
         return cls(torch.zeros(3 * buckets + TOTALS + COUNTS, dtype=torch.float64, device=device), config)
 
     @property
     def sums(self) -> Tensor:
-        """``(3, upper buckets + lower buckets)``, a view."""
+        """``(3, buckets)``, a view: along ``-c_low`` and then along ``c_high``, as ``_bucket_edges`` says."""
         return self.vector[: -TOTALS - COUNTS].view(3, -1)
 
     @property
     def positive(self) -> Tensor:
         """Sums of the tokens with A > 0. In bucket b the ratio is at or above b points of the grid of ``c_high``."""
-        return self.sums[:, : self.config.upper_steps + 2]
+        return self.sums[:, self.config.lower_steps + 3 :]
 
     @property
     def negative(self) -> Tensor:
         """Sums of the tokens with A < 0. In bucket b the ratio is above b points of ``c_low``; the last: dual clip."""
-        return self.sums[:, self.config.upper_steps + 2 :]
+        return self.sums[:, : self.config.lower_steps + 3].flip(1)
 
     @property
     def totals(self) -> Tensor:
@@ -133,17 +133,22 @@ def collect_clip_statistics(
     check_inputs(clip_ratio_c, **tensors)
     device = log_prob.device
     statistics = ClipStatistics.zeros(config, device)
-    upper_edges, lower_edges = grid(config, "upper", device), grid(config, "lower", device)
-    # The last bucket is r >= clip_ratio_c, that is r > the number just below it.
-    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
-    lower_edges = torch.cat([lower_edges, lower_edges.new_full((1,), dual_clip)])
+    edges = _bucket_edges(config, clip_ratio_c, device)
     rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // max(1, log_prob.shape[1]))
     for chunk in zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True):
-        _add_chunk(statistics, upper_edges, lower_edges, *chunk)
+        _add_chunk(statistics, edges, *chunk)
     return statistics
 
 
-def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, advantages, mask):
+def _bucket_edges(config, clip_ratio_c, device):
+    # Of a token's ratio with the sign of its advantage: -dual clip, -c_low from its maximum on, 0, c_high.
+    # r >= clip_ratio_c is r > the number just below it.
+    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
+    lower, upper = grid(config, "lower", device), grid(config, "upper", device)
+    return torch.cat([lower.new_full((1,), -dual_clip), -lower.flip(0), lower.new_zeros(1), upper])
+
+
+def _add_chunk(statistics, edges, old_log_prob, log_prob, advantages, mask):
     """Add whole responses, ``(rows, T)``, to the statistics in place."""
     # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
     mask = mask.bool()
@@ -162,12 +167,11 @@ def _add_chunk(statistics, upper_edges, lower_edges, old_log_prob, log_prob, adv
     # Dot products of clamped planes: comparisons and torch.where would cost as much as all the rest.
     unbounded = advantages.clamp(max=0).dot(torch.threshold(ratio, UNBOUNDED, 0.0)).neg()
     masked = mask.numel() - counts[0]  # of ratio 1
-    sums = torch.stack([ratio.sum() - masked, ratio.dot(ratio) - masked, weight.dot(ratio), unbounded])
-    statistics.totals.add_(sums)
+    totals = torch.stack([ratio.sum() - masked, ratio.dot(ratio) - masked, weight.dot(ratio), unbounded])
+    statistics.totals.add_(totals)
     if statistics.config.token_weight == "rollout_prob":
         weight = weight * old_log_prob.double().exp()
 
-    upper_bucket = torch.bucketize(ratio, upper_edges, right=True)  # number of edges <= r
-    lower_bucket = torch.bucketize(ratio, lower_edges)  # number of edges < r
-    bucket = torch.where(advantages > 0, upper_bucket, len(upper_edges) + 1 + lower_bucket)
-    statistics.sums.index_add_(1, bucket, torch.stack([weight, weight * ratio, counted]))
+    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True)  # number of edges at or below
+    for sums, plane in zip(statistics.sums, (weight, weight * ratio, counted), strict=True):
+        sums.scatter_add_(0, bucket, plane)

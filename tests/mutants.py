@@ -42,8 +42,9 @@ MUTANTS = {
         ("len({tensor.shape for tensor in tensors.values()}) > 1", "False"),
     ],
     "bapo/statistics.py": [
-        ("upper_edges, right=True)", "upper_edges)"),
-        ("torch.bucketize(ratio, lower_edges)", "torch.bucketize(ratio, lower_edges, right=True)"),
+        ("edges, right=True)", "edges)"),
+        ("ratio.copysign(advantages)", "ratio"),
+        ("-lower.flip(0)", "-lower"),
         ("math.nextafter(clip_ratio_c, 0)", "clip_ratio_c"),
         ("math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)", "math.inf"),
         ("weight * old_log_prob.double().exp()", "weight * old_log_prob.exp()"),
@@ -58,9 +59,9 @@ MUTANTS = {
         ("        other.check_config(self.config)\n", ""),
         (".split(rows) for tensor", ".split(rows)[:1] for tensor"),
         ("for signed in (advantages, -advantages)", "for signed in (-advantages, advantages)"),
-        ("torch.stack([weight, weight * ratio, counted])", "torch.stack([weight, weight * ratio, counted]).float()"),
+        ("(weight, weight * ratio, counted)", "(weight, (weight * ratio).float().double(), counted)"),
         ("(mask, *unusable, ", "(mask, unusable[0], unusable[1], unusable[1], "),
-        ("torch.where(advantages > 0, upper", "torch.where(advantages < 0, upper"),
+        ("ratio.copysign(advantages)", "ratio.copysign(-advantages)"),
     ],
     "bapo/search.py": [
         ("positive_below[WAR] + high * positive_above[WA]", "positive_below[WA] + high * positive_above[WA]"),
@@ -105,7 +106,7 @@ MUTANTS = {
     "bapo/loss.py": [
         ("x.dot(r) * ry.sum() / total - x.dot(ry)", "-x.dot(ry)"),
         ("r.sum() - (mask.numel() - tokens)", "r.sum()"),
-        ("token_loss.masked_fill(is_clipped, 0)", "token_loss"),
+        ("torch.where(is_clipped, 0, token_loss)", "token_loss"),
         ("floor = torch.where(negative, low, 0.0)", "floor = torch.where(negative, 0.0, low)"),
         ("math.inf if clip_ratio_c is None else clip_ratio_c, high)", "math.inf, high)"),
         (
