@@ -46,7 +46,6 @@ def seconds_of(call, repeats):
 def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
     """Seconds of the parts of one update of one model, with responses of up to ``longest`` tokens."""
     from recipe.bapo.example.task import make_task
-    from verl.utils import tensordict_utils as tu
 
     task = Path(folder) / f"{layers}x{hidden}"
     make_task(task, steps=3, layers=layers, hidden=hidden, seed=1)
@@ -59,6 +58,8 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
         port=free_port(),
         platform=platform,
     )
+    from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
+
     data = make_mini_batch(actor, seed=1, rows=ROWS, longest=longest)
     actor._set_defaults(data)
 
