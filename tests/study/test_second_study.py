@@ -94,3 +94,32 @@ def test_the_claims(frame):
     a = frame[(frame["map"] == "A") & (frame["optimizer"] == "sgd") & (frame["task"] == "chain")]
     fails = a[a["method"] == "grpo"].groupby("staleness")["failed"].mean()
     assert fails[32] > max(fails[8], fails[128])
+
+
+# Rows of the guide's table in docs/configuration.md.
+GUIDE = {
+    "GRPO, [0.8, 1.2]": "grpo",
+    **{f"BAPO, target {target}": f"bapo@{target}" for target in (0.35, 0.4, 0.45, 0.5)},
+    "[0.9, 3.0]": "widest",
+    "target 0.4, `gradient`": "bapo_gradient@0.4",
+    "target 0.5, `gradient`": "bapo_gradient@0.5",
+    "target 0.4, `c_high` fixed at 1.2": "bapo@0.4,ratio_upper_max=1.2",
+    "target 0.4, `c_low` fixed at 0.8": "bapo@0.4,ratio_lower_start=0.8,ratio_lower_max=0.8",
+    "target 0.4, ranges 0.8 to 0.9 and 1.2 to 2.0": "paper_octothinker@0.4",
+}
+
+
+def test_the_guide(frame):
+    page = PAGE.with_name("configuration.md").read_text()
+    text = " ".join(page.split())
+    rows = analysis.of_map(frame, "ablation", "chain")
+    rows = rows[np.isclose(rows["learning_rate"], 0.016)]
+    assert (rows.groupby("method").size() == 40).all() and rows["failed"].mean() < 0.01
+    means = rows.groupby("method")[["mean_reward", "entropy", "at_once", "on_the_way", "rho_start"]].mean()
+    for name, method in GUIDE.items():
+        row = means.loc[method]
+        shares = (f"{row.at_once:.2f}", f"{row.on_the_way:.2f}") if row.notna().all() else ("-", "-")
+        assert f"| {name} | {row.mean_reward:.3f} | {row.entropy:.2f} | {' | '.join(shares)} |" in page
+    assert f"0.35 ends {means.entropy['bapo@0.35'] - means.entropy['bapo@0.5']:.2f} nats above 0.5" in text
+    starts = means.rho_start["bapo@0.4"], means.rho_start["bapo_gradient@0.4"]
+    assert f"rho starts at {starts[0]:.2f} by value and at {starts[1]:.2f} by gradient" in text
