@@ -194,6 +194,13 @@ def means_table(frame: pd.DataFrame) -> list[str]:
     return markdown(["method", *COLUMNS], lines)
 
 
+def means_in_words(frame: pd.DataFrame, measure: str, form: str = "{:.2f}") -> str:
+    """The mean of a measure of the methods of the primary tests, those that the rows have."""
+    means = frame.groupby("method")[measure].mean()
+    methods = [method for method in ("grpo", "widest", "bapo@0.4") if method in means]
+    return ", ".join(f"{LABELS[method]} {form.format(means[method])}" for method in methods)
+
+
 def control_line(frame: pd.DataFrame) -> str:
     """Whether all methods end with the same weights where every sample is new."""
     rows = frame[(frame["map"] == "control") & (frame["task"] == "chain")]

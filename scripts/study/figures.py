@@ -12,7 +12,16 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 
-from scripts.study.analysis import LABELS, MAP_NAMES, PANEL, in_order, panel_name  # noqa: E402
+from scripts.study.analysis import (  # noqa: E402
+    LABELS,
+    MAP_NAMES,
+    PANEL,
+    TESTS,
+    in_order,
+    means_in_words,
+    panel_name,
+    primary_tests,
+)
 from scripts.study.measures import PATH_PARTS, POINTS  # noqa: E402
 
 STALENESS_NAMES = {"block": "updates a rollout", "epochs": "epochs", "delay": "updates of delay", "partial": "updates"}
@@ -91,10 +100,49 @@ def draw_maps(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
             draw_map(
                 rows, "failed", f"{about}\nshare of {seeds} seeds that fail", folder / f"failing-{name}.png", (0, 1)
             )
-            drawn.append((f"failing-{name}", f"{about}. Share of {seeds} seeds that fail; darker is worse."))
+            means = means_in_words(rows, "failed")
+            drawn.append(
+                (f"failing-{name}", f"{about}. Share of {seeds} seeds that fail; darker is worse. Mean: {means}.")
+            )
         draw_map(rows, "mean_reward", f"{about}\nmean reward over training", folder / f"speed-{name}.png", (1, 0.2))
-        drawn.append((f"speed-{name}", f"{about}. Mean reward over training; darker is slower."))
+        means = means_in_words(rows, "mean_reward", "{:.3f}")
+        drawn.append((f"speed-{name}", f"{about}. Mean reward over training; darker is slower. Mean: {means}."))
     return drawn
+
+
+def draw_summary(frame: pd.DataFrame, path: Path) -> None:
+    """The primary tests as differences, filled where p < 0.05, and what the dual clip does to failures in map A."""
+    entries = primary_tests(frame)
+    maps = list(dict.fromkeys(entry["map"] for entry in entries))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), constrained_layout=True, width_ratios=[1, 1, 0.9])
+    for axis, kind in zip(axes, ("reward", "failing"), strict=False):
+        for shift, (method, other) in zip((-0.15, 0.15), TESTS, strict=True):
+            colour, _, marker = LINES[other]
+            label = f"{LABELS[method]} minus {LABELS[other]}"
+            for entry in (entry for entry in entries if entry["other"] == other and entry[kind]):
+                place, test = maps.index(entry["map"]) + shift, entry[kind]
+                face = colour if test["p"] < 0.05 else "white"
+                axis.plot([0, test["difference"]], [place, place], color=colour, linewidth=2)
+                axis.plot(test["difference"], place, marker, color=colour, markerfacecolor=face, markersize=10)
+            axis.plot([], [], marker, color=colour, markersize=10, label=label)
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_yticks(range(len(maps)), maps if axis is axes[0] else [])
+        axis.set_ylim(len(maps) - 0.5, -0.5)
+        axis.locator_params(axis="x", nbins=5)
+    protected = frame[frame["map"] == "A"].groupby(["method", "dual_clip"])["failed"].mean().unstack()
+    methods = [method for method in ("grpo", "widest", "bapo@0.4") if method in protected.index]
+    for number, clip in enumerate(protected.columns):
+        place = np.arange(len(methods)) + 0.4 * (number - 0.5)
+        name = f"map A, dual clip {clip:g}" if clip else "map A, no dual clip"
+        colour, hatch = (("#E69F00", ""), ("#444444", "//"))[number]
+        bars = axes[2].bar(
+            place, protected.loc[methods, clip], 0.4, color=colour, hatch=hatch, edgecolor="white", label=name
+        )
+        axes[2].bar_label(bars, fmt="%.3f", fontsize=TICK)
+    axes[2].margins(y=0.1)
+    axes[2].set_xticks(range(len(methods)), [LABELS[method].replace(" [", "\n[") for method in methods])
+    titles = ["mean reward (right: BAPO is faster)", "share that fails (left: BAPO is safer)", "share that fails"]
+    finish(figure, axes, titles, "BAPO 0.4 against GRPO and against fixed wide bounds; filled: p < 0.05", path)
 
 
 def course(axis, rows: pd.DataFrame, series: str, label: str, line: tuple, log: bool = False) -> None:

@@ -41,13 +41,36 @@ def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
     title = "Partial rollout (the paper's Figure 12)"
     figures.curves(c, ["grpo", "widest", "bapo@0.4"], reward, title, folder / "figure12.png")
     band = "Median over seeds, band between quartiles."
+    grpo = b[b["method"] == "grpo"].groupby("staleness")[["final_reward", "entropy"]].mean()
+    breaking = "; ".join(
+        f"{n} epochs: reward {row.final_reward:.2f}, {row.entropy:.2f} nats" for n, row in grpo.iterrows()
+    )
+    fixed = stale.groupby("method")[["final_reward", "entropy"]].mean()
+    fixed_ends = "; ".join(
+        f"{analysis.LABELS[name]}: reward {fixed.final_reward[name]:.2f}, {fixed.entropy[name]:.2f} nats"
+        for name in bounds
+        if name in fixed.index
+    )
+    ends = stale[stale["method"] == "bapo@0.4"][["at_once", "on_the_way", "out_of_reach"]].mean()
+    stops = ", ".join(f"{value:.2f} {name.replace('_', ' ')}" for name, value in ends.items())
+    words = analysis.means_in_words
     return [
-        ("figure2", f"{at}: GRPO by epochs. {band}"),
-        ("figure7", f"{at}, 16 epochs: fixed bounds. {band}"),
-        ("figure8", f"{at}, 16 epochs: mean bounds, and where their searches ended. {band}"),
-        ("figure9", f"{at}, 16 epochs: rho over training, between runs. {band}"),
-        ("figure11", f"{at}: methods by epochs. Means over seeds."),
-        ("figure12", f"Partial rollout over {int(c['staleness'].max())} updates, AdamW {rates[0]:g}. {band}"),
+        ("figure2", f"{at}: GRPO by epochs. {band} At the end: {breaking}."),
+        ("figure7", f"{at}, 16 epochs: fixed bounds. {band} At the end: {fixed_ends}."),
+        (
+            "figure8",
+            f"{at}, 16 epochs: mean bounds, and where their searches ended. {band} BAPO 0.4 by value: {stops}.",
+        ),
+        (
+            "figure9",
+            f"{at}, 16 epochs: rho over training, between runs. {band} Mean: {words(stale, 'rho_value', '{:.3f}')}.",
+        ),
+        ("figure11", f"{at}: methods by epochs. Means over seeds. Final reward: {words(b, 'final_reward', '{:.3f}')}."),
+        (
+            "figure12",
+            f"Partial rollout over {int(c['staleness'].max())} updates, AdamW {rates[0]:g}. {band} Mean reward: "
+            f"{words(c, 'mean_reward', '{:.3f}')}.",
+        ),
     ]
 
 
@@ -76,7 +99,7 @@ def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]], unfinished: 
             lines += [f"### Map {name}: means", "", *analysis.means_table(rows)]
     lines += ["### Pictures", ""]
     for name, caption in pictures:
-        lines += [f"![{caption}](results/{name}.png)", "", caption, ""]
+        lines += [f"![{caption.split('. ')[0]}](results/{name}.png)", "", caption, ""]
     return "\n".join([*lines, END])
 
 
@@ -86,6 +109,7 @@ def report(table: Path = TABLE, page: Path = PAGE, folder: Path = RESULTS) -> No
         print(f"{table} is not there: nothing to report.")
         return
     frame, unfinished = without_unfinished(analysis.read_table(table))
+    figures.draw_summary(frame, folder / "summary.png")
     pictures = [*figures.draw_maps(frame, folder), *paper_figures(frame, folder)]
     before, rest = page.read_text().split(BEGIN)
     page.write_text(before + generated(frame, pictures, unfinished) + rest.split(END, 1)[1])
