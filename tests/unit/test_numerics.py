@@ -37,7 +37,7 @@ def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16))
     return [torch.where(mask, seen, unseen) for seen, unseen in zip(visible, hidden, strict=True)] + [mask]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(extreme_batches(), configs())
 def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
     found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP).read()
@@ -49,7 +49,7 @@ def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
     assert found["saturated"] in (0, 1) and 0 <= found["search_steps"] <= config.upper_steps + config.lower_steps
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(extreme_batches(), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
 def test_the_loss_and_its_gradient_are_finite(batch, bounds):
     old, log_prob, advantages, mask = batch
@@ -62,7 +62,7 @@ def test_the_loss_and_its_gradient_are_finite(batch, bounds):
     assert result.ppo_kl.isfinite()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(extreme_batches(), st.data())
 def test_a_bad_token_is_the_named_error(batch, data):
     mask = batch[3]
@@ -76,7 +76,7 @@ def test_a_bad_token_is_the_named_error(batch, data):
         bounds.read()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([None, 1.5, DUAL_CLIP]), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
 def test_the_gradient_is_that_of_finite_differences(seed, clip_ratio_c, bounds):
     generator = torch.Generator().manual_seed(seed)

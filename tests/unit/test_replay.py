@@ -15,7 +15,7 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import about_dump, read_dump, write_dump
-from recipe.bapo.replay import picture, report_on
+from recipe.bapo.replay import main, picture, report_on
 from recipe.bapo.report.measure import DEFINITIONS, measure, outcomes, search
 
 CONFIG = BAPOConfig(positive_contribution_target=0.45)
@@ -185,7 +185,9 @@ def test_the_picture_shows_the_shares_by_target(tmp_path):
         (lambda folder: dump(folder, (1,)), ["--html", "/no/folder/a.html"], "there is no folder /no/folder"),
     ],
 )
-def test_bad_input_is_named(tmp_path, make, arguments, message):
+def test_bad_input_is_named(tmp_path, monkeypatch, capsys, make, arguments, message):
     make(tmp_path)
-    run = run_replay(tmp_path, *arguments)
-    assert run.returncode == 1 and message in run.stderr and "Traceback" not in run.stderr
+    monkeypatch.setattr(sys, "argv", ["replay", str(tmp_path), *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1 and message in capsys.readouterr().err

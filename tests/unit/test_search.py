@@ -92,7 +92,7 @@ def test_a_dual_clip_that_is_not_above_1_is_refused(clip_ratio_c):
         find_clip_bounds(*make_batch(0), BAPOConfig(), clip_ratio_c=clip_ratio_c)
 
 
-@settings(max_examples=3000)
+@settings(max_examples=30 * settings.default.max_examples)
 @given(configs(), st.integers(0, 2**31), st.sampled_from([0.0, 0.1, 0.7, 3.0]), st.sampled_from([None, 1.5, 3.0]))
 def test_the_search_is_algorithm_1(config, seed, spread, clip_ratio_c):
     batch = make_batch(seed, spread=spread)
@@ -105,7 +105,7 @@ def test_the_search_is_algorithm_1(config, seed, spread, clip_ratio_c):
     assert bounds.low.dtype == bounds.high.dtype == torch.float64
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(configs(), st.integers(0, 2**31))
 def test_the_grids_are_python_arithmetic(config, seed):
     for side in ("upper", "lower"):
@@ -296,7 +296,7 @@ def test_one_collection_serves_every_target_measure_and_order():
     assert search_clip_bounds(statistics, other).read() == find_clip_bounds(*batch, other).read()
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(configs(), st.integers(0, 2**31), st.integers(1, 7), st.randoms())
 def test_bounds_do_not_depend_on_the_cut_or_the_order(config, seed, pieces, random):
     batch = make_batch(seed, rows=7)
