@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break the code in one place at a time and see that a test fails: ``.venv/bin/python tests/mutants.py``.
 
-Run by hand before a release, on a quiet machine (an hour), or with FILES alone. Each mutant is made in a copy of what
-git has; the table that is printed goes to docs/reliability.md. Exit code 1 if a mutant survives.
+Run by hand before a release, on a quiet machine (an hour or two), or with FILES alone. Each mutant is made in a copy of
+what git has, two at a time; the table that is printed goes to docs/reliability.md. Exit code 1 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
+AT_A_TIME = 2
 CORE = "tests/unit/test_search.py tests/unit/test_loss.py tests/unit/test_golden.py tests/unit/test_numerics.py"
+REPORT = "tests/unit/test_report.py tests/unit/test_replay.py"
+CHECKS = " ".join(f"tests/unit/test_checks_{part}.py" for part in ("config", "inputs", "machine", "gpu"))
 TESTS = {
     "bapo/ratio.py": CORE,
     "bapo/statistics.py": f"{CORE} tests/unit/test_distributed.py",
@@ -28,6 +33,15 @@ TESTS = {
     "recipe/bapo/trainer.py": "tests/unit/test_trainer.py",
     "recipe/bapo/prepare_data.py": "tests/unit/test_prepare_data.py",
     "recipe/bapo/records/validation.py": "tests/unit/test_validation.py",
+    "recipe/bapo/records/tokens.py": REPORT,
+    "recipe/bapo/report/measure.py": REPORT,
+    "recipe/bapo/report/facts.py": REPORT,
+    "recipe/bapo/replay.py": REPORT,
+    "recipe/bapo/checks/config.py": CHECKS,
+    "recipe/bapo/checks/inputs.py": CHECKS,
+    "recipe/bapo/checks/machine.py": CHECKS,
+    "recipe/bapo/checks/size.py": CHECKS,
+    "recipe/bapo/checks/other_runs.py": CHECKS,
 }
 MUTANTS = {
     "bapo/ratio.py": [
@@ -175,6 +189,195 @@ MUTANTS = {
         ("min(passes)", "max(passes)"),
         ("zip(*problems.values(), strict=False)", "problems.values()"),
     ],
+    "recipe/bapo/records/tokens.py": [
+        ("[mask].float()", "[mask].bfloat16().float()"),
+        ("(old_log_prob, log_prob, advantages), strict=True))", "(log_prob, old_log_prob, advantages), strict=True))"),
+        ("if its_kind != first[1]:", "if False:"),
+        ("if sequences < wanted:", "if False:"),
+        ("if not found:", "if False:"),
+        ("if any(folder.glob(pattern)):", "if False:"),
+        ("if len(set(shapes.values())) > 1:", "if False:"),
+        ("if unusable:", "if False:"),
+        ('found["log_prob"]):\n', 'found["log_prob"]) + 1e9:\n'),
+        ("tensors[name][mask].flatten()", "tensors[name].flatten()"),
+        ('int(metadata.get("dp_size", 1)) >= wanted', "1 >= wanted"),
+    ],
+    "recipe/bapo/report/measure.py": [
+        ("self.ratio**2 / (self.tokens * self.ratio_squared)", "self.ratio**2 / self.ratio_squared"),
+        ("0.95], dtype=torch.float64) * tokens", "0.90], dtype=torch.float64) * tokens"),
+        ("(values[at] / counts[at])", "(values[at] / tokens)"),
+        ("POSITIVE if advantage > 0 else NEGATIVE", "NEGATIVE if advantage > 0 else POSITIVE"),
+        ("if 2 * below >= sequences:", "if below >= sequences:"),
+        ("sums_so_far + more", "more"),
+        ('rows[2] * tokens["rollout_is_weights"][part]', "rows[2]"),
+        ("sums_so_far.config, clip_ratio_c)", "sums_so_far.config)"),
+        ("planted = torch.stack([counted, size, size * ratio])", "planted = torch.stack([counted, size, size])"),
+        ("(1 - counted).sum()", "counted.sum()"),
+        ("torch.where(advantages < 0, ratio, 0).max()", "ratio.max()"),
+        ("away = (sign * 2 - 1) * log_ratio > 0", "away = (sign * 2 - 1) * log_ratio < 0"),
+        ("values <= M2PO_THRESHOLD * counts", "values <= counts"),
+        ("found.probability.add(old[chosen].exp(), group)", "found.probability.add(log_prob[chosen].exp(), group)"),
+        ('int(tokens.get("trainer_version", newest)) - ', "newest - "),
+        ("planted * (ages == age)", "planted"),
+        ("at_once, on_the_way = stopped", "on_the_way, at_once = stopped"),
+        ("range(0, len(planes[0]), CHUNK)", "range(0, len(planes[0]) - CHUNK, CHUNK)"),
+    ],
+    "recipe/bapo/report/facts.py": [
+        ("clip_ratio_c < 1e6", "clip_ratio_c < 2"),
+        ("any_of & ~first, ~any_of", "any_of, ~any_of"),
+        ('fmean(of_target["low"])', 'fmean(of_target["high"])'),
+        ('(("from", min), ("to", max))', '(("from", max), ("to", min))'),
+        ('"with": [update.corrected', '"with": [update.statistics["uniform"]'),
+        ("negative[EDGES.index(edge) + 1 :]", "negative[EDGES.index(edge) :]"),
+        ("_share(part[:, WAR].sum(), size)", "_share(part[:, WAR].sum(), negative[:, WAR].sum())"),
+        ("max(update.largest_negative", "min(update.largest_negative"),
+        ("taken[sign] += total[sign, buckets]", "taken[sign] += total[1 - sign, buckets]"),
+        (
+            "parts.append((POSITIVE, slice(EDGES.index(high) + 1, None)))",
+            "parts.append((POSITIVE, slice(EDGES.index(high), None)))",
+        ),
+        ("clipped(0.8, 1.28)", "clipped(0.8, 1.2)"),
+        ("clipped(None, None, DUAL_CLIP)", "clipped(None, None, 10.0)"),
+        ("high_of_negative=1.2, low_of_positive=0.8", "high_of_negative=1.2"),
+        ("above_1, WAR].sum() - total[NEGATIVE, above_1, WA].sum()", "above_1, WAR].sum()"),
+        ("_by_search([update.own for", "_by_search([update.statistics for"),
+        ("sums.positive[:, high.index(high_bound) + 1 :]", "sums.positive[:, high.index(high_bound) :]"),
+        ("sums.negative[:, : low.index(low_bound) + 1]", "sums.negative[:, : low.index(low_bound)]"),
+        ("counts[POSITIVE, EDGES.index(1.2) + 1 :].sum() + counts", "counts"),
+        ("index % per_batch if", "index // per_batch if"),
+        ("if after > 2 * before:", "if after < 2 * before:"),
+        ("if on_the_way[best] < 0.005:", "if on_the_way[best] < 0.5:"),
+        ("on_the_way[best] >= MATTERS", "on_the_way[best] < MATTERS"),
+        ("own or next(row for row", "next(row for row"),
+    ],
+    "recipe/bapo/replay.py": [
+        ("searches = own is not None and own.lower_steps + own.upper_steps > 0", "searches = own is not None"),
+        ("replace(own if searches else BAPOConfig(), **(ranges or {}))", "own if searches else BAPOConfig()"),
+        ("        replace(config, positive_contribution_target=target)\n", "        pass\n"),
+        ('float(about.get("clip_ratio_c", VERLS_CLIP_RATIO_C))', "VERLS_CLIP_RATIO_C"),
+        ("updates_per_rollout_batch is not None and updates_per_rollout_batch < 1", "False"),
+        ("if not path.absolute().parent.is_dir():", "if False:"),
+        (
+            '(curve["at_once"], curve["on_the_way"], curve["never"])',
+            '(curve["never"], curve["on_the_way"], curve["at_once"])',
+        ),
+        ('f"{row[side]:.3f}" for side in ("c_low", "c_high")', 'f"{row[side]:.3f}" for side in ("c_high", "c_low")'),
+    ],
+    "recipe/bapo/checks/config.py": [
+        ("value not in ENGINES", "True"),
+        (
+            '("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2").__contains__, "fsdp or fsdp2")',
+            '("actor_rollout_ref.actor.strategy", bool, "")',
+        ),
+        ('("trainer.use_v1", bool,', '("trainer.use_v1", lambda _: True,'),
+        ("modes.__contains__", "bool"),
+        ('lambda backend: backend != "naive"', "bool"),
+        ("lambda size: size == batch", "bool"),
+        ("lambda factor: any_width or factor is not None", "lambda factor: True"),
+        ("isinstance(value, int | float) and value > 1,", "isinstance(value, int | float) and value > 0,"),
+        ("refuse_earlier(Path(actor.policy_loss.token_dump_dir))", "pass"),
+        ("not isinstance(value, bool) and value > 0", "value > 0"),
+        ("if sizes[0] > 1 else", "if sizes[0] > 0 else"),
+        ("ranks_of(config) == 1 and not actor", "not actor"),
+        ("// max(1, sequence_parallel(config)[1])", ""),
+        ("    _check_tokens(config)\n", ""),
+        ("lambda dynamic: dynamic == actor.use_dynamic_bsz", "lambda dynamic: True"),
+        ("least = -(-longest // parallel)", "least = longest // parallel"),
+        ("(limit or 0) >= least", "(limit or 0) > least"),
+        ("(field, lambda size: gpus % size == 0,", "(field, lambda size: True,"),
+        (
+            '(field, lambda size: heads % size == 0, f"a divisor of the model\'s {heads} attention heads"),\n        (',
+            "(",
+        ),
+        ("groups % size == 0 or size % groups == 0", "groups % size == 0"),
+        ("pool % (size * copies) == 0", "pool % size == 0"),
+        ("node % size == 0 or size % node == 0", "True"),
+        ("pools.append((rollout.nnodes", "print((rollout.nnodes"),
+        ("    if whole % part:\n", "    if False:\n"),
+        ("if ignored:", "if False:"),
+        ('!= "sync" and not bypass:', '!= "sync":'),
+        ("if bypass and clip > NO_DUAL_CLIP:", "if clip > NO_DUAL_CLIP:"),
+        ("updates = batch // mini * actor.ppo_epochs", "updates = batch // mini"),
+        ("need_reference_policy(config), need_critic(config))", "need_reference_policy(config), True)"),
+    ],
+    "recipe/bapo/checks/inputs.py": [
+        ("if tokenizer.eos_token_id is None:", "if False:"),
+        ("if tokenizer.chat_template is None and not", "if not"),
+        ("if highest >= vocabulary:", "if highest > vocabulary:"),
+        ("wanted > positions", "wanted >= positions"),
+        ('(model.get("override_config") or {}).get("max_position_embeddings", positions)', "positions"),
+        ("rows - len(prompts)", "len(prompts) - rows"),
+        ('self.ground_truth is None and self.style in (None, "rule")', "self.ground_truth is None"),
+        ("    if missing:\n", "    if False:\n"),
+        ("    if not rows:\n", "    if False:\n"),
+        ('{**row, "prompt": row[key]}', "row"),
+        ("len(text.encode()) + 64 <= limit", "len(text) <= limit"),
+        ("        if length > limit:\n", "        if length > 2 * limit:\n"),
+        ("add_generation_prompt=True", "add_generation_prompt=False"),
+        ("if name not in other and (", "if False and ("),
+        ('(*(folder / "actor").glob("*.pt"), folder / "data.pt")', '(folder / "actor").glob("*.pt")'),
+        ("not zipfile.is_zipfile(file)", "False"),
+        ('if "global_step_" not in folder.name or not folder.is_dir():', "if False:"),
+    ],
+    "recipe/bapo/checks/machine.py": [
+        ("not in ((3, 11), (3, 12))", "not in ((3, 11), (3, 12), (3, 10))"),
+        ('if found != f"verl {VERL}":', "if False:"),
+        ("    if entry_point is None:\n", "    if False:\n"),
+        ("if parallel > 1 and attention not in", "if parallel > 8 and attention not in"),
+        ('if precision in ("fp32", "float32"):', "if True:"),
+        ('attention == "flash_attention_2" and not installed', "False"),
+        ("actor.use_dynamic_bsz and not model.use_remove_padding", "False"),
+        ("            if not named:  # CUDA ignores this one and those after it\n                break\n", ""),
+        ("row[1].startswith(name)", "row[1] == name"),
+        ("float(mebibytes) / 1024", "float(mebibytes) / 1000"),
+        ("wanted += config.actor_rollout_ref.rollout.n_gpus_per_node", "pass"),
+        ("        if listed:\n", "        if False:\n"),
+        ("if not joins_a_cluster(config):", "if False:"),
+        ("    if there < wanted:\n", "    if there < wanted - 1:\n"),
+        ("if free < 1 and not on_cpu(config):", "if False:"),
+        ("    if free < 1:\n", "    if False:\n"),
+    ],
+    "recipe/bapo/checks/size.py": [
+        ("return width, width * trained, 2 * width * trained", "return width, width * trained, width * trained"),
+        ("lora_rank or 0) <= 0", "lora_rank or 0) < 0"),
+        ("group if 0 < group < ranks else ranks", "ranks"),
+        ('if fsdp.offload_policy and actor.strategy == "fsdp2":', "if fsdp.offload_policy:"),
+        ("kept = 0.0 if fsdp.optimizer_offload else adamw", "kept = adamw"),
+        ("asleep = 0.0 if rollout.free_cache_engine else serving", "asleep = 0.0"),
+        ("2 * tokens * model.layers * model.hidden / GIB", "tokens * model.layers * model.hidden / GIB"),
+        ("0.0 if fsdp.param_offload else weights", "weights"),
+        ('        del phases["log-probs"]\n', "        pass\n"),
+        ("longest * number // sequence_parallel(config)[1]", "longest * number"),
+        ("if config.actor_rollout_ref.model.use_fused_kernels:", "if False:"),
+        ("1 + (config.actor_rollout_ref.rollout.temperature != 1)", "1"),
+        ("        planes += 2  # the entropy's", "        planes += 1  # the entropy's"),
+        ("        planes += 1  # the gradient\n", ""),
+        ("planes += 2 * (attention", "planes += 1 * (attention"),
+        ("return 2 * planes * tokens", "return 4 * planes * tokens"),
+        ("free = total - used", "free = total"),
+        ("        if size > free:\n", "        if size > total:\n"),
+        ("if left < TIGHT * total:", "if False:"),
+        ("if served > share * total:", "if served > total:"),
+        ("width * model.weights / devices / GIB", "width * model.weights / GIB"),
+        ("(ranks if model.tied else 1)", "ranks"),
+        ("needed, there = max(offloaded, loaded)", "needed, there = min(offloaded, loaded)"),
+        ("weights * fsdp.param_offload + adamw * fsdp.optimizer_offload", "weights * fsdp.param_offload"),
+        ("min(megabytes << 20, all_weights)", "megabytes << 20"),
+        ("largest > megabytes << 20", "False"),
+        (
+            "(weight + adamw) * model_of(config).weights * ((kept or 1) + 1)",
+            "(weight + adamw) * model_of(config).weights * (kept or 1)",
+        ),
+        ("    if kept is None:\n", "    if False:\n"),
+        ("not existing.is_dir() or not os.access(existing, os.W_OK)", "False"),
+    ],
+    "recipe/bapo/checks/other_runs.py": [
+        ('not in ("", "local") or config.trainer.nnodes > 1', 'not in ("", "local")'),
+        ("if claim is None or others:", "if claim is None:"),
+        ("if claim is None or others:", "if others:"),
+        ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+        ('.get("VERL_RAY_JOB_ID") == FIRST_JOB', '.get("VERL_RAY_JOB_ID")'),
+    ],
 }
 
 
@@ -208,12 +411,21 @@ def main():
     if unknown := set(files) - set(MUTANTS):
         parser.error(f"no mutants of {', '.join(sorted(unknown))}: choose from {', '.join(MUTANTS)}")
     chosen = [(file, *mutant) for file in files for mutant in MUTANTS[file]]
-    survivors = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy_of_the_repository(Path(folder))
-        for mutant in tqdm(chosen, unit=" mutants"):
-            if survives(Path(folder), *mutant):
-                survivors.append(mutant)
+    copies: SimpleQueue[Path] = SimpleQueue()
+
+    def try_one(mutant):
+        folder = copies.get()
+        try:
+            return survives(folder, *mutant)
+        finally:
+            copies.put(folder)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_A_TIME) as pool:
+        for number in range(AT_A_TIME):
+            copies.put(Path(folder, str(number)))
+            copy_of_the_repository(Path(folder, str(number)))
+        lived = list(tqdm(pool.map(try_one, chosen), total=len(chosen), unit=" mutants"))
+    survivors = [mutant for mutant, one in zip(chosen, lived, strict=True) if one]
     made, left = (Counter(file for file, *_ in mutants) for mutants in (chosen, survivors))
     print("| file | mutants | killed |\n|---|---|---|")
     for file, count in made.items():

@@ -13,7 +13,7 @@ from scripts.study.plan import RATES, RESULTS, ROOT, TABLE, cells
 PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- made by scripts/study/report.py: begin -->", "<!-- made by scripts/study/report.py: end -->"
 CLIPS = {"norm_clip": float, "dual_clip": float}
-MAIN = ["grpo", "high_only", "widest", "bapo@0.4", "bapo_gradient@0.4", "topr", "balance"]
+MAIN = ["grpo", "widest", "bapo@0.4", "topr"]
 
 
 def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
@@ -29,7 +29,7 @@ def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
     c = c[(c["learning_rate"] == rates[0]) & (c["staleness"] == c["staleness"].max())]
     reward = {"reward_series": "reward", "entropy_series": "entropy (nats)"}
     bounds = ["figure7_low", "grpo", "figure7_high"]
-    rho = {"rho_series": "rho at the bounds (value)", "c_high_series": "c_high", **reward}
+    rho = {"rho_series": "rho at the bounds (Eq. 8)", **reward}
     if b.empty or c.empty:
         return []
     at = f"Map B, AdamW {rate:g}, norm clip 1, no dual clip"
@@ -43,7 +43,7 @@ def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
     band = "Median over seeds, band between quartiles."
     grpo = b[b["method"] == "grpo"].groupby("staleness")[["final_reward", "entropy"]].mean()
     breaking = "; ".join(
-        f"{n} epochs: reward {row.final_reward:.2f}, {row.entropy:.2f} nats" for n, row in grpo.iterrows()
+        f"{n} epoch{'s' * (n > 1)}: reward {row.final_reward:.2f}, {row.entropy:.2f} nats" for n, row in grpo.iterrows()
     )
     fixed = stale.groupby("method")[["final_reward", "entropy"]].mean()
     fixed_ends = "; ".join(
@@ -55,17 +55,21 @@ def paper_figures(frame: pd.DataFrame, folder: Path) -> list[tuple[str, str]]:
     stops = ", ".join(f"{value:.2f} {name.replace('_', ' ')}" for name, value in ends.items())
     words = analysis.means_in_words
     return [
-        ("figure2", f"{at}: GRPO by epochs. {band} At the end: {breaking}."),
-        ("figure7", f"{at}, 16 epochs: fixed bounds. {band} At the end: {fixed_ends}."),
+        ("figure2", f"{at}: GRPO by epochs. {band} Mean at the end: {breaking}."),
+        ("figure7", f"{at}, 16 epochs: fixed bounds. {band} Mean at the end: {fixed_ends}."),
         (
             "figure8",
-            f"{at}, 16 epochs: mean bounds, and where their searches ended. {band} BAPO 0.4 by value: {stops}.",
+            f"{at}, 16 epochs: mean bounds, and where their searches ended. {band} BAPO 0.4: {stops}.",
         ),
         (
             "figure9",
             f"{at}, 16 epochs: rho over training, between runs. {band} Mean: {words(stale, 'rho_value', '{:.3f}')}.",
         ),
-        ("figure11", f"{at}: methods by epochs. Means over seeds. Final reward: {words(b, 'final_reward', '{:.3f}')}."),
+        (
+            "figure11",
+            f"{at}: methods by epochs. Means over seeds. Final reward with 16: "
+            f"{words(stale, 'final_reward', '{:.3f}')}.",
+        ),
         (
             "figure12",
             f"Partial rollout over {int(c['staleness'].max())} updates, AdamW {rates[0]:g}. {band} Mean reward: "
@@ -97,7 +101,7 @@ def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]], unfinished: 
         rows = analysis.of_map(frame, map, task)
         if len(rows):
             lines += [f"### Map {name}: means", "", *analysis.means_table(rows)]
-    lines += ["### Pictures", ""]
+    lines += ["### Pictures", "", "A panel in which less than a run in twenty fails has no map of failures.", ""]
     for name, caption in pictures:
         lines += [f"![{caption.split('. ')[0]}](results/{name}.png)", "", caption, ""]
     return "\n".join([*lines, END])
