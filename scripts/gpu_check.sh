@@ -6,7 +6,7 @@
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
 #     1   search and loss against the CPU: torch alone, a minute
 #     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, some minutes
-#     3   the example, whole, then replay: Ray and vLLM; two runs at once where there are two GPUs
+#     3   the example, whole, then replay: Ray and vLLM; two jobs at once where there are two GPUs
 #   --rehearse     on the CPU platform, to try the check itself; says nothing about a GPU
 #   --wheels DIR   for a machine without network: take the Python that is there (BAPO_PYTHON, or python3) and beside what
 #                  it has the wheels in DIR, installed into a temporary folder. What the stages need is listed below.
@@ -17,7 +17,7 @@
 set -euo pipefail
 # Stage 1 needs torch alone. Stage 2 imports these, in the versions of requirements-cuda.txt, beside what comes with
 # PyTorch images (numpy, pandas, pyarrow, psutil, peft, rich and the like); Ray's wheel may lack its jars, rllib, serve,
-# data and tune. Stage 3 needs vLLM and its own requirements as well.
+# data and tune. Stage 3 needs all of requirements-cuda.txt.
 wheels_of_stage_2=(
     annotated-types antlr4-python3-runtime codetiming colorful datasets dill email-validator fastapi
     google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema

@@ -23,7 +23,7 @@ import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from recipe.bapo import config as _resolvers  # noqa: E402, F401
 from recipe.bapo import plugin  # noqa: E402, F401
 from recipe.bapo.checks import table  # noqa: E402
-from recipe.bapo.checks.other_runs import claim_machine, joins_a_cluster  # noqa: E402
+from recipe.bapo.checks.other_runs import WAYS_OUT, claim_machine, joins_a_cluster  # noqa: E402
 from recipe.bapo.records import CONFIG, LOG  # noqa: E402
 from recipe.bapo.records.leftovers import remove_on_every_node  # noqa: E402
 from recipe.bapo.records.messages import tell, wait_to_be_ended  # noqa: E402
@@ -40,7 +40,7 @@ def main(config):
     check(config)
     claim = claim_machine()  # held until this process ends
     if claim is None and not joins_a_cluster(config):
-        give_up("another run was started on this machine at the same moment: wait for its end.")
+        give_up(f"another run was started on this machine at the same moment: {WAYS_OUT}")
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, run_dir / CONFIG)

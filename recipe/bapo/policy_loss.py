@@ -179,7 +179,8 @@ def _find_without_our_worker(config, *tensors):
     if config.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
             f"actor_rollout_ref.actor.strategy={config.strategy} is not usable with loss_mode=bapo: set it to fsdp or "
-            "fsdp2. In pipelines only the last stage calls the loss, and the collective of its search would hang."
+            "fsdp2, for which it is written. (In pipelines, for one, only the last stage calls the loss, and the "
+            "collective of its search would hang.)"
         )
     if config.policy_loss.bound_scope == "mini_batch" and not _sees_mini_batch(tensors[0], config.global_batch_info):
         raise ValueError(_needs_mini_batch(tensors[0], config))

@@ -36,6 +36,7 @@ COMMON = [
     f"{ACTOR}.policy_loss.positive_contribution_target=0.56",
 ]
 FLOAT32 = [
+    f"{MODEL}.use_fused_kernels=false",
     f"{ACTOR}.fsdp_config.dtype=float32",
     f"{ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
 ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3 of scripts/gpu_check.sh: the example on the real stack (Ray, FSDP2, vLLM), then replay, then two at once."""
+"""Stage 3 of scripts/gpu_check.sh: the example on the real stack (Ray, FSDP2, vLLM), then replay, then two jobs of one
+Ray cluster at once."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from recipe.bapo.records.metrics import read_metrics
+from scripts.benchmark.actor_process import free_port
 from scripts.gpu_check.table import ROOT, Table, main
 
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
@@ -40,15 +42,21 @@ class Runs:
         if rehearsal:
             self.environment["VERL_PLATFORM"] = "cpu"
 
-    def start(self, name, *arguments, **environment):
-        """A run that writes into the folder ``name``."""
+    def call(self, script, *arguments, **environment):
+        """A script of the repository, started."""
         return subprocess.Popen(
-            ["bash", "recipe/bapo/run_bapo_example.sh", "actor_rollout_ref.actor.strategy=fsdp2", *arguments],
+            ["bash", script, *arguments],
             cwd=ROOT,
-            env={**self.environment, "OUTPUT_DIR": str(self.folder / name), **environment},
+            env={**self.environment, **environment},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
         )
+
+    def start(self, name, *arguments, **environment):
+        """A run that writes into the folder ``name``."""
+        arguments = ("actor_rollout_ref.actor.strategy=fsdp2", *arguments)
+        environment = {"OUTPUT_DIR": str(self.folder / name), **environment}
+        return self.call("recipe/bapo/run_bapo_example.sh", *arguments, **environment)
 
     @staticmethod
     def end(process, patience=1800):
@@ -82,7 +90,7 @@ def look_at(table: Table, runs: Runs, name, code):
     table.tell(f"{name}: last step, s; peak memory, GB", f"{steps[-1]['timing_s/step']:.1f}; {memory:.1f}")
 
 
-def the_example_replay_and_two_at_once(table: Table):
+def the_example_and_replay(table: Table):
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(folder, table.rehearsal)
         code = runs.end(runs.start("preflight", *SHORT, "--preflight"))
@@ -90,14 +98,31 @@ def the_example_replay_and_two_at_once(table: Table):
         look_at(table, runs, "example", runs.end(runs.start("example", *SHORT)))
         replay = runs.start("replay", f"staleness={UPDATES}", *SHORT, CONFIG="replay")
         look_at(table, runs, "replay", runs.end(replay))
-        if table.rehearsal or torch.cuda.device_count() < 2:
-            return table.tell("two runs at once", "needs two GPUs")
-        both = [runs.start(f"GPU {gpu}", *SHORT, CUDA_VISIBLE_DEVICES=str(gpu)) for gpu in (0, 1)]
-        for gpu, code in enumerate([runs.end(run) for run in both]):
-            look_at(table, runs, f"GPU {gpu}", code)
 
 
-CHECKS = (the_example_replay_and_two_at_once,)
+def two_jobs_at_once(table: Table):
+    """Of one cluster: two runs with a Ray each are refused (docs/log.md)."""
+    if not table.rehearsal and torch.cuda.device_count() < 2:
+        return table.tell("two jobs at once", "needs two GPUs")
+    with tempfile.TemporaryDirectory(prefix="bapo", dir="/tmp") as folder:  # a short path: Ray's sockets lie in it
+        runs, port, dashboard = Runs(folder, table.rehearsal), free_port(), free_port()
+        cluster = {"RAY_AUTH_TOKEN_PATH": f"{folder}/token", "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        options = (f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray")
+        options += ("--node-ip-address=127.0.0.1",)
+        head = runs.call("scripts/cluster/ray.sh", "head", *options, **cluster, GPUS_PER_NODE="2")
+        try:
+            code = runs.end(runs.call("scripts/cluster/ray.sh", "wait", "1", **cluster))
+            table.check("a Ray cluster on this machine: exit code", 0, code, code == 0)
+            if code == 0:
+                jobs = {name: runs.start(name, *SHORT, **cluster) for name in ("job-1", "job-2")}
+                for name, code in {name: runs.end(job) for name, job in jobs.items()}.items():
+                    look_at(table, runs, name, code)
+        finally:
+            head.terminate()
+            runs.end(head, 120)
+
+
+CHECKS = (the_example_and_replay, two_jobs_at_once)
 
 if __name__ == "__main__":
     sys.exit(main("3", CHECKS))

@@ -35,6 +35,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(machine, "version_of", lambda *names: f"{names[0]} {machine.VERL}")
     monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * machine.GIB))
+    monkeypatch.setattr(size, "CGROUP_LIMITS", ())
     monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 40))
 
 

@@ -2,7 +2,9 @@
 """The preflight of a machine with GPUs, without any: each mistake that verl or CUDA would meet minutes later."""
 
 import copy
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -54,6 +56,15 @@ def test_other_engines_are_refused_by_either_key_and_nothing_else_is_said(config
         (line,) = table.run(config(changes={field: engine}))
         assert line.status == "failed" and f"{field}={engine} is not usable" in line.detail
         assert ("pipelines" in line.detail) == (engine != "veomni")  # it has none
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "veomni"])
+def test_another_engine_composes_and_is_refused(engine, monkeypatch, task):
+    for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
+        monkeypatch.setenv(name, str(value))
+    overrides = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}"]
+    (line,) = __main__.lines_of(overrides, ROOT / "configs")
+    assert line.status == "failed" and f"={engine} is not usable" in line.detail
 
 
 def test_a_gpu_that_torch_cannot_use_fails_with_driver_and_cuda(config, monkeypatch, tmp_path, capsys):
@@ -166,6 +177,16 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
             checks.check_parallel,
             {f"{FSDP}.ulysses_sequence_parallel_size": 7, "trainer.n_gpus_per_node": 7},
             "4 key",
+        ),
+        (
+            checks.check_parallel,
+            {f"{ROLLOUT}.tensor_model_parallel_size": 7, "trainer.n_gpus_per_node": 7},
+            "tensor_model_parallel_size=7 is not usable: set it to a divisor or a multiple of the model's 4 key",
+        ),
+        (
+            checks.check_parallel,
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 4, "actor_rollout_ref.model.use_remove_padding": False},
+            "use_remove_padding=False is not usable: set it to true: verl's sequence parallelism",
         ),
         (
             checks.check_batches,
@@ -282,9 +303,47 @@ def test_the_memory_of_a_node_for_offloading_and_loading(config, monkeypatch, tm
     changes = {**POLICY, f"{ROLLOUT}.tensor_model_parallel_size": 2}
     with pytest.raises(ValueError, match="offloading takes 488 GiB of a node's memory, and 300 are free"):
         size.check_memory(config("32B", changes))
+    pretend_gpus(monkeypatch, tmp_path, gibibytes=140, host=300)
+    with pytest.raises(ValueError, match="offloading takes 366 GiB of a node's memory, and 300 are free"):
+        size.check_memory(config("32B", OFFLOAD))
     pretend_gpus(monkeypatch, tmp_path, host=20)
     with pytest.raises(ValueError, match="loading the model takes 28 GiB of a node's memory, and 20 are free"):
         size.check_memory(config())
+
+
+def test_a_containers_limit_of_memory_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(size, "CGROUP_LIMITS", (tmp_path / "limit", tmp_path / "none"))
+    monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * machine.GIB))
+    for text, free in (("max\n", 20), (f"{8 * machine.GIB}\n", 8), (f"{32 * machine.GIB}\n", 20)):
+        (tmp_path / "limit").write_text(text)
+        assert size.free_memory() == free
+
+
+def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config, monkeypatch, tmp_path):
+    lines = (ROOT / "docs/running.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if " GB | " in line]
+    assert len(rows) == 9
+    for model, gpus, *gibibytes, outcome in rows:
+        name, _, how = model.partition(", ")
+        count, gpu = (int(word) for word in gpus.removesuffix(" GB").split(" x "))
+        total = {80: 79.6, 24: 23.6}[gpu]
+        pretend_gpus(monkeypatch, tmp_path, gibibytes=total)
+        changes = on(
+            min(count, 8), max(1, count // 8), **{"": {}, "offloaded": OFFLOAD, "`offload_policy`": POLICY}[how]
+        )
+        chosen = config(name, {**changes, f"{ROLLOUT}.tensor_model_parallel_size": 2 if name == "32B" else 1})
+        phases = size.phases_of_a_gpu(chosen, size.model_of(chosen), total)
+        assert [f"{sum(phases[phase].values()):.1f}" for phase in ("rollout", "log-probs", "update")] == gibibytes, (
+            model
+        )
+        try:
+            said = "fits", re.search(r"at least ([\d.]+) left", size.check_memory(chosen))[1]
+        except Concern as error:
+            said = "tight", re.search(r"([\d.]+) left beside", str(error))[1]
+        except ValueError as error:
+            said = "fails", " ".join(re.search(r"([\d.]+) too few for ([\w-]+)", str(error)).groups())
+        words = outcome.replace(" too few for the", "").replace(" left", "").split(", ")
+        assert list(said) == words, model
 
 
 def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):

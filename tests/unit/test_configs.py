@@ -130,6 +130,8 @@ def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
     if platform == "gpu_without_flash_attn":
         longest = config.data.max_prompt_length + config.data.max_response_length
         assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == longest
+        assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == longest
+        assert config.actor_rollout_ref.actor.entropy_from_logits_with_chunking
         model = config.actor_rollout_ref.model  # no logits, and no padding to the longest sequence of a micro-batch
         assert model.use_fused_kernels and model.use_remove_padding
         assert model.override_config.attn_implementation == "sdpa"
@@ -188,6 +190,10 @@ def test_the_papers_scale(name, model_length, staleness):
     assert config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs == staleness
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert actor.ppo_max_token_len_per_gpu * sequence_parallel(config)[1] >= longest
+    assert sequence_parallel(config)[0].endswith("fsdp_config.ulysses_sequence_parallel_size")  # not the deprecated key
+    assert not actor.fsdp_config.param_offload and not actor.fsdp_config.optimizer_offload
+    if name == "paper_32b":  # verl's own 8,192 would read a resumed response in nine steps
+        assert rollout.max_num_batched_tokens > 8192
     script = (actor.optim.weight_decay, actor.optim.lr_warmup_steps_ratio, config.trainer.total_training_steps)
     assert (script == (0.1, 0.1, 1000)) == (model_length == 8192)  # what these two take from the authors' script
     assert (rollout.max_model_len or longest) >= longest
@@ -218,6 +224,9 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
     check(config)
     assert config.trainer.v1.trainer_mode == mode and "the policy that sampled" in check_ratio(config)
     assert config.actor_rollout_ref.actor.calculate_entropy
+    if size == "gpu":  # without its logits in float32
+        actor = config.actor_rollout_ref.actor
+        assert actor.entropy_from_logits_with_chunking and actor.entropy_checkpointing
     if mode == "separate_async":  # what verl asserts
         steps = config.trainer.v1.separate_async.parameter_sync_step
         assert steps > 1

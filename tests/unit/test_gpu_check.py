@@ -141,3 +141,11 @@ def test_the_wheels_of_the_second_stage_are_pinned():
     names = re.search(r"^wheels_of_stage_2=\(([^)]*)\)", text, re.M)[1].split()
     pinned = {line.split("==")[0] for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()}
     assert {"verl", "ray", "tensordict", "hydra-core"} <= set(names) <= pinned
+
+
+def test_no_two_settings_of_the_second_stage_are_the_same():
+    groups = {name: overrides for group in ("float32", "fused") for name, overrides in one_update.GROUPS[group].items()}
+    settings = {name: dict(one.split("=", 1) for one in [*one_update.COMMON, *groups[name]]) for name in groups}
+    assert len({tuple(sorted(setting.items())) for setting in settings.values()}) == len(settings)
+    fused = {name for name in settings if settings[name]["actor_rollout_ref.model.use_fused_kernels"] == "true"}
+    assert fused == {"fused kernels"}

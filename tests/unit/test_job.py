@@ -13,6 +13,7 @@ class Client:
 
 def test_a_job_gets_what_the_network_needs_and_no_secret(monkeypatch, capsys):
     given = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0", "HF_HOME": "/hub", "VLLM_LOGGING_LEVEL": "INFO"}
+    given["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     left_out = {"HF_TOKEN": "planted-1", "WANDB_API_KEY": "planted-2", "UCX_NET_DEVICES": "planted-3"}
     others = {"EDITOR": "planted-4", "RAY_ADDRESS": "planted-5", "GITHUB_TOKEN": "planted-6", "NCCL_DEBUG": ""}
     for name, value in (given | left_out | others).items():

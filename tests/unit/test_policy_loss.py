@@ -155,7 +155,9 @@ def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(ro
 @pytest.mark.parametrize("scope", ["mini_batch", "micro_batch"])
 def test_a_strategy_whose_search_could_hang_is_refused_without_our_worker(strategy, scope):
     config = actor_config(BAPOPolicyLossConfig(bound_scope=scope), strategy=strategy)
-    with pytest.raises(ValueError, match=f"strategy={strategy} is not usable .*: set it to fsdp or fsdp2"):
+    with pytest.raises(
+        ValueError, match=f"strategy={strategy} is not usable .*: set it to fsdp or fsdp2, for which it is written"
+    ):
         run_loss(compute_policy_loss_bapo, with_batch_info(config, rows=5), make_batch(1))
 
 

@@ -2,9 +2,10 @@
 """The run script names what is missing or wrong in its environment in a line, before it sets anything up."""
 
 import os
+import subprocess
 
 import pytest
-from support.commands import run_script
+from support.commands import ROOT, run_script
 from support.gpus import write_nvidia_smi
 
 
@@ -37,6 +38,35 @@ def test_gpus_that_cuda_is_told_to_leave_are_not_counted(tmp_path):
     chosen = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}
     run = run_script(CONFIG="separate_async", ROLLOUT_GPUS_PER_NODE="3", **chosen)
     assert run.returncode == 1 and "ROLLOUT_GPUS_PER_NODE=3 to sample, and there are 2" in run.stderr
+
+
+@pytest.mark.parametrize("platform", ["gpu", "huawei"])
+def test_a_platform_that_verl_or_we_do_not_know_is_named(platform):
+    run = run_script(VERL_PLATFORM=platform)
+    assert run.returncode == 1 and f"VERL_PLATFORM={platform} is not usable: leave it unset" in run.stderr
+
+
+def test_verls_own_name_of_the_platform_is_none(tmp_path):
+    write_nvidia_smi(tmp_path)
+    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia")
+    assert run.returncode == 1 and "Error: MODEL_PATH is not set" in run.stderr
+
+
+def test_the_gsm8k_script_leaves_the_platform_to_verl(tmp_path, task):
+    write_nvidia_smi(tmp_path)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "platform=${VERL_PLATFORM-unset} $MODEL_PATH $@"\n')
+    python.chmod(0o755)
+    given = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "MODEL_PATH")}
+    given |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": str(tmp_path), "OUTPUT_DIR": f"{tmp_path}/run"}
+    given |= {"TRAIN_FILE": f"{task}/train.parquet", "TEST_FILE": f"{task}/test.parquet"}
+    script = ["bash", f"{ROOT}/recipe/bapo/run_gsm8k_gpu.sh", "trainer.total_epochs=1"]
+    run = subprocess.run(script, env=given, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    start = run.stdout.splitlines()[-1].split()
+    assert start[:4] == ["platform=unset", "Qwen/Qwen2.5-0.5B-Instruct", "-m", "recipe.bapo.launch"]
+    assert "experiment=replay" in start and "size=gpu" in start and start[-1] == "trainer.total_epochs=1"
 
 
 def test_a_machine_with_amd_gpus_does_not_train_the_toy_task(tmp_path):

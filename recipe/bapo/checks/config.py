@@ -215,6 +215,7 @@ def check_parallel(config) -> str:
     rollout, gpus = config.actor_rollout_ref.rollout, trainer.nnodes * trainer.n_gpus_per_node
     heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     field, parallel = sequence_parallel(config)
+    shared_heads = f"a divisor or a multiple of the model's {groups} key and value heads"
     _require(
         config,
         (field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train"),
@@ -222,7 +223,12 @@ def check_parallel(config) -> str:
         (
             field,
             lambda size: groups % size == 0 or size % groups == 0,
-            f"a divisor or a multiple of the model's {groups} key and value heads",
+            shared_heads,
+        ),
+        (
+            "actor_rollout_ref.model.use_remove_padding",
+            lambda packed: packed or parallel == 1,
+            f"true: verl's sequence parallelism ({field}={parallel}) needs packed sequences",
         ),
     )
     pools = [(gpus, trainer.n_gpus_per_node, "GPUs that train")]
@@ -241,6 +247,7 @@ def check_parallel(config) -> str:
                 f"a divisor or a multiple of the {node} GPUs of a node",
             ),
         )
+    _require(config, (field, lambda size: groups % size == 0 or size % groups == 0, shared_heads))
     served = rollout.tensor_model_parallel_size * copies
     return f"a sequence on {parallel}, a served model on {served} of {gpus} GPUs"
 

@@ -11,6 +11,10 @@ import psutil
 
 from recipe.bapo.records.leftovers import SOCKETS
 
+WAYS_OUT = (
+    "wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in a container with a "
+    f"{SOCKETS} of its own."
+)
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
 
 
@@ -28,8 +32,7 @@ def check_other_runs(config) -> str:
         which = f" (process {min(others)}, {others[min(others)]})" if others else ""
         raise ValueError(
             f"another run is on this machine{which}, and verl would send both runs' weights over one socket in "
-            f"{SOCKETS}: wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in "
-            f"a container with a {SOCKETS} of its own."
+            f"{SOCKETS}: {WAYS_OUT}"
         )
     os.close(claim)
     return "none on this machine"

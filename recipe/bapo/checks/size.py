@@ -18,6 +18,8 @@ from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
+# Versions 2 and 1.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 REMEDIES = {
@@ -169,6 +171,15 @@ def _check_serving(config, model, total):
         )
 
 
+def free_memory() -> float:
+    """GiB that this process can have: what the machine has free, or its cgroup's limit (a container, Slurm)."""
+    free = psutil.virtual_memory().available
+    for limit in CGROUP_LIMITS:
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():  # or "max"
+            free = min(free, int(text))
+    return free / GIB
+
+
 def _check_host(config, model):
     """GiB of this node's memory: the weights while they are loaded, or what is offloaded, whichever is more."""
     fsdp, ranks = config.actor_rollout_ref.actor.fsdp_config, config.trainer.n_gpus_per_node
@@ -178,7 +189,7 @@ def _check_host(config, model):
         offloaded = ranks * (weights + gradients + adamw)
     # verl loads the model on one rank; one with tied embeddings on each.
     loaded = bytes_of_a_weight(config)[0] * model.weights * (ranks if model.tied else 1) / GIB
-    needed, there = max(offloaded, loaded), psutil.virtual_memory().available / GIB
+    needed, there = max(offloaded, loaded), free_memory()
     if needed > there:
         what = "offloading" if offloaded > loaded else "loading the model"
         raise ValueError(
@@ -197,7 +208,7 @@ def _check_cpu(config, model):
     # Offloaded to where they are.
     training = sum(bytes_of_a_weight(config)) * model.weights / GIB
     serving = {"float32": 4}.get(str(rollout.dtype), 2) * model.weights * ranks / GIB
-    there = psutil.virtual_memory().available / GIB
+    there = free_memory()
     _fits(training + serving, there, f"this machine has {there:.1f} GiB free", "a smaller model")
     return f"{model.weights / 1e9:.3g} billion weights; {training:.1f} GiB to train and {serving:.1f} to sample"
 
