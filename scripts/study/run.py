@@ -72,7 +72,6 @@ def run_missing(planned: list[Cell], seeds: list[int], workers: int, table: Path
             pool.shutdown(cancel_futures=True)  # an error or Ctrl-C shows at once, not after all other cells
             raise
     gather(planned, table, folder)
-    gather(planned, table, folder)
 
 
 def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
