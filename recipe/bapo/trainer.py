@@ -12,6 +12,7 @@ import transfer_queue as tq
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
+from recipe.bapo.checks.other_runs import claim_cluster
 from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
 from recipe.bapo.records.leftovers import remove_on_every_node
 from recipe.bapo.records.messages import tell
@@ -106,9 +107,11 @@ class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class
         os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
         mode = config.trainer.v1.trainer_mode
         TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
+        claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
             super().run(config)
         finally:
+            del claim
             remove_on_every_node()  # now, while those are there who hold it
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3 of scripts/gpu_check.sh: the example on the real stack (Ray, FSDP2, vLLM), then replay, then two jobs of one
-Ray cluster at once."""
+"""Stage 3 of scripts/gpu_check.sh: the example on the real stack (Ray, FSDP2, vLLM), then replay, then two at once."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from pathlib import Path
 import torch
 
 from recipe.bapo.records.metrics import read_metrics
-from scripts.benchmark.actor_process import free_port
 from scripts.gpu_check.table import ROOT, Table, main
 
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
@@ -42,21 +40,16 @@ class Runs:
         if rehearsal:
             self.environment["VERL_PLATFORM"] = "cpu"
 
-    def call(self, script, *arguments, **environment):
-        """A script of the repository, started."""
+    def start(self, name, *arguments, inside=(), **environment):
+        """A run that writes into the folder ``name``, started by the command ``inside``."""
+        script = ["bash", "recipe/bapo/run_bapo_example.sh", "actor_rollout_ref.actor.strategy=fsdp2"]
         return subprocess.Popen(
-            ["bash", script, *arguments],
+            [*inside, *script, *arguments],
             cwd=ROOT,
-            env={**self.environment, **environment},
+            env={**self.environment, "OUTPUT_DIR": str(self.folder / name), **environment},
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
         )
-
-    def start(self, name, *arguments, **environment):
-        """A run that writes into the folder ``name``."""
-        arguments = ("actor_rollout_ref.actor.strategy=fsdp2", *arguments)
-        environment = {"OUTPUT_DIR": str(self.folder / name), **environment}
-        return self.call("recipe/bapo/run_bapo_example.sh", *arguments, **environment)
 
     @staticmethod
     def end(process, patience=1800):
@@ -100,29 +93,21 @@ def the_example_and_replay(table: Table):
         look_at(table, runs, "replay", runs.end(replay))
 
 
-def two_jobs_at_once(table: Table):
-    """Of one cluster: two runs with a Ray each are refused (docs/log.md)."""
+def two_at_once(table: Table):
+    """Each with a /tmp of its own, without which the second is refused, and on a GPU of its own."""
     if not table.rehearsal and torch.cuda.device_count() < 2:
-        return table.tell("two jobs at once", "needs two GPUs")
-    with tempfile.TemporaryDirectory(prefix="bapo", dir="/tmp") as folder:  # a short path: Ray's sockets lie in it
-        runs, port, dashboard = Runs(folder, table.rehearsal), free_port(), free_port()
-        cluster = {"RAY_AUTH_TOKEN_PATH": f"{folder}/token", "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-        options = (f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray")
-        options += ("--node-ip-address=127.0.0.1",)
-        head = runs.call("scripts/cluster/ray.sh", "head", *options, **cluster, GPUS_PER_NODE="2")
-        try:
-            code = runs.end(runs.call("scripts/cluster/ray.sh", "wait", "1", **cluster))
-            table.check("a Ray cluster on this machine: exit code", 0, code, code == 0)
-            if code == 0:
-                jobs = {name: runs.start(name, *SHORT, **cluster) for name in ("job-1", "job-2")}
-                for name, code in {name: runs.end(job) for name, job in jobs.items()}.items():
-                    look_at(table, runs, name, code)
-        finally:
-            head.terminate()
-            runs.end(head, 120)
+        return table.tell("two runs at once", "needs two GPUs")
+    apart = ("bash", "scripts/apart.sh")
+    if subprocess.run([*apart, "true"], cwd=ROOT, capture_output=True).returncode:
+        return table.tell("two runs at once", "this machine lets nobody make namespaces")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        runs = Runs(folder, table.rehearsal)
+        both = [runs.start(f"GPU {gpu}", *SHORT, inside=apart, CUDA_VISIBLE_DEVICES=str(gpu)) for gpu in (0, 1)]
+        for gpu, code in enumerate([runs.end(run) for run in both]):
+            look_at(table, runs, f"GPU {gpu}", code)
 
 
-CHECKS = (the_example_and_replay, two_jobs_at_once)
+CHECKS = (the_example_and_replay, two_at_once)
 
 if __name__ == "__main__":
     sys.exit(main("3", CHECKS))

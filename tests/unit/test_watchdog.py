@@ -187,7 +187,7 @@ def test_the_servers_of_another_run_are_found(tmp_path, monkeypatch):
             ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"
         ) as e:
             check_other_runs(config)
-        assert all(way in str(e.value) for way in ("wait for its end", "ray.sh head", "container"))
+        assert all(way in str(e.value) for way in ("wait for its end", "scripts/apart.sh", "container"))
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         assert "a job of a Ray cluster" in check_other_runs(config)
 

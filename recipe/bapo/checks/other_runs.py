@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 
 import psutil
+import ray
 
 from recipe.bapo.records.leftovers import SOCKETS
 
-WAYS_OUT = (
-    "wait for its end, submit both to one cluster (scripts/cluster/ray.sh head), or start each in a container with a "
-    f"{SOCKETS} of its own."
-)
+WAYS_OUT = f"wait for its end, or give each run a {SOCKETS} of its own: scripts/apart.sh, or a container."
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
 
 
@@ -52,6 +51,37 @@ def claim_machine() -> int | None:
         os.close(claim)
         return None
     return claim
+
+
+class _Claim:
+    """An actor that does nothing but have a name."""
+
+
+def claim_cluster(patience: float = 20):
+    """Claim a Ray cluster for this job, until the returned handle or the job ends.
+
+    verl's TransferQueue has one controller a cluster, by name: a second job would connect to it, put its samples to
+    those of the first and train on both. A job that has just ended keeps the names for some seconds.
+
+    Args:
+        patience: seconds to wait for an earlier job.
+
+    Raises:
+        ValueError: another verl run is on the cluster.
+    """
+    until = time.monotonic() + patience
+    while True:
+        try:
+            ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        except ValueError:  # there is none
+            with suppress(ValueError):  # the name is taken
+                return ray.remote(num_cpus=0)(_Claim).options(name="bapo", namespace="transfer_queue").remote()
+        if time.monotonic() > until:
+            raise ValueError(
+                "another verl run is on this Ray cluster, and verl would mix the samples of both: its TransferQueue "
+                "has one queue a cluster. Wait for that run's end, or give each run a cluster of its own."
+            )
+        time.sleep(1)
 
 
 def servers_of_other_runs() -> dict[int, str]:
