@@ -83,3 +83,9 @@ def test_every_file_of_code_names_its_licence():
     assert files and not [
         p for p, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0" not in text[:300]
     ]
+
+
+def test_no_two_files_of_tests_have_the_same_name():
+    # pytest could not collect both at once, as scripts/requirements/try_cuda.sh does.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
