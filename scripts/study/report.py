@@ -99,6 +99,8 @@ def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]], unfinished: 
     lines += ["### Runs that failed", "", *analysis.failing_table(frame)]
     for (map, task), name in analysis.MAP_NAMES.items():
         rows = analysis.of_map(frame, map, task)
+        cells_there = rows.groupby("method")["cell"].transform("nunique")
+        rows = rows[cells_there == cells_there.max()]  # means over the same cells
         if len(rows):
             lines += [f"### Map {name}: means", "", *analysis.means_table(rows)]
     lines += ["### Pictures", "", "A panel in which less than a run in twenty fails has no map of failures.", ""]
