@@ -30,16 +30,19 @@ cd "$(dirname "$script")/../.."
 fail() { echo "Error: $*" >&2; exit 1; }
 positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
 
-case ${VERL_PLATFORM:-} in
-'' | cpu) ;;
-nvidia) unset VERL_PLATFORM ;;  # what verl finds by itself
-*) fail "VERL_PLATFORM=$VERL_PLATFORM is not usable: leave it unset on NVIDIA GPUs, or set cpu." ;;
-esac
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever it says
     visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -vc -e '^ *$' -e '^ *-' || true)
     gpus=$((visible < gpus ? visible : gpus))
 fi
+case ${VERL_PLATFORM:-} in
+'' | cpu) ;;
+nvidia)
+    [ "$gpus" != 0 ] || fail "VERL_PLATFORM=nvidia, but this machine has no GPU: leave it unset, or set cpu."
+    unset VERL_PLATFORM  # verl finds it by itself
+    ;;
+*) fail "VERL_PLATFORM=$VERL_PLATFORM is not usable: leave it unset on NVIDIA GPUs, or set cpu." ;;
+esac
 if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ] && { [ -e /dev/kfd ] || type rocm-smi >/dev/null 2>&1 || type amd-smi >/dev/null 2>&1; }; then
     fail "this machine has AMD GPUs, which are not supported: set VERL_PLATFORM=cpu to train on its CPU."
 fi

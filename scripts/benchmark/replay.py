@@ -17,22 +17,22 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from recipe.bapo.records.tokens import write_dump
 
 LENGTH = 500  # tokens of a response
 
 
-def write_dump(folder, updates, tokens, seed=0):
-    """``updates`` files of about ``tokens`` tokens each, with log-probs, advantages and lengths as in a run's dump."""
+def write_updates(folder, updates, tokens, seed=0):
+    """A dump of ``updates`` updates of about ``tokens`` tokens each, every one written as a run's loss writes it."""
     generator = torch.Generator().manual_seed(seed)
-    responses = max(1, tokens // LENGTH)
-    for update in range(updates):
-        old = -2 * torch.rand(responses * LENGTH, generator=generator)
-        log_prob = old + 0.3 * torch.randn(len(old), generator=generator)
-        advantages = torch.randn(responses, generator=generator).repeat_interleave(LENGTH)
-        lengths = torch.full((responses,), LENGTH, dtype=torch.int32)
-        tensors = {"old_log_prob": old, "log_prob": log_prob, "advantages": advantages, "lengths": lengths}
-        save_file(tensors, Path(folder) / f"{update:05d}.safetensors")
+    shape = max(1, tokens // LENGTH), LENGTH
+    about = {"dp_size": 1, "global_batch_size": shape[0], "clip_ratio_c": 3.0, "bound_scope": "mini_batch"}
+    for _ in range(updates):
+        old = -2 * torch.rand(shape, generator=generator)
+        log_prob = old + 0.3 * torch.randn(shape, generator=generator)
+        advantages = torch.randn(shape[0], 1, generator=generator).expand(shape)
+        write_dump(folder, old, log_prob, advantages, torch.ones(shape), about)
 
 
 def main():
@@ -42,7 +42,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=2_000_000, help="of each update")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_dump(folder, arguments.updates, arguments.tokens)
+        write_updates(folder, arguments.updates, arguments.tokens)
         begin = time.perf_counter()
         page, numbers = Path(folder) / "report.html", Path(folder) / "report.json"
         command = [sys.executable, "-m", "recipe.bapo.replay", folder, "--html", page, "--json", numbers]

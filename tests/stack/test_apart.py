@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.bapo.records.metrics import read_metrics
 
-APART = ["bash", "scripts/apart.sh"]
+APART = ["bash", ROOT / "scripts" / "apart.sh"]
+FILES = ROOT / "recipe" / "bapo" / "example" / "files"
 
 
 def apart(*command, **options):
-    return subprocess.run([*APART, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([*APART, *command], cwd="/", capture_output=True, text=True, timeout=60, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,55 +41,87 @@ def test_the_commands_folder_and_exit_code_are_its_own():
 
 def test_a_signal_reaches_the_command():
     script = "trap 'echo ended; exit 3' TERM; echo started; while true; do sleep 0.1; done"
-    process = subprocess.Popen([*APART, "bash", "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*APART, "bash", "-c", script], cwd="/", stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "started\n"
     process.terminate()
     assert process.wait(timeout=20) == 3 and process.stdout.read() == "ended\n"
 
 
-@pytest.mark.slow
-def test_two_runs_at_once_keep_weights_records_and_samples_apart():
-    folder = Path(tempfile.mkdtemp(prefix="apart-test", dir="/var/tmp"))  # seen by both
-    try:
-        _run_two(folder)
-    finally:
-        shutil.rmtree(folder)
+@pytest.mark.parametrize(
+    "variables, arguments, named",
+    [
+        ({"OUTPUT_DIR": "/tmp/run"}, [], "OUTPUT_DIR=/tmp/run"),
+        ({"MODEL_PATH": "/tmp"}, [], "MODEL_PATH=/tmp"),
+        ({}, ["trainer.rollout_data_dir=/tmp/samples"], "trainer.rollout_data_dir=/tmp/samples"),
+    ],
+)
+def test_what_would_be_lost_is_named(variables, arguments, named):
+    run = apart("echo", "started", *arguments, env={**os.environ, **variables})
+    assert run.returncode == 1 and f"Error: {named} is in /tmp" in run.stderr and not run.stdout
+    elsewhere = {**os.environ, "OUTPUT_DIR": "/data/tmp/run", "MODEL_PATH": "/tmpfs/model"}
+    assert apart("true", env=elsewhere).returncode == 0
 
 
-def _run_two(folder):
-    files = ROOT / "recipe" / "bapo" / "example" / "files"
+@pytest.fixture
+def shared_folder():
+    """A folder that both runs see."""
+    with tempfile.TemporaryDirectory(prefix="apart-test", dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+def start(folder, name, model):
+    """A run of two steps with its output in ``folder/name``."""
+    files = {"MODEL_PATH": model, "TRAIN_FILE": FILES / "train.parquet", "TEST_FILE": FILES / "test.parquet"}
+    length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    return subprocess.Popen(
+        [
+            *(*APART, "bash", "recipe/bapo/run_bapo_example.sh", *length),
+            f"trainer.rollout_data_dir={folder}/{name}/samples",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", **SHORT_STEPS, "OUTPUT_DIR": f"{folder}/{name}"}
+        | {key: str(value) for key, value in files.items()},
+        stdin=subprocess.DEVNULL,
+        stdout=open(folder / f"{name}.out", "w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+def write_another_model(folder):
+    """The example's model with noise of its weights' own size; returns its folder."""
     other = folder / "other"
-    shutil.copytree(files / "model", other)
-    weights = load_file(other / "model.safetensors")
+    shutil.copytree(FILES / "model", other)
     noise = torch.Generator().manual_seed(1)
+    weights = load_file(other / "model.safetensors")
     noisy = {name: w + w.std() * torch.randn(w.shape, generator=noise) for name, w in weights.items()}
     save_file(noisy, other / "model.safetensors", metadata={"format": "pt"})
-    length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
-    runs = {}
-    for name, model in (("a", files / "model"), ("b", other)):
-        data = {"MODEL_PATH": model, "TRAIN_FILE": files / "train.parquet", "TEST_FILE": files / "test.parquet"}
-        samples = f"trainer.rollout_data_dir={folder}/{name}/samples"
-        runs[name] = subprocess.Popen(
-            [*APART, "bash", "recipe/bapo/run_bapo_example.sh", *length, samples],
-            cwd=ROOT,
-            env={**os.environ, "VERL_PLATFORM": "cpu", **SHORT_STEPS, "OUTPUT_DIR": f"{folder}/{name}"}
-            | {key: str(value) for key, value in data.items()},
-            stdin=subprocess.DEVNULL,
-            stdout=open(folder / f"{name}.out", "w"),
-            stderr=subprocess.STDOUT,
-        )
-    for name, run in runs.items():
-        assert run.wait(timeout=900) == 0, (folder / f"{name}.out").read_text()
-    metrics = {name: [data for _, data in read_metrics(folder / name)] for name in runs}
-    for of_run in metrics.values():
-        assert len(of_run) == 2
+    return other
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_keep_weights_records_and_samples_apart(shared_folder):
+    models = {"a": FILES / "model", "b": write_another_model(shared_folder)}
+    runs = {name: start(shared_folder, name, model) for name, model in models.items()}
+    try:
+        codes = {name: run.wait(timeout=900) for name, run in runs.items()}
+    finally:
+        for run in runs.values():
+            run.terminate()  # of one that has ended: nothing
+    assert codes == {"a": 0, "b": 0}, [(shared_folder / f"{name}.out").read_text() for name in runs]
+
+    samples, records = {}, {}
+    for name in runs:
+        folder = shared_folder / name
+        steps = [data for _, data in read_metrics(folder)]
+        assert len(steps) == 2
         # What a server samples with its weights has the probability that its own trainer gives it.
-        assert all(data["training/rollout_probs_diff_mean"] < 0.01 for data in of_run)
-    records = [(folder / name / "bounds" / "rank0.jsonl").read_text().splitlines() for name in runs]
-    samples = [[path.read_text() for path in sorted((folder / name / "samples").glob("*.jsonl"))] for name in runs]
-    assert len(records[0]) == len(records[1]) == 2 * 8 and not set(records[0]) & set(records[1])
-    assert [len(of_run) for of_run in samples] == [2, 2] and samples[0] != samples[1]
-    assert _difference(files / "model", other, json.loads(samples[0][0].splitlines()[0])) > 0.03  # they are far apart
+        assert all(data["training/rollout_probs_diff_mean"] < 0.01 for data in steps)
+        records[name] = (folder / "bounds" / "rank0.jsonl").read_text().splitlines()
+        samples[name] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]
+        assert len(records[name]) == 2 * 8 and len(samples[name]) == 2
+    assert not set(records["a"]) & set(records["b"]) and not set(samples["a"]) & set(samples["b"])
+    # The other's weights would have been seen.
+    assert _difference(*models.values(), json.loads(samples["a"][0].splitlines()[0])) > 0.03
 
 
 def _difference(one, other, sample):

@@ -184,3 +184,14 @@ def test_methods_that_lack_cells_are_left_out_and_it_is_said():
     frame = table_of([row(cell, 1) for cell in plan.cells()])
     whole, said = report.without_unfinished(frame)
     assert len(whole) == len(frame) and said == ""
+
+
+def test_a_table_of_means_is_over_the_same_cells():
+    chosen = ("grpo", "bapo@0.4", "widest", "topr")
+    cells = [cell for cell in plan.cells() if cell.map in ("control", "C") and cell.method in chosen]
+    rows = [row(cell, seed) for cell in cells for seed in (1, 2)]
+    fewer = next(cell.name for cell in cells if cell.map == "C" and cell.method == "topr")
+    for left_out, there in (((), True), ((fewer,), False)):
+        text = report.generated(table_of([entry for entry in rows if entry["cell"] not in left_out]), [])
+        means = text.split(": means")[1].split("### Pictures")[0]
+        assert "| GRPO [0.8, 1.2] |" in means and ("TOPR" in means) == there

@@ -215,16 +215,13 @@ def check_parallel(config) -> str:
     rollout, gpus = config.actor_rollout_ref.rollout, trainer.nnodes * trainer.n_gpus_per_node
     heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     field, parallel = sequence_parallel(config)
+    shared = lambda size: groups % size == 0 or size % groups == 0  # noqa: E731  of two rules
     shared_heads = f"a divisor or a multiple of the model's {groups} key and value heads"
     _require(
         config,
         (field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train"),
         (field, lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads"),
-        (
-            field,
-            lambda size: groups % size == 0 or size % groups == 0,
-            shared_heads,
-        ),
+        (field, shared, shared_heads),
         (
             "actor_rollout_ref.model.use_remove_padding",
             lambda packed: packed or parallel == 1,
@@ -247,7 +244,7 @@ def check_parallel(config) -> str:
                 f"a divisor or a multiple of the {node} GPUs of a node",
             ),
         )
-    _require(config, (field, lambda size: groups % size == 0 or size % groups == 0, shared_heads))
+    _require(config, (field, shared, shared_heads))
     served = rollout.tensor_model_parallel_size * copies
     return f"a sequence on {parallel}, a served model on {served} of {gpus} GPUs"
 

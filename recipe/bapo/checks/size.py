@@ -172,7 +172,7 @@ def _check_serving(config, model, total):
 
 
 def free_memory() -> float:
-    """GiB that this process can have: what the machine has free, or its cgroup's limit (a container, Slurm)."""
+    """GiB that this process can have: what the machine has free, or its container's limit."""
     free = psutil.virtual_memory().available
     for limit in CGROUP_LIMITS:
         if limit.exists() and (text := limit.read_text().strip()).isdigit():  # or "max"
