@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from scripts.study import analysis, figures
+from scripts.study.agreement import agreement
 from scripts.study.plan import RATES, RESULTS, ROOT, TABLE, cells
 
 PAGE = ROOT / "docs" / "results.md"
@@ -103,6 +104,7 @@ def generated(frame: pd.DataFrame, pictures: list[tuple[str, str]], unfinished: 
         rows = rows[cells_there == cells_there.max()]  # means over the same cells
         if len(rows):
             lines += [f"### Map {name}: means", "", *analysis.means_table(rows)]
+    lines += agreement(frame)
     lines += ["### Pictures", "", "A panel in which less than a run in twenty fails has no map of failures.", ""]
     for name, caption in pictures:
         lines += [f"![{caption.split('. ')[0]}](results/{name}.png)", "", caption, ""]

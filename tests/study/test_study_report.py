@@ -2,12 +2,14 @@
 """The study resumes, judges and reports as planned: on rows made by hand and on tables with planted effects."""
 
 import itertools
+import json
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from scripts.study import analysis, plan, report, run
+from scripts.study.agreement import agreement
 from scripts.study.measures import PATH_PARTS, POINTS
 from scripts.study.methods import config_of
 from scripts.study.train import Cell
@@ -195,3 +197,29 @@ def test_a_table_of_means_is_over_the_same_cells():
         text = report.generated(table_of([entry for entry in rows if entry["cell"] not in left_out]), [])
         means = text.split(": means")[1].split("### Pictures")[0]
         assert "| GRPO [0.8, 1.2] |" in means and ("TOPR" in means) == there
+
+
+def anchor(method, seed, reward, entropy=0.5):
+    """A run of the anchors of two windows."""
+    series = {"reward": [reward - 0.1, reward + 0.1], "entropy": [1.0, entropy], "grad_norm": [0.0, 2.0, 1.0, 6.0]}
+    series |= {"positive_contribution": [0.3, None], "saturated": [1.0, 0.5]}
+    return {"method": method, "seed": seed, "final_reward": reward, "series": series}
+
+
+def test_the_anchors_are_held_against_map_b(tmp_path):
+    chosen, rewards = plan.RATES["B", "adamw"][1], {"grpo": 0.5, "widest": 0.6, "bapo@0.4": 0.7, "topr": 0.9}
+    cells = [cell for cell in plan.cells() if cell.map in ("control", "B") and cell.method in rewards]
+    frame = table_of(
+        row(cell, 1, mean_reward=rewards[cell.method] * (1 if cell.learning_rate == chosen else -1)) for cell in cells
+    )
+    runs = [anchor("grpo", 2, 0.3), anchor("grpo", 1, 0.2), anchor("widest", 1, 0.5), anchor("widest", 2, 0.5)]
+    runs += [anchor("bapo@0.4", 1, 0.25), anchor("bapo@0.4", 2, 0.45), anchor("control", 1, 0.8)]
+    path = tmp_path / "loop.jsonl"
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    text = "\n".join(agreement(frame, path, tmp_path / "none.jsonl"))
+    assert "| GRPO [0.8, 1.2] | 0.250 | 0.250 | 0.50 | 3.0 | 0.300 | - |" in text  # norms 2, 1 and 6
+    assert "| BAPO 0.4 | 0.350 | 0.350 | 0.50 | 3.0 | 0.300 | 0.75 |" in text
+    assert "BAPO 0.4 minus GRPO [0.8, 1.2], by seed: +0.050, +0.150." in text
+    assert "BAPO 0.4 minus [0.9, 3.0], by seed: -0.250, -0.050." in text
+    assert "over 3 methods 0.50." in text and "real stack" not in text  # ranks 1, 3, 2 against 1, 2, 3
+    assert "### Anchors: the real stack" in "\n".join(agreement(frame, tmp_path / "none.jsonl", path))
