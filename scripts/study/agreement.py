@@ -96,8 +96,8 @@ def agreement(frame: pd.DataFrame, loop: Path = LOOP_RUNS, stack: Path = STACK_R
         if path == loop:
             correlation, methods = rank_correlation(runs, frame)
             lines += [
-                f"Mean reward against map B's (4 and 16 epochs, learning rate {RATES['B', 'adamw'][1]:g}, no dual clip): "
-                f"Spearman's rank correlation over {methods} methods {correlation:.2f}.",
+                f"Mean reward against map B's (4 and 16 epochs, learning rate {RATES['B', 'adamw'][1]:g}, no dual "
+                f"clip): Spearman's rank correlation over {methods} methods {correlation:.2f}.",
                 "",
             ]
     return lines
