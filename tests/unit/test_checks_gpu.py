@@ -2,6 +2,7 @@
 """The preflight of a machine with GPUs, without any: each mistake that verl or CUDA would meet minutes later."""
 
 import copy
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible
     write_nvidia_smi(tmp_path)
     text = (tmp_path / "nvidia-smi").read_text()
     for n in range(8):
-        text = text.replace(f"GPU-{n}a, NVIDIA H100", f"GPU-{n}a, {n}")
+        text = text.replace(f"GPU-{n}a, NVIDIA H100", f"GPU-{n}abcd, {n}")
     (tmp_path / "nvidia-smi").write_text(text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -105,12 +106,34 @@ def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible
     assert "".join(gpu.name for gpu in machine.gpus()) == names
 
 
+def test_a_config_that_cannot_be_composed_is_the_only_line(monkeypatch, task, capsys):
+    for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
+        monkeypatch.setenv(name, str(value))
+    base = ["experiment=replay", "size=gpu", "platform=gpu"]
+    for override, said in (("staleness=7", "staleness"), ("trainer.no_such_key=1", "no_such_key")):
+        monkeypatch.setattr(sys, "argv", ["checks", "--json", "--config-dir", str(ROOT / "configs"), *base, override])
+        assert __main__.main() == 1
+        (line,) = json.loads(capsys.readouterr().out)
+        assert line["name"] == "config" and line["status"] == "failed" and said in line["detail"]
+        assert "\n" not in line["detail"]
+
+
 def test_too_few_visible_gpus_are_named(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="asks for 8 GPUs, and there are 2 .CUDA_VISIBLE_DEVICES=2,5."):
         machine.check_devices(config())
+
+
+def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path)
+    for changes, wanted in (({}, 8), ({"trainer.n_gpus_per_node": 4, **SEPARATE}, 7)):
+        monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted)
+        assert machine.check_devices(config(changes=changes)).startswith(f"{wanted} x NVIDIA H100")
+        monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted - 1)
+        with pytest.raises(ValueError, match=f"asks for {wanted} GPUs, and there are {wanted - 1}"):
+            machine.check_devices(config(changes=changes))
 
 
 def test_a_containers_64_megabytes_of_shared_memory_fail_on_gpus(config, monkeypatch):
@@ -203,6 +226,25 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
             {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 2303, f"{FSDP}.ulysses_sequence_parallel_size": 4},
             "log_prob_max_token_len_per_gpu=2303 is not usable: set it to 2304 or more",
         ),
+        (
+            checks.check_batches,  # a part of a sequence is rounded up: 9217 tokens on 4 GPUs
+            {
+                f"{ACTOR}.ppo_max_token_len_per_gpu": 2304,
+                f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+                "data.max_prompt_length": 1025,
+            },
+            "ppo_max_token_len_per_gpu=2304 is not usable: set it to 2305 or more",
+        ),
+        (
+            checks.check_parallel,
+            {f"{ROLLOUT}.data_parallel_size": 4, f"{ROLLOUT}.tensor_model_parallel_size": 4},
+            "tensor_model_parallel_size=4 is not usable: set it to a divisor of the 8 GPUs",
+        ),
+        (
+            checks.check_parallel,
+            {f"{ROLLOUT}.pipeline_model_parallel_size": 4, f"{ROLLOUT}.tensor_model_parallel_size": 4},
+            "tensor_model_parallel_size=4 is not usable: set it to a divisor of the 8 GPUs",
+        ),
     ],
 )
 def test_what_verl_would_assert_in_a_worker(config, check, changes, message):
@@ -214,6 +256,18 @@ def test_what_verl_would_assert_in_a_worker(config, check, changes, message):
 def test_a_token_limit_may_be_just_enough(config):
     changes = {f"{ACTOR}.ppo_max_token_len_per_gpu": 2304, f"{FSDP}.ulysses_sequence_parallel_size": 4}
     checks.check_batches(config(changes={**changes, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 2304}))
+
+
+def test_the_gpus_of_a_model_may_be_a_multiple_of_its_key_and_value_heads(config):
+    many = {"trainer.n_gpus_per_node": 14, f"{FSDP}.ulysses_sequence_parallel_size": 14}
+    with pytest.raises(ValueError, match="4 key and value heads"):
+        checks.check_parallel(config(changes=many))
+    for size_ in (2, 4, 28):  # 28 attention heads, 4 key and value heads
+        changes = {"trainer.n_gpus_per_node": 28, f"{FSDP}.ulysses_sequence_parallel_size": size_}
+        changes[f"{ROLLOUT}.tensor_model_parallel_size"] = size_
+        assert checks.check_parallel(config(changes=changes)) == (
+            f"a sequence on {size_}, a served model on {size_} of 28 GPUs"
+        )
 
 
 OFFLOAD = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
@@ -266,10 +320,36 @@ def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
         ({f"{FSDP}.model_dtype": "bf16"}, 6, 8),
         ({"actor_rollout_ref.model.lora_rank": 8}, 4, 4),
         ({f"{FSDP}.fsdp_size": 4}, 24, 32),
+        ({**POLICY, f"{ACTOR}.strategy": "fsdp"}, 12, 16),  # it knows no such policy
     ):
         phases = size.phases_of_a_gpu(config(changes=changes), model, 0.0)
         assert sum(phases["rollout"].values()) == rollout, changes
         assert sum(phases["update"].values()) == update, changes
+
+
+def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
+    model = size.Model(0, 0, 0, 0, 0, False)
+    for keep, elsewhere in ((True, 0), (False, 70)):
+        phases = size.phases_of_a_gpu(config(changes={f"{ROLLOUT}.free_cache_engine": keep}), model, 100.0)
+        assert [round(phases[name]["vLLM"]) for name in ("rollout", "log-probs", "update")] == [70, *2 * [elsewhere]]
+
+
+def test_what_gradient_checkpointing_keeps(config):
+    model = size.Model(0, 0, 4, 1024, 0, False)  # two bytes a token, layer and hidden unit
+    chosen = config(changes={f"{ACTOR}.ppo_max_token_len_per_gpu": 1 << 16})
+    assert size.phases_of_a_gpu(chosen, model, 0.0)["update"]["activations"] == 0.5
+
+
+def test_tokens_of_a_micro_batch(config):
+    lengths = {"data.max_prompt_length": 100, "data.max_response_length": 500}
+    dynamic = {f"{ACTOR}.ppo_max_token_len_per_gpu": 7000, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9000}
+    rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 6}
+    every = {**lengths, **dynamic, **rows}
+    assert size.tokens_of_a_gpu(config(changes=every)) == (7000, 9000)
+    every[f"{ACTOR}.use_dynamic_bsz"] = False
+    assert size.tokens_of_a_gpu(config(changes=every)) == (2400, 3600)
+    every[f"{FSDP}.ulysses_sequence_parallel_size"] = 2
+    assert size.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
 
 
 @pytest.mark.parametrize(

