@@ -147,7 +147,7 @@ def updates_of_rank(rank, size, port, task, folder):
 def plain_updates(rank, size, port, task):
     """Bounds and gradient of an update by verl's own worker with our loss."""
     found = {}
-    for name in ("whole", "micro_batch scope"):
+    for name in ("whole", "gradient, whole", "micro_batch scope"):
         cut = [part.format(whole=ROWS // size) for part in CUTS[name]]
         overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut]
         actor = make_actor(overrides, rank, size, port, plain=True)
@@ -180,7 +180,8 @@ def marked_updates(rank, size, port, task):
         bounds = actor._find_bounds(whole)  # None: the loss finds them
         found[marked]["as one micro-batch"] = None if bounds is None else bounds.read()
 
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **{RATIOS_START_AT_1: marked})
+        mark = {RATIOS_START_AT_1: True} if marked else {}
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
         counter.stop()

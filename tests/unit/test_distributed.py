@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.batches import make_batch
 
-from bapo import BAPOConfig, find_clip_bounds
+from bapo import BAPOConfig, collect_clip_statistics, find_clip_bounds
 
 CONFIGS = [
     BAPOConfig(positive_contribution_target=0.45),
@@ -29,6 +29,11 @@ def bounds_of_rank(rank, size, folder):
             for config in CONFIGS:
                 bounds = find_clip_bounds(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
                 found.append([value.hex() for value in bounds.read().values()])
+    # A rank's own statistics stay its own.
+    own = collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0])
+    before = own.vector.clone()
+    total = own.all_reduce(dist.group.WORLD)
+    assert torch.equal(own.vector, before) and (size == 1 or not torch.equal(total.vector, before))
     # One rank's bad data is every rank's error.
     part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
     if rank == size - 1:

@@ -120,6 +120,13 @@ def test_the_gradient_per_token_does_not_depend_on_the_cut():
         assert total == pytest.approx(whole, rel=1e-6)
 
 
+def test_only_the_policy_gets_a_gradient():
+    old, advantages = torch.zeros(1, 2, requires_grad=True), torch.tensor([[1.0, -2.0]], requires_grad=True)
+    log_prob = torch.tensor([[0.05, -0.05]], requires_grad=True)
+    clipped_surrogate_loss(old, log_prob, advantages, torch.ones(1, 2), 0.8, 1.2).loss.backward()
+    assert log_prob.grad.abs().min() > 0 and old.grad is None and advantages.grad is None
+
+
 def test_a_second_derivative_is_that_of_the_loss():
     # Inside the bounds the loss is -A * exp(log_prob - old), which is its own second derivative.
     log_prob = torch.tensor([[1.1, 0.9, 1.5]]).log().requires_grad_()
