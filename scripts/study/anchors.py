@@ -95,7 +95,7 @@ def run_in_loop(run: tuple[str, int]) -> dict:
     }
 
 
-def stack_command(method: str, seed: int) -> list[str]:
+def stack_command(method: str, seed: int, output: Path) -> list[str]:
     """One run of the real stack: staleness from ``ppo_epochs``, dual clip off. Its sampling is not seeded."""
     return [
         "bash",
@@ -108,6 +108,7 @@ def stack_command(method: str, seed: int) -> list[str]:
         f"actor_rollout_ref.actor.ppo_epochs={STACK['epochs']}",
         f"actor_rollout_ref.actor.optim.lr={STACK['learning_rate']}",
         f"actor_rollout_ref.actor.clip_ratio_c={NO_DUAL_CLIP}",
+        f"actor_rollout_ref.actor.policy_loss.token_dump_dir={output}/tokens",  # 9 MB, for the clip report
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",  # one micro-batch an update
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
@@ -130,7 +131,7 @@ def run_stack(path: Path = RESULTS / "anchors_stack.jsonl") -> None:
         files = {name: str(DATA / f"{part}.parquet") for name, part in (("TRAIN_FILE", "train"), ("TEST_FILE", "test"))}
         about = {"CONFIG": "replay", "SIZE": "cpu", "VERL_PLATFORM": "cpu", "MODEL_PATH": str(MODEL)}
         environment = {**os.environ, **about, **files, "OUTPUT_DIR": str(output)}
-        subprocess.run(stack_command(method, seed), cwd=ROOT, env=environment, check=True)
+        subprocess.run(stack_command(method, seed, output), cwd=ROOT, env=environment, check=True)
         keep(path, {"method": method, "seed": seed, "settings": STACK, **stack_results(output)})
         print(f"stack {number}/{len(todo)}  {method} seed {seed}  {time.time() - began:.0f} s", flush=True)
 

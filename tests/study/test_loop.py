@@ -74,13 +74,13 @@ def test_the_stacks_methods_are_the_maps():
         assert LOOP[key] == STACK[key]
 
 
-def test_the_stacks_command_composes_to_what_it_says(monkeypatch):
+def test_the_stacks_command_composes_to_what_it_says(monkeypatch, tmp_path):
     from omegaconf import OmegaConf
     from support.configs import compose_in_groups
 
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, f"/{name}")
-    overrides = stack_command("bapo@0.4", seed=2)[2:]
+    overrides = stack_command("bapo@0.4", 2, tmp_path)[2:]
     config = compose_in_groups("experiment=replay", "size=cpu", *overrides)
     OmegaConf.resolve(config)
     actor = config.actor_rollout_ref.actor

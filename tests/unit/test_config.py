@@ -29,6 +29,7 @@ def test_the_defaults_make_52_candidates():
         ({"ratio_upper_max": 1.1}, "ratio_upper_start"),
         ({"ratio_upper_max": float("inf")}, "ratio_upper_max"),
         ({"ratio_upper_step": -0.05}, "ratio_upper_step"),
+        ({"ratio_upper_step": True}, "ratio_upper_step"),
         ({"contribution": "values"}, "contribution"),
         ({"token_weight": "rollout"}, "token_weight"),
         ({"search_order": "c_high first"}, "search_order"),

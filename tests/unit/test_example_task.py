@@ -25,7 +25,7 @@ FILES = ROOT / "recipe" / "bapo" / "example" / "files"
     [
         ("09 yes", 1.0),
         ("07 no 12 no 09 yes", 1.0),
-        (" 09 yes\n", 1.0),  # white space round it
+        (" 09 yes \n", 1.0),  # white space round it
         ("07 yes", 0.0),  # a wrong claim
         ("09 yes 07 yes", 0.0),  # the last guess counts
         ("07 yes 09 yes", 1.0),
