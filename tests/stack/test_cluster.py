@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.stack_runs import ROOT, SHORT_STEPS
+from support.stack_runs import ROOT, SHORT_STEPS, left_since, removing_what_others_leave, temporary_files
 
 from recipe.bapo.records.metrics import read_metrics
 
@@ -68,11 +68,12 @@ def free_ports(count):
 
 
 def test_a_head_whose_port_is_taken_names_it(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, removing_what_others_leave() as folders:
         port = taken.getsockname()[1]
         head = call(
             *("bash", "scripts/cluster/ray.sh", "head", f"--port={port}", "--node-ip-address=127.0.0.1"),
             timeout=200,
+            **folders,
             RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"),
         )
     assert head.returncode != 0 and str(port) in head.stdout, head.stdout
@@ -81,6 +82,11 @@ def test_a_head_whose_port_is_taken_names_it(tmp_path):
 @pytest.fixture(scope="module")
 def cluster():
     """The environment for jobs on a cluster of two nodes with a logical GPU each, and what its nodes print."""
+    with removing_what_others_leave():  # vLLM's empty sockets
+        yield from two_nodes()
+
+
+def two_nodes():
     folder = Path(tempfile.mkdtemp(prefix="bapo", dir="/tmp"))  # a short path: Ray's sockets lie in it
     port, dashboard = free_ports(2)
     environment = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
@@ -123,7 +129,7 @@ def cluster():
 
 def test_a_job_on_two_nodes(cluster, tmp_path):
     environment, folder = cluster
-    shared_memory = set(Path("/dev/shm").glob("psm_*"))
+    before = temporary_files()
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     run = call(
         *("bash", "recipe/bapo/run_bapo_example.sh", *length),
@@ -138,7 +144,7 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
     # What a local run shows is shown here too.
     assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
-    assert set(Path("/dev/shm").glob("psm_*")) == shared_memory  # vLLM's, of either node
+    assert not [path for path in left_since(before) if path.name.startswith("psm_")]  # vLLM's, of either node
     # A rank and a vLLM server on each node, and the same bounds.
     text = log.read_text()
     for node in NODES[1:]:

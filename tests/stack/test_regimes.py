@@ -107,7 +107,7 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
 
 def run_verls_own(tmp_path, task, *overrides):
     """One step of verl's own entry point, in whose environment the package is installed; returns its metrics."""
-    with removing_what_others_leave():
+    with removing_what_others_leave() as folders:
         run = subprocess.run(
             [
                 sys.executable,
@@ -138,7 +138,7 @@ def run_verls_own(tmp_path, task, *overrides):
                 f"hydra.run.dir={tmp_path}/hydra",
             ],
             cwd=tmp_path,
-            env={**os.environ, **cpu_environment(), "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")},
+            env={**os.environ, **cpu_environment(), **folders, "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl"},
             stdin=subprocess.DEVNULL,
             stdout=open(tmp_path / "train.log", "w"),
             stderr=subprocess.STDOUT,

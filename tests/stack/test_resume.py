@@ -154,6 +154,6 @@ assert list(served) == output, (list(served), output)
 """
     environment = {**os.environ, **cpu_environment()}
     command = [sys.executable, "-c", code, str(exported)]
-    with removing_what_others_leave():
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    with removing_what_others_leave() as folders:
+        run = subprocess.run(command, env=environment | folders, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -19,6 +19,7 @@ from recipe.bapo.records.leftovers import remove
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
+IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # as a run names what it puts there
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
 SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step, where the example has 24
 
@@ -80,12 +81,21 @@ def left_since(before):
 
 @contextmanager
 def removing_what_others_leave():
-    """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point."""
+    """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point.
+
+    It has a folder of its own for temporary files: the context's value, as its environment.
+    """
     before = temporary_files()
-    try:
-        yield
-    finally:
-        remove(left_since(before))
+    # A short path: Ray's sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="bapo", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            yield {"TMPDIR": folder, "RAY_TMPDIR": folder}
+        finally:
+            remove(
+                path
+                for path in left_since(before)
+                if path.parent.name != "shm" or path.name.startswith(IN_SHARED_MEMORY)
+            )
 
 
 def heed_signals():

@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
@@ -72,23 +73,27 @@ def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch)
 def test_shared_memory_of_a_process_is_found_until_it_is_removed():
     block = python_shared_memory.SharedMemory(create=True, size=4096)
     path = Path("/dev/shm") / block.name
-    assert path in leftovers.shared_memory([os.getpid()])
-    assert path not in leftovers.shared_memory([1 << 30])
-    block.close()
-    block.unlink()
+    try:
+        assert path in leftovers.shared_memory([os.getpid()])
+        assert path not in leftovers.shared_memory([1 << 30])
+    finally:
+        block.close()
+        block.unlink()
     assert path not in leftovers.shared_memory([os.getpid()])
 
 
 def test_weights_that_nobody_holds_are_found(tmp_path):
     before, held, orphan = (Path(f"/dev/shm/verl_weights_{os.getpid()}_{i}") for i in range(3))
     socket = tmp_path / "socket"
-    for path in (before, socket, held, orphan):
-        path.write_bytes(b"x" * 4096)
-        time.sleep(0.02)
-    with open(held, "r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert leftovers.orphaned_weights([socket]) & {before, held, orphan} == {orphan}
-        assert not leftovers.orphaned_weights([]) and not leftovers.orphaned_weights([tmp_path / "gone"])
-    leftovers.remove([before, held, orphan])
+    try:
+        for path in (before, socket, held, orphan):
+            path.write_bytes(b"x" * 4096)
+            time.sleep(0.02)
+        with open(held, "r+b") as file, mmap.mmap(file.fileno(), 0):
+            assert leftovers.orphaned_weights([socket]) & {before, held, orphan} == {orphan}
+            assert not leftovers.orphaned_weights([]) and not leftovers.orphaned_weights([tmp_path / "gone"])
+    finally:
+        leftovers.remove([before, held, orphan])
 
 
 DIED = {"reason": "WORKER_DIED", "pid": 7, "node_ip_address": "10.0.0.2", "class_name": "WorkerDict"}
@@ -206,14 +211,14 @@ def test_two_runs_that_start_at_once_do_not_both_get_the_machine(tmp_path, monke
 
 def test_shared_memory_of_others_stays(tmp_path):
     """A data set in shared memory, mapped by a worker, is not the run's to remove."""
-    for path in (Path("/dev/shm/bapo-test-data.arrow"), Path("/dev/shm/bapo-test/psm_data")):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x" * 4096)
-        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
-            assert str(path) in Path("/proc/self/maps").read_text()
-            assert not leftovers.shared_memory([os.getpid()]) & {path}
-        path.unlink()
-    path.parent.rmdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        inside = Path(folder) / "psm_data"
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".arrow") as data:
+            for path in (Path(data.name), inside):
+                path.write_bytes(b"x" * 4096)
+                with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
+                    assert str(path) in Path("/proc/self/maps").read_text()
+                    assert not leftovers.shared_memory([os.getpid()]) & {path}
 
 
 def test_stacks_that_cannot_be_written_do_not_keep_the_run(tmp_path):
