@@ -71,15 +71,44 @@ def test_the_entropy(frame):
     assert f"BAPO ends with {more.min():.1f} to {more.max():.1f} nats more than [0.9, 3.0]" in TEXT
 
 
+def test_on_the_reversal_it_is_the_lower_bound(frame):
+    rows = analysis.of_map(frame, "A", "reversal")
+    fails = rows.groupby("method")["failed"].mean()
+    low = fails[["figure7_low", "bapo@0.5", "bapo_gradient@0.4", "authors_code"]]
+    high = fails[["grpo", "clip_higher", "high_only", "figure7_high", "low_only", "widest"]]
+    assert f"or 0.6 there fail in {low.min():.2f} to {low.max():.2f}, those at 0.8 or 0.9 in {high.min():.2f}" in TEXT
+    assert f"{high.min():.2f} to {high.max():.2f} (description)" in TEXT
+    starts = rows[rows["method"].isin(low.index[1:])].groupby("method")["at_once"].mean()
+    assert starts.min() > 0.5  # at their start of 0.6 in most updates
+
+
+def test_the_dual_clip_of_all_methods(frame):
+    rows = analysis.of_map(frame, "A", "chain")
+    fails = rows.groupby(["dual_clip", "method"])["failed"].sum()
+    runs = int((rows["dual_clip"] == 0).sum())
+    assert f"{rows['method'].nunique()} methods {fails[3].sum()} and {fails[0].sum()} of {runs:,} runs fail" in TEXT
+    assert f"[0.5, 1.2] ({fails[3]['figure7_low']}) and *balance* ({fails[3]['balance']})" in TEXT
+    of_gradient, of_value = (fails[:, method] for method in ("bapo_gradient@0.4", "bapo@0.4"))
+    guide = " ".join(PAGE.with_name("configuration.md").read_text().split())
+    assert (
+        f"in {of_gradient[0]} of {runs // 13} runs against {of_value[0]}; with one in none and {of_value[3]}" in guide
+    )
+    assert of_gradient[3] == 0
+
+
 def test_what_failed_least(frame):
-    fails = frame[frame["map"].isin(["B", "C"])].groupby(["map", "method"])["failed"].agg(["sum", "size"])
-    counts = {(name, method): fails.loc[(name, method), "sum"] for name, method in fails.index}
-    runs = fails.loc[("B", "topr"), "size"], fails.loc[("C", "topr"), "size"]
-    b, c = counts["B", "topr"], counts["C", "topr"]
-    assert f"in {b} of {runs[0]} runs of map B and {c} of {runs[1]} of map C" in TEXT
-    assert f"rho = 0.4 in {counts['B', 'balance']} and {counts['C', 'balance']}" in TEXT
-    ours, grpos = ([counts[name, method] for name in "BC"] for method in ("bapo@0.4", "grpo"))
-    assert f"failed in {ours[0]} and {ours[1]} and GRPO in {grpos[0]} and {grpos[1]}" in TEXT
+    fails = frame[frame["map"].isin(["A", "B", "C"])].groupby(["map", "method"])["failed"].agg(["sum", "size"])
+    counts = {method: [int(fails.loc[(name, method), "sum"]) for name in "ABC"] for method in fails.index.levels[1]}
+    runs = [int(fails.loc[(name, "topr"), "size"]) for name in "ABC"]
+    a, b, c = counts["topr"]
+    assert f"{a} of {runs[0]:,} runs of map A, {b} of {runs[1]} of map B and {c} of {runs[2]} of map C" in TEXT
+    for method, before in (
+        ("bapo@0.4", "BAPO failed in"),
+        ("grpo", "and GRPO in"),
+        ("balance", "(*balance*) failed in"),
+    ):
+        a, b, c = counts[method]
+        assert f"{before} {a}, {b} and {c}" in TEXT
 
 
 def test_the_claims(frame):
