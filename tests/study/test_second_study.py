@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/results.md says of the second study follows from its table."""
 
+import json
 import re
+from statistics import fmean
 
 import numpy as np
 import pytest
 
 from scripts.study import analysis
+from scripts.study.agreement import LOOP_RUNS, differences, rank_correlation, read_runs
 from scripts.study.report import PAGE
 
 TEXT = " ".join(PAGE.read_text().split("## Figures of the second study")[0].split())
@@ -109,6 +112,20 @@ def test_what_failed_least(frame):
     ):
         a, b, c = counts[method]
         assert f"{before} {a}, {b} and {c}" in TEXT
+
+
+def test_on_a_larger_model(frame):
+    runs = read_runs(LOOP_RUNS)
+    correlation, methods = rank_correlation(runs, frame)
+    assert f"(rank correlation {correlation:.2f}, {methods} methods)" in TEXT
+    ours = runs[runs["method"] == "bapo@0.4"]
+    assert f"rho starts at {ours['positive_contribution_start'].mean():.2f}, above its target" in TEXT
+    lines = map(json.loads, LOOP_RUNS.read_text().splitlines())
+    at_once = fmean(run["at_once"] for run in lines if run["method"] == "bapo@0.4")
+    assert f"stands at [0.6, 1.2] in {at_once:.0%}".replace("%", " %") in TEXT
+    above, below = (fmean(differences(runs, "bapo@0.4", other)) for other in ("grpo", "widest"))
+    assert f"is {above:.2f} above GRPO's and {-below:.2f} below that of [0.9, 3.0]" in TEXT
+    assert min(differences(runs, "bapo@0.5", "widest")) >= 0
 
 
 def test_the_guide_on_topr(frame):
