@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy losses ``bapo``, ``dump`` and ``topr`` and their configs: the border between verl and ``bapo/``.
+"""The policy loss ``bapo`` and its config: the border between verl and ``bapo/``.
 
 ``bound_scope=mini_batch`` needs the whole mini-batch, and verl hands the policy loss one micro-batch. Our worker
 (``recipe.bapo.worker``) knows the rest: around each update it sets the finder that gives the loss its bounds
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
-from bapo.ratio import check_inputs, log_ratio_of
 from recipe.bapo.records.tokens import noting, write_dump
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -153,44 +152,6 @@ def compute_policy_loss_dump(
     _dump(chosen.token_dump_dir, tensors, rollout_is_weights, config, bounds)
     loss_fn = get_policy_loss_fn(chosen.dumped_loss)
     return loss_fn(*tensors, loss_agg_mode=loss_agg_mode, config=config, rollout_is_weights=rollout_is_weights)
-
-
-@register_policy_loss("topr")
-def compute_policy_loss_topr(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config=None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """TOPR (arXiv 2503.14286) token by token, which failed least in docs/results.md: no bounds, and nothing to search.
-
-    A token's gradient is that of its log-prob times A, with A < 0 times min(r, 1) too. Only the gradient is TOPR's: the
-    loss's value says nothing. Arguments as of ``compute_policy_loss_bapo``, but for the config, which is verl's own.
-
-    Returns:
-        The loss, and the metrics ``actor/ppo_kl`` and ``actor/topr/truncated``: of the tokens with A < 0 the share with
-        r > 1.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    check_inputs(None, log_prob=log_prob, old_log_prob=old_log_prob, advantages=advantages, response_mask=response_mask)
-    mask = response_mask.bool()
-    log_ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob.detach()), 0)
-    negative = mask & (advantages < 0)
-    weight = torch.where(negative, log_ratio.clamp(max=0).exp(), 1)
-    if rollout_is_weights is not None:
-        weight = weight * rollout_is_weights
-    # Masked positions may hold anything.
-    token_loss = torch.where(mask, -torch.where(mask, advantages * weight, 0) * log_prob, 0)
-    loss = agg_loss(token_loss, response_mask, loss_agg_mode, **config.global_batch_info)
-    kl = -log_ratio.sum() / mask.sum().clamp(min=1)
-    truncated = (negative & (log_ratio > 0)).sum() / negative.sum().clamp(min=1)
-    kl, truncated = torch.stack([kl, truncated]).tolist()
-    return loss, {"actor/ppo_kl": kl, "actor/topr/truncated": truncated}
 
 
 def _vanillas_bounds(config):

@@ -164,10 +164,3 @@ def test_any_verl_run_can_dump_its_own_loss(tmp_path, task):
     assert report["dump"]["updates"] == 2 and report["masked"][0]["what"] == "[0.8, 1.2], fixed"
     clipped = report["masked"][0]["tokens"]["all"]
     assert clipped == pytest.approx(data["actor/pg_clipfrac"] + data["actor/pg_clipfrac_lower"], abs=0.02)
-
-
-@pytest.mark.slow
-def test_any_verl_run_can_train_with_topr(tmp_path, task):
-    plugin = "actor_rollout_ref.model.external_lib=recipe.bapo.plugin"
-    data = run_verls_own(tmp_path, task, f"{LOSS}.loss_mode=topr", plugin)
-    assert 0 <= data["actor/topr/truncated"] < 1 and data["actor/grad_norm"] > 0

@@ -226,32 +226,3 @@ def test_a_loss_of_verls_is_dumped_and_left_as_it_is(tmp_path, loss, low, bounds
 def test_a_dump_without_a_folder_is_refused():
     with pytest.raises(ValueError, match="policy_loss.token_dump_dir is not set"):
         DumpConfig()
-
-
-def test_topr_by_hand():
-    # A > 0: the gradient is -A whatever r. A < 0: |A| min(r, 1). The last token is masked, and not finite.
-    ratio = torch.tensor([[4.0, 0.25, 4.0, 0.25, 1.0]])
-    advantages = torch.tensor([[1.0, 2.0, -3.0, -3.0, float("nan")]])
-    mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
-    old = torch.tensor([[-3.0, -1.0, -3.0, -1.0, float("-inf")]])
-    log_prob = old + ratio.log()
-    config = with_batch_info(actor_config(PolicyLossConfig(loss_mode="topr")), rows=1)
-    loss_fn = get_policy_loss_fn("topr")
-    _, gradient, metrics = run_loss(loss_fn, config, (old, log_prob, advantages, mask))
-    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -2.0, 3.0, 0.75, 0.0]]) / 4)
-    assert metrics == {"actor/ppo_kl": 0.0, "actor/topr/truncated": 0.5}
-    weights = torch.tensor([[1.0, 0.5, 2.0, 1.0, 1.0]])
-    _, gradient, _ = run_loss(loss_fn, config, (old, log_prob, advantages, mask), "seq-mean-token-sum", weights)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -1.0, 6.0, 0.75, 0.0]]))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_topr_is_the_studys(seed):
-    from scripts.study.methods import Tokens, loss_of
-
-    old, log_prob, advantages, mask = make_batch(seed)
-    leaf = log_prob.clone().requires_grad_()
-    loss_of("topr", Tokens(*(tensor[None] for tensor in (old, leaf, advantages, mask))), None)[0].backward()
-    config = with_batch_info(actor_config(PolicyLossConfig(loss_mode="topr")), rows=len(mask))
-    _, gradient, _ = run_loss(get_policy_loss_fn("topr"), config, (old, log_prob, advantages, mask))
-    torch.testing.assert_close(gradient, leaf.grad)
