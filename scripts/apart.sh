@@ -11,14 +11,14 @@ set -euo pipefail
 [ $# -gt 0 ] || { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1; }
 fail() { echo "Error: $*" >&2; exit 1; }
 for path in "$PWD" "OUTPUT_DIR=${OUTPUT_DIR:-}" "MODEL_PATH=${MODEL_PATH:-}" "TRAIN_FILE=${TRAIN_FILE:-}" \
-    "TEST_FILE=${TEST_FILE:-}" "BAPO_VENV=${BAPO_VENV:-}" "$@"; do
-    [[ $path =~ ^([^=]*=)?/tmp(/|$) ]] || continue
+    "TEST_FILE=${TEST_FILE:-}" "BAPO_VENV=${BAPO_VENV:-}" "HF_HOME=${HF_HOME:-}" "$@"; do
+    [[ $path =~ (^|[=,[])/tmp(/|$|[],]) ]] || continue
     fail "$path is in /tmp, which the command would not see and whose new files would be lost: use another folder."
 done
 apart=(unshare --mount --pid --fork --mount-proc)
 [ "$(id -u)" = 0 ] || apart+=(--user --map-root-user)
-"${apart[@]}" true 2>/dev/null ||
-    fail "this machine lets you make no namespaces: start it as root, or use a container with a /tmp and /dev/shm of its own."
+"${apart[@]}" true ||
+    fail "no namespaces here (above is why): start it as root, or use a container with a /tmp and /dev/shm of its own."
 folder=$(mktemp -d /var/tmp/apart.XXXXXX)
 trap 'rm -rf "$folder"' EXIT
 "${apart[@]}" bash -c \

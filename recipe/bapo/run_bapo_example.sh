@@ -38,7 +38,7 @@ fi
 case ${VERL_PLATFORM:-} in
 '' | cpu) ;;
 nvidia)
-    [ "$gpus" != 0 ] || fail "VERL_PLATFORM=nvidia, but this machine has no GPU: leave it unset, or set cpu."
+    [ "$gpus" != 0 ] || fail "VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu."
     unset VERL_PLATFORM  # verl finds it by itself
     ;;
 *) fail "VERL_PLATFORM=$VERL_PLATFORM is not usable: leave it unset on NVIDIA GPUs, or set cpu." ;;

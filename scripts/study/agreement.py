@@ -13,18 +13,18 @@ import numpy as np
 import pandas as pd
 
 from scripts.study.analysis import LABELS, markdown
-from scripts.study.plan import METHODS, RATES, RESULTS
+from scripts.study.methods import searches
+from scripts.study.plan import RATES, RESULTS
 
 LOOP_RUNS, STACK_RUNS = RESULTS / "anchors_loop.jsonl", RESULTS / "anchors_stack.jsonl"
-SEARCHING = [method for method in METHODS if "bapo" in method or method == "authors_code"]
 PAIRS = [("bapo@0.4", "grpo"), ("bapo@0.4", "widest")]
-COLUMNS = {  # heading, column and form; what a part of the anchors does not measure has no column
+COLUMNS = {  # heading, column and form; rho is measured as the method's own search measures it
     "final reward": ("final_reward", "{:.3f}"),
     "mean reward": ("mean_reward", "{:.3f}"),
     "entropy at the end": ("entropy", "{:.2f}"),
     "largest/median norm": ("norm_ratio", "{:.1f}"),
-    "rho at the start": ("positive_contribution_start", "{:.3f}"),
-    "rho at the bounds": ("positive_contribution", "{:.3f}"),
+    "own rho at the start": ("positive_contribution_start", "{:.3f}"),
+    "own rho at the bounds": ("positive_contribution", "{:.3f}"),
     "clipped +": ("clipfrac_positive", "{:.2f}"),
     "clipped -": ("clipfrac_negative", "{:.2f}"),
     "out of reach": ("saturated", "{:.2f}"),
@@ -50,16 +50,21 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def anchor_table(runs: pd.DataFrame) -> list[str]:
-    """What was measured, averaged over seeds; the search's columns only where there is a search."""
-    columns = {head: (name, form) for head, (name, form) in COLUMNS.items() if name in runs}
+    """What was measured, averaged over seeds; "out of reach" only where there is a search."""
     lines = []
     for method in [name for name in (*LABELS, "control") if name in set(runs["method"])]:
         means = runs[runs["method"] == method].mean(numeric_only=True)
-        cells = [form.format(means[name]) if np.isfinite(means[name]) else "-" for name, form in columns.values()]
-        if method not in SEARCHING:
-            cells[-1] = "-"  # out of reach
+        if method == "control" or not searches(method):
+            means["saturated"] = np.nan
+        cells = [form.format(means[name]) if np.isfinite(means[name]) else "-" for name, form in COLUMNS.values()]
         lines.append([LABELS.get(method, "GRPO, each sample used once"), *cells])
-    return markdown(["method", *columns], lines)
+    return markdown(["method", *COLUMNS], lines)
+
+
+def with_every_method(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the seeds that every method has."""
+    methods = runs.groupby("seed")["method"].nunique()
+    return runs[runs["seed"].isin(methods.index[methods == runs["method"].nunique()])]
 
 
 def differences(runs: pd.DataFrame, method: str, other: str, measure: str = "mean_reward") -> list[float]:
@@ -87,9 +92,10 @@ def agreement(frame: pd.DataFrame, loop: Path = LOOP_RUNS, stack: Path = STACK_R
     for title, path in (("the example's model in one process", loop), ("the real stack", stack)):
         if not path.exists():
             continue
-        runs = read_runs(path)
-        seeds = runs["seed"].nunique()
-        lines += [f"### Anchors: {title}", "", f"Means over {seeds} seeds.", "", *anchor_table(runs)]
+        runs = with_every_method(read_runs(path))
+        seeds = ", ".join(map(str, sorted(runs["seed"].unique())))
+        lines += [f"### Anchors: {title}", ""]
+        lines += [f"Means over the seeds {seeds}. Mean reward: of all training rollouts.", "", *anchor_table(runs)]
         for method, other in PAIRS:
             by_seed = ", ".join(f"{value:+.3f}" for value in differences(runs, method, other))
             lines += [f"Mean reward, {LABELS[method]} minus {LABELS[other]}, by seed: {by_seed}.", ""]

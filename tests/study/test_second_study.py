@@ -59,9 +59,13 @@ def test_the_dual_clip(frame):
     rows = frame[(frame["map"] == "A") & frame["method"].isin(["grpo", "widest", "bapo@0.4"])]
     fails = rows.groupby(["task", "dual_clip"])["failed"].agg(["sum", "size"])
     (with_clip, runs), (without, _) = fails.loc["chain", 3.0], fails.loc["chain", 0.0]
-    assert says(str(with_clip), f"{runs:,}", "3", str(without), f"{runs:,}")
+    of = f"of {runs:,}"
+    assert (
+        f"{with_clip} {of} runs of GRPO, [0.9, 3.0] and BAPO fail with a dual clip of 3 and {without} {of} without"
+        in TEXT
+    )
     (with_clip, runs), (without, _) = fails.loc["reversal", 3.0], fails.loc["reversal", 0.0]
-    assert f"on the reversal {with_clip} and {without} of {runs}" in TEXT
+    assert f"on its reversal {with_clip} and {without} of {runs}" in TEXT
     unprotected = rows[(rows["task"] == "chain") & (rows["dual_clip"] == 0)].groupby("method")["failed"]
     fails, runs = unprotected.sum(), unprotected.size()
     assert f"{fails['bapo@0.4']} of its {runs['bapo@0.4']} runs without one fail, {fails['grpo']} of GRPO's" in TEXT
@@ -72,6 +76,13 @@ def test_the_entropy(frame):
     means = rows.groupby(["dual_clip", "learning_rate", "method"])["entropy"].mean().unstack()
     more = means["bapo@0.4"] - means["widest"]
     assert f"BAPO ends with {more.min():.1f} to {more.max():.1f} nats more than [0.9, 3.0]" in TEXT
+    fails = rows.groupby(["dual_clip", "learning_rate", "method"])["failed"].mean().unstack()
+    assert fails["bapo@0.4"].max() == 0 and fails["widest"].max() == 0.05  # hardly
+    rewards = rows.groupby(["learning_rate", "dual_clip", "method"])["final_reward"].mean().unstack()
+    (low, high), (low_016, high_016) = (
+        sorted(abs(rewards["bapo@0.4"] - rewards["widest"])[rate]) for rate in sorted(rows["learning_rate"].unique())
+    )
+    assert f"reward {low:.2f} to {high:.2f} lower at 0.004 and {low_016:.2f} to {high_016:.2f} higher at 0.016" in TEXT
 
 
 def test_on_the_reversal_it_is_the_lower_bound(frame):
@@ -100,18 +111,22 @@ def test_the_dual_clip_of_all_methods(frame):
 
 
 def test_what_failed_least(frame):
-    fails = frame[frame["map"].isin(["A", "B", "C"])].groupby(["map", "method"])["failed"].agg(["sum", "size"])
-    counts = {method: [int(fails.loc[(name, method), "sum"]) for name in "ABC"] for method in fails.index.levels[1]}
-    runs = [int(fails.loc[(name, "topr"), "size"]) for name in "ABC"]
-    a, b, c = counts["topr"]
-    assert f"{a} of {runs[0]:,} runs of map A, {b} of {runs[1]} of map B and {c} of {runs[2]} of map C" in TEXT
-    for method, before in (
-        ("bapo@0.4", "BAPO failed in"),
-        ("grpo", "and GRPO in"),
-        ("balance", "(*balance*) failed in"),
-    ):
-        a, b, c = counts[method]
+    rows = frame[(frame["dual_clip"] == 0) & frame["map"].isin(["A", "B", "C", "partial"])]
+    fails = rows.replace({"map": {"partial": "C"}}).groupby(["map", "method"])["failed"].agg(["sum", "size"])
+    a, b, c = ("{} of {}".format(*fails.loc[(name, "topr")]) for name in "ABC")
+    assert f"{a} runs of map A (both tasks), {b} of map B and {c} of map C (both kinds)" in TEXT
+    for method, before in (("bapo@0.4", "BAPO failed in"), ("grpo", "GRPO in"), ("balance", "(*balance*) failed in")):
+        a, b, c = (fails.loc[(name, method), "sum"] for name in "ABC")
         assert f"{before} {a}, {b} and {c}" in TEXT
+    assert (fails["sum"].unstack().idxmin(axis=1) == "topr").all()
+    without = frame[frame["dual_clip"] == 0].set_index(["map", "task", "method", "staleness", "learning_rate", "seed"])
+    clipped = frame[(frame["dual_clip"] == 3) & (frame["map"] == "B") & (frame["method"] == "topr")]
+    assert set(clipped["weights"]) == set(without.loc[("B", "chain", "topr"), "weights"])  # it changes nothing for it
+    cell = rows[(rows["map"] == "B") & (rows["staleness"] == 16) & np.isclose(rows["learning_rate"], 0.016)]
+    means = cell.groupby("method")[["failed", "final_reward"]].agg(["sum", "size", "mean"])
+    assert "TOPR fails in {:.0f} of {:.0f}, BAPO and GRPO in none".format(*means["failed"].loc["topr"]) in TEXT
+    assert means["failed"]["sum"][["bapo@0.4", "grpo"]].sum() == 0
+    assert means["final_reward"]["mean"].idxmin() == "topr"
 
 
 def test_on_a_larger_model(frame):
@@ -162,7 +177,9 @@ def test_the_guide(frame):
     everything = analysis.of_map(frame, "ablation", "chain")
     at_032 = everything[np.isclose(everything["learning_rate"], 0.032)].groupby("method")["failed"].mean()
     fails = at_032["bapo@0.4,ratio_lower_start=0.8,ratio_lower_max=0.8"], at_032["bapo@0.4"]
-    assert f"with `c_low` fixed at 0.8, {fails[0]:.2f} against {fails[1]:.2f}" in text
+    assert (
+        f"{40 * fails[0]:.0f} of 40 runs fail with `c_low` fixed at 0.8 and {40 * fails[1]:.0f} of 40 without" in text
+    )
     rows = everything[np.isclose(everything["learning_rate"], 0.016)]
     assert (rows.groupby("method").size() == 40).all() and rows["failed"].mean() < 0.01
     means = rows.groupby("method")[["mean_reward", "entropy", "at_once", "on_the_way", "rho_start"]].mean()
@@ -171,7 +188,8 @@ def test_the_guide(frame):
         shares = (f"{row.at_once:.2f}", f"{row.on_the_way:.2f}") if row.notna().all() else ("-", "-")
         assert f"| {name} | {row.mean_reward:.3f} | {row.entropy:.2f} | {' | '.join(shares)} |" in page
     assert f"0.35 ends {means.entropy['bapo@0.35'] - means.entropy['bapo@0.5']:.2f} nats above 0.5" in text
-    for said in ("0.19 to 0.27", "0.25 against 0.17", "2 of 1,800", "183 of 1,800"):  # other tests compute these
+    others = ("0.19 to 0.27", "0.25 against 0.17", "2 of 1,800", "183 of 1,800", "78 and 892 of 7,800")
+    for said in others:  # other tests compute these
         assert said in text and said.replace(" against ", " of the runs against ") in TEXT
     starts = means.rho_start["bapo@0.4"], means.rho_start["bapo_gradient@0.4"]
     assert f"rho starts at {starts[0]:.2f} by value and at {starts[1]:.2f} by gradient" in text

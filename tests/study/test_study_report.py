@@ -202,7 +202,8 @@ def test_a_table_of_means_is_over_the_same_cells():
 def anchor(method, seed, reward, entropy=0.5):
     """A run of the anchors of two windows."""
     series = {"reward": [reward - 0.1, reward + 0.1], "entropy": [1.0, entropy], "grad_norm": [0.0, 2.0, 1.0, 6.0]}
-    series |= {"positive_contribution": [0.3, None], "saturated": [1.0, 0.5]}
+    series |= {"positive_contribution_start": [0.2, 0.3], "positive_contribution": [0.3, None]}
+    series |= {"clipfrac_positive": [0.0, 0.1], "clipfrac_negative": [0.2, 0.2], "saturated": [1.0, 0.5]}
     return {"method": method, "seed": seed, "final_reward": reward, "series": series}
 
 
@@ -213,12 +214,19 @@ def test_the_anchors_are_held_against_map_b(tmp_path):
         row(cell, 1, mean_reward=rewards[cell.method] * (1 if cell.learning_rate == chosen else -1)) for cell in cells
     )
     runs = [anchor("grpo", 2, 0.3), anchor("grpo", 1, 0.2), anchor("widest", 1, 0.5), anchor("widest", 2, 0.5)]
-    runs += [anchor("bapo@0.4", 1, 0.25), anchor("bapo@0.4", 2, 0.45), anchor("control", 1, 0.8)]
+    runs += [
+        anchor("bapo@0.4", 1, 0.25),
+        anchor("bapo@0.4", 2, 0.45),
+        anchor("control", 1, 0.8),
+        anchor("control", 2, 0.8),
+    ]
+    runs += [anchor("bapo@0.4", 3, 0.9)]  # a seed that the others do not have yet
     path = tmp_path / "loop.jsonl"
     path.write_text("".join(json.dumps(run) + "\n" for run in runs))
     text = "\n".join(agreement(frame, path, tmp_path / "none.jsonl"))
-    assert "| GRPO [0.8, 1.2] | 0.250 | 0.250 | 0.50 | 3.0 | 0.300 | - |" in text  # norms 2, 1 and 6
-    assert "| BAPO 0.4 | 0.350 | 0.350 | 0.50 | 3.0 | 0.300 | 0.75 |" in text
+    measured = "0.50 | 3.0 | 0.250 | 0.300 | 0.05 | 0.20"  # norms 2, 1 and 6
+    assert f"| GRPO [0.8, 1.2] | 0.250 | 0.250 | {measured} | - |" in text
+    assert f"| BAPO 0.4 | 0.350 | 0.350 | {measured} | 0.75 |" in text and "over the seeds 1, 2." in text
     assert "BAPO 0.4 minus GRPO [0.8, 1.2], by seed: +0.050, +0.150." in text
     assert "BAPO 0.4 minus [0.9, 3.0], by seed: -0.250, -0.050." in text
     assert "over 3 methods 0.50." in text and "real stack" not in text  # ranks 1, 3, 2 against 1, 2, 3

@@ -94,7 +94,7 @@ def removing_what_others_leave():
             remove(
                 path
                 for path in left_since(before)
-                if path.parent.name != "shm" or path.name.startswith(IN_SHARED_MEMORY)
+                if path.parent.name == "tmp" or path.name.startswith(IN_SHARED_MEMORY)
             )
 
 
