@@ -234,7 +234,7 @@ MUTANTS = {
         ('path.suffix in (".jsonl", ".json")', 'path.suffix == ".jsonl"'),
         ("if key.lower() in names", "if key in names"),
         ('"data/math-*.parquet"', '"data/*.parquet"'),
-        ("(messages[-1]", "(messages[0]"),
+        ("return (messages[-1]", "return (messages[0]"),
         ("len(seen) - 1", "len(seen)"),
         ("            elif digest in seen:\n", "            elif False:\n"),
         ("        unfinished.unlink(missing_ok=True)\n", "        pass\n"),

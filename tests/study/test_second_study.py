@@ -119,9 +119,10 @@ def test_what_failed_least(frame):
         a, b, c = (fails.loc[(name, method), "sum"] for name in "ABC")
         assert f"{before} {a}, {b} and {c}" in TEXT
     assert (fails["sum"].unstack().idxmin(axis=1) == "topr").all()
-    without = frame[frame["dual_clip"] == 0].set_index(["map", "task", "method", "staleness", "learning_rate", "seed"])
-    clipped = frame[(frame["dual_clip"] == 3) & (frame["map"] == "B") & (frame["method"] == "topr")]
-    assert set(clipped["weights"]) == set(without.loc[("B", "chain", "topr"), "weights"])  # it changes nothing for it
+    b = frame[(frame["map"] == "B") & (frame["method"] == "topr")]
+    assert (
+        len({frozenset(weights) for _, weights in b.groupby("dual_clip")["weights"]}) == 1
+    )  # it changes nothing for it
     cell = rows[(rows["map"] == "B") & (rows["staleness"] == 16) & np.isclose(rows["learning_rate"], 0.016)]
     means = cell.groupby("method")[["failed", "final_reward"]].agg(["sum", "size", "mean"])
     assert "TOPR fails in {:.0f} of {:.0f}, BAPO and GRPO in none".format(*means["failed"].loc["topr"]) in TEXT

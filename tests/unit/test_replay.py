@@ -14,7 +14,7 @@ from support.oracle import sequential_search
 
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
-from recipe.bapo.records.tokens import about_dump, read_dump, write_dump
+from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump, write_dump
 from recipe.bapo.replay import main, picture, report_on
 from recipe.bapo.report.measure import DEFINITIONS, measure, outcomes, search
 
@@ -89,6 +89,14 @@ def test_files_of_another_origin_are_an_update_each(tmp_path):
     updates = list(read_dump(tmp_path))
     assert [len(update) for update in updates] == [1, 1]
     assert torch.equal(updates[1][0]["log_prob"], batch[1][batch[3]])
+
+
+def test_a_dump_loses_nothing(tmp_path):
+    batch = make_batch(1)
+    write_dump(tmp_path, *batch, {})
+    (((found,),),) = [list(read_dump(tmp_path))]
+    for name, tensor in zip(TENSORS, batch, strict=False):
+        assert torch.equal(found[name], tensor[batch[3].bool()])
 
 
 def test_the_dump_knows_the_runs_dual_clip(tmp_path):
