@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from scripts.study import analysis
-from scripts.study.agreement import LOOP_RUNS, differences, rank_correlation, read_runs
+from scripts.study.agreement import (
+    LOOP_RUNS,
+    STACK_RUNS,
+    agreement,
+    differences,
+    rank_correlation,
+    read_runs,
+    with_every_method,
+)
 from scripts.study.report import PAGE
 
 TEXT = " ".join(PAGE.read_text().split("## Figures of the second study")[0].split())
@@ -131,17 +139,36 @@ def test_what_failed_least(frame):
 
 
 def test_on_a_larger_model(frame):
-    runs = read_runs(LOOP_RUNS)
+    runs, stack = read_runs(LOOP_RUNS), with_every_method(read_runs(STACK_RUNS))
     correlation, methods = rank_correlation(runs, frame)
     assert f"(rank correlation {correlation:.2f}, {methods} methods)" in TEXT
     ours = runs[runs["method"] == "bapo@0.4"]
-    assert f"rho starts at {ours['positive_contribution_start'].mean():.2f}, above its target" in TEXT
-    lines = map(json.loads, LOOP_RUNS.read_text().splitlines())
-    at_once = fmean(run["at_once"] for run in lines if run["method"] == "bapo@0.4")
+    assert f"rho starts at {ours['positive_contribution_start'].mean():.2f}, above the target 0.4" in TEXT
+    searches = {"bapo@0.4": [], "bapo@0.5": []}
+    for run in map(json.loads, LOOP_RUNS.read_text().splitlines()):
+        if run["method"] in searches:
+            searches[run["method"]].append(run)
+    at_once = fmean(run["at_once"] for run in searches["bapo@0.4"])
+    never = fmean(run["out_of_reach"] for run in searches["bapo@0.5"])
     assert f"stands at [0.6, 1.2] in {at_once:.0%}".replace("%", " %") in TEXT
-    above, below = (fmean(differences(runs, "bapo@0.4", other)) for other in ("grpo", "widest"))
-    assert f"is {above:.2f} above GRPO's and {-below:.2f} below that of [0.9, 3.0]" in TEXT
+    assert f"it is [0.9, 3.0] in {never:.0%}".replace("%", " %") in TEXT
     assert min(differences(runs, "bapo@0.5", "widest")) >= 0
+    above, below = (differences(runs, "bapo@0.4", other) for other in ("grpo", "widest"))
+    assert f"is {fmean(above):.2f} above GRPO's (by seed {', '.join(f'{gain:+.2f}' for gain in above)})" in TEXT
+    assert f"and {-fmean(below):.2f} below that of [0.9, 3.0], its final reward {final_rewards(runs)}" in TEXT
+    assert f"In the real stack ({['no', 'one', 'two', 'three'][stack['seed'].nunique()]} seeds)" in TEXT
+    grpos, widest = (-fmean(differences(stack, "bapo@0.4", other)) for other in ("grpo", "widest"))
+    assert f"reward is {grpos:.2f} below GRPO's and {widest:.2f} below that of [0.9, 3.0]" in TEXT
+    assert f"its final reward {final_rewards(stack)}. At target 0.5" in TEXT
+
+
+def final_rewards(runs):
+    means = runs.groupby("method")["final_reward"].mean()
+    return f"{means['bapo@0.4']:.2f} against {means['grpo']:.2f} and {means['widest']:.2f}"
+
+
+def test_the_page_has_the_anchors(frame):
+    assert "\n".join(agreement(frame)) in PAGE.read_text()
 
 
 def test_the_claims(frame):
