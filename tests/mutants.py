@@ -489,7 +489,11 @@ def main():
     def try_one(mutant):
         folder = copies.get()
         try:
-            return survives(folder, *mutant)
+            lived = survives(folder, *mutant)
+            if lived:
+                file, old, new = mutant
+                tqdm.write(f"survived in {file}: {old!r} -> {new!r}")
+            return lived
         finally:
             copies.put(folder)
 
@@ -500,14 +504,12 @@ def main():
         broken = [file for file in files if not survives(Path(folder, "0"), file, "", "")]
         if broken:
             sys.exit(f"the tests of {', '.join(broken)} fail on the code as it is")
-        lived = list(tqdm(pool.map(try_one, chosen), total=len(chosen), unit=" mutants"))
-    survivors = [mutant for mutant, one in zip(chosen, lived, strict=True) if one]
+        all_lived = list(tqdm(pool.map(try_one, chosen), total=len(chosen), unit=" mutants"))
+    survivors = [mutant for mutant, lived in zip(chosen, all_lived, strict=True) if lived]
     made, left = (Counter(file for file, *_ in mutants) for mutants in (chosen, survivors))
     print("| file | mutants | killed |\n|---|---|---|")
     for file, count in made.items():
         print(f"| {file} | {count} | {count - left[file]} |")
-    for file, old, new in survivors:
-        print(f"survived in {file}: {old!r} -> {new!r}")
     sys.exit(bool(survivors))
 
 
