@@ -31,12 +31,13 @@ import json, os, subprocess, sys, time
 from pathlib import Path
 from recipe.bapo.records.messages import tell, wait_to_be_ended
 folder = Path(os.environ["OUTPUT_DIR"])
-def train(cluster=False):
+def train(cluster=False, widest=1.0):
     print("ERROR in no worker")
     watchdog = {"max_silence_s": None, "max_sync_s": 60, "grace_s": 0.5}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
     start_max = {f"ratio_{side}_{end}": 1.0 for side in ("lower", "upper") for end in ("start", "max")}
+    start_max["ratio_upper_max"] = widest
     actor = {"actor": {"policy_loss": {"positive_contribution_target": 0.5, **start_max}}}
     saved = {"run_dir": str(folder), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
     config.write_text(json.dumps(saved))
@@ -138,6 +139,19 @@ def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
     assert code == 0 and not err, err
     assert out.startswith("it trains\nstep 1/2  reward 0.500") and "1 steps, mean of" in out
     assert f"\nPicture: {run.folder}/run/dynamics.png\n" in out
+
+
+@pytest.mark.parametrize("widest, warns", [(1.0, False), (3.0, True)])
+def test_bounds_that_could_move_and_do_not_are_worth_a_warning(launch, widest, warns):
+    searched = {"met_at_once": 1.0, "saturated": 0.0, "positive_contribution_start": 0.5, "positive_contribution": 0.5}
+    data = {f"actor/bapo/{name}": value for name, value in {**searched, "clip_low": 0.6, "clip_high": 1.2}.items()}
+    steps = [{"training/global_step": step, "actor/pg_clipfrac": 0.1, **data} for step in range(1, 11)]
+    records = "\n".join(json.dumps({"step": step["training/global_step"], "data": step}) for step in steps)
+    code, out, err = launch(
+        f"train(widest={widest})\n(folder / 'metrics.jsonl').write_text({records!r} + chr(10))"
+    ).end()
+    assert code == 0 and not err, err
+    assert ("Warning: 100% of the updates" in out) == warns
 
 
 def test_a_failure_is_named_with_the_first_error_of_the_log_and_the_way_on(launch):

@@ -60,6 +60,24 @@ def test_a_target_out_of_reach_comes_with_one_that_is_not():
     assert "They reached 0.444: positive_contribution_target=0.44 is in reach" in text  # not rounded up
 
 
+def at_once(number, share=0.96, clipped=0.01):
+    found = {"met_at_once": share, "positive_contribution_start": 0.441 + number / 1000, "clip_low": 0.6}
+    searched = {f"actor/bapo/{name}": value for name, value in {**found, "clip_high": 1.2}.items()}
+    return step(number, **searched, **{"actor/pg_clipfrac": clipped})
+
+
+def test_a_target_below_where_rho_comes_in_leaves_the_bounds_at_their_start():
+    text = warnings_in([at_once(i) for i in range(WINDOW)])["at_once"]
+    assert "96% of the updates" in text and "at their start [0.60, 1.20]" in text
+    assert "rho came at 0.446: with positive_contribution_target=0.45 bounds would move" in text  # not rounded down
+
+
+def test_it_is_no_news_where_bounds_move_or_matter_not():
+    assert not warnings_in([at_once(i, share=0.94) for i in range(WINDOW)])
+    assert not warnings_in([at_once(i, clipped=0.0) for i in range(WINDOW)])  # fresh data
+    assert not warnings_in([at_once(i) for i in range(WINDOW)], searches=False)
+
+
 def follow(tmp_path, out, steps):
     printer = StepPrinter(out, since=0)
     printer.begin(tmp_path, len(steps))

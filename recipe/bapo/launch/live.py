@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from math import floor
+from math import ceil, floor
 from pathlib import Path
 
 from rich.console import Console
@@ -18,10 +18,15 @@ from recipe.bapo.records.metrics import parse_lines, validation_reward
 WINDOW = 10  # steps
 ENTROPY_FELL, NORM_ROSE = 0.5, 10.0  # to this share of what it was, to so many times its median, within the window
 UNBOUNDED = 0.1  # share of the gradient's size that tokens carry which no bound touches
+AT_ONCE = 0.95  # share of the updates that met the target before any bound moved
 
 
-def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
-    """Warnings about the metrics of the steps so far, by their kind."""
+def warnings_in(history: list[dict[str, float]], searches: bool = True) -> dict[str, str]:
+    """Warnings about the metrics of the steps so far, by their kind.
+
+    Args:
+        searches: whether the run's bounds can move; those of ``method=grpo`` cannot.
+    """
     found: dict[str, str] = {}
     recent = history[-WINDOW:]
     if len(recent) < WINDOW:
@@ -33,6 +38,17 @@ def warnings_in(history: list[dict[str, float]]) -> dict[str, str]:
             f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
             f"widest. They reached {reached:.3f}: positive_contribution_target={floor(100 * reached) / 100:g} is in "
             "reach of about half of such updates. What each target would do: docs/configuration.md, Choosing rho0."
+        )
+    at_once = statistics.mean(data.get("actor/bapo/met_at_once", 0.0) for data in recent)
+    # Where nothing is clipped, data are fresh and no bound matters.
+    if searches and at_once > AT_ONCE and any(data.get("actor/pg_clipfrac", 0.0) for data in recent):
+        came = statistics.median(data["actor/bapo/positive_contribution_start"] for data in recent)
+        low, high = (statistics.mean(data[f"actor/bapo/clip_{side}"] for data in recent) for side in ("low", "high"))
+        found["at_once"] = (
+            f"{at_once:.0%} of the updates of the last {WINDOW} steps met the target as they came, so the bounds stand "
+            f"at their start [{low:.2f}, {high:.2f}], and BAPO is that fixed range. rho came at {came:.3f}: with "
+            f"positive_contribution_target={ceil(100 * came) / 100:g} bounds would move in about half of such "
+            "updates. What each target would do: docs/configuration.md, Choosing rho0."
         )
     entropies = [data["actor/entropy"] for data in recent if "actor/entropy" in data]
     if len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]:
@@ -60,15 +76,16 @@ class StepPrinter:
         self.out, self.since = out, since  # an older metrics file is an earlier run's
         self.path: Path | None = None
         self.total: int | None = None
+        self.searches = True
         self.offset = 0
         self.began: tuple[float, int] | None = None
         self.history: list[dict[str, float]] = []
         self.warned: dict[str, int] = {}  # step of the last warning of a kind
         self.progress = None
 
-    def begin(self, run_dir: Path, total: int | None):
-        """Follow the run's ``metrics.jsonl``."""
-        self.path, self.total = run_dir / METRICS, total
+    def begin(self, run_dir: Path, total: int | None, searches: bool = True):
+        """Follow the ``metrics.jsonl`` of a run of ``total`` steps whose bounds can move, or not (``searches``)."""
+        self.path, self.total, self.searches = run_dir / METRICS, total, searches
         if self.out.isatty():
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             columns = (*columns, TextColumn("left"), TimeRemainingColumn())
@@ -108,7 +125,7 @@ class StepPrinter:
 
     def warn(self, step):
         """Show the warnings, each kind once in ``WINDOW`` steps."""
-        for kind, text in warnings_in(self.history).items():
+        for kind, text in warnings_in(self.history, self.searches).items():
             if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
                 self.warned[kind] = step
                 self.show(f"Warning: {text}")

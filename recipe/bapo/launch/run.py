@@ -84,7 +84,11 @@ class Run:
             self.config = OmegaConf.load(path)
             self.run_dir = Path(self.config.run_dir)  # as the command line has it
             self.watchdog = Watchdog(self.run_dir, **self.config.watchdog)
-            self.printer.begin(self.run_dir, self.config.trainer.total_training_steps)
+            switches = self.config.actor_rollout_ref.actor.policy_loss
+            searches = any(
+                switches.get(f"ratio_{side}_start") != switches.get(f"ratio_{side}_max") for side in ("lower", "upper")
+            )
+            self.printer.begin(self.run_dir, self.config.trainer.total_training_steps, searches)
         elif kind == "ray":
             self.watchdog.ray_is_up(*what)
         elif kind == "trained":
