@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from scripts.study.analysis import LABELS, markdown
+from scripts.study.analysis import LABELS, TESTS, markdown
 from scripts.study.methods import searches
 from scripts.study.plan import RATES, RESULTS
 
 LOOP_RUNS, STACK_RUNS = RESULTS / "anchors_loop.jsonl", RESULTS / "anchors_stack.jsonl"
-PAIRS = [("bapo@0.4", "grpo"), ("bapo@0.4", "widest")]
 COLUMNS = {  # heading, column and form; rho is measured as the method's own search measures it
     "final reward": ("final_reward", "{:.3f}"),
     "mean reward": ("mean_reward", "{:.3f}"),
@@ -83,7 +82,7 @@ def rank_correlation(runs: pd.DataFrame, frame: pd.DataFrame) -> tuple[float, in
     both = pd.concat(
         [part.groupby("method")["mean_reward"].mean() for part in (runs, cells)], axis=1, join="inner", keys=("a", "b")
     )
-    return both.rank()["a"].corr(both.rank()["b"]), len(both)
+    return both["a"].corr(both["b"], method="spearman"), len(both)
 
 
 def agreement(frame: pd.DataFrame, loop: Path = LOOP_RUNS, stack: Path = STACK_RUNS) -> list[str]:
@@ -96,7 +95,7 @@ def agreement(frame: pd.DataFrame, loop: Path = LOOP_RUNS, stack: Path = STACK_R
         seeds = ", ".join(map(str, sorted(runs["seed"].unique())))
         lines += [f"### Anchors: {title}", ""]
         lines += [f"Means over the seeds {seeds}. Mean reward: of all training rollouts.", "", *anchor_table(runs)]
-        for method, other in PAIRS:
+        for method, other in TESTS:
             by_seed = ", ".join(f"{value:+.3f}" for value in differences(runs, method, other))
             lines += [f"Mean reward, {LABELS[method]} minus {LABELS[other]}, by seed: {by_seed}.", ""]
         if path == loop:

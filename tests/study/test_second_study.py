@@ -157,9 +157,13 @@ def test_on_a_larger_model(frame):
     assert f"is {fmean(above):.2f} above GRPO's (by seed {', '.join(f'{gain:+.2f}' for gain in above)})" in TEXT
     assert f"and {-fmean(below):.2f} below that of [0.9, 3.0], its final reward {final_rewards(runs)}" in TEXT
     assert f"In the real stack ({['no', 'one', 'two', 'three'][stack['seed'].nunique()]} seeds)" in TEXT
-    grpos, widest = (-fmean(differences(stack, "bapo@0.4", other)) for other in ("grpo", "widest"))
-    assert f"reward is {grpos:.2f} below GRPO's and {widest:.2f} below that of [0.9, 3.0]" in TEXT
-    assert f"its final reward {final_rewards(stack)}. At target 0.5" in TEXT
+    above, below = (differences(stack, "bapo@0.4", other) for other in ("grpo", "widest"))
+    assert f"reward is {fmean(above):.2f} above GRPO's (by seed {', '.join(f'{gain:+.2f}' for gain in above)})" in TEXT
+    assert f"and {-fmean(below):.2f} below that of [0.9, 3.0], its final reward {final_rewards(stack)}." in TEXT
+    assert max(*below, *differences(runs, "bapo@0.4", "widest")) < 0 and "BAPO 0.4 is below it in each" in TEXT
+    ends = [part.pivot(index="seed", columns="method", values="final_reward") for part in (runs, stack)]
+    fewer = sum(int((end["bapo@0.4"] < end["grpo"]).sum()) for end in ends)
+    assert fewer == 4 and "wide bounds in six runs of six and ended with less reward than GRPO in four of them" in TEXT
 
 
 def final_rewards(runs):

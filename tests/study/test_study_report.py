@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from scripts.study import analysis, plan, report, run
 from scripts.study.agreement import agreement
@@ -131,6 +132,16 @@ def test_the_report_is_written_and_says_what_the_table_says(tmp_path):
     assert page.read_text() == text and again == {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
 
 
+@pytest.fixture
+def process_settings():
+    """What a cell sets for its process is taken back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("process_settings")
 def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsys):
     table, folder = tmp_path / "table.parquet", tmp_path / "cells"
     run.run_missing(TINY[:1], [1000, 1001], 1, table, folder)
