@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break the code in one place at a time and see that a test fails: ``.venv/bin/python tests/mutants.py``.
 
-Run by hand before a release, on a quiet machine (an hour or two), or with FILES alone. Each mutant is made in a copy of
-what git has, two at a time; the table that is printed goes to docs/reliability.md. Exit code 1 if a mutant survives.
+Run by hand before a release, on a quiet machine, all or those of FILES (127 took an hour). Each mutant is made in a
+copy of what git has, two at a time; the table that is printed goes to docs/reliability.md. Exit code 1 if a mutant
+survives.
 """
 
 from __future__ import annotations
@@ -321,8 +322,8 @@ MUTANTS = {
         ('f"{row[side]:.3f}" for side in ("c_low", "c_high")', 'f"{row[side]:.3f}" for side in ("c_high", "c_low")'),
     ],
     "recipe/bapo/checks/__main__.py": [
-        ("HydraException, OmegaConfBaseException, ValueError", "OmegaConfBaseException, ValueError"),
-        ("HydraException, OmegaConfBaseException, ValueError", "HydraException, ValueError"),
+        ("(HydraException, ValueError)", "ValueError"),
+        ("(HydraException, ValueError)", "HydraException"),
         ('" ".join(str(error).split())', "str(error)"),
         ('line.status == "failed" for line', 'line.status == "warning" for line'),
         ("if arguments.json else", "if not arguments.json else"),
@@ -486,23 +487,27 @@ def main():
     chosen = [(file, *mutant) for file in files for mutant in MUTANTS[file]]
     copies: SimpleQueue[Path] = SimpleQueue()
 
-    def try_one(mutant):
+    def lives(mutant):
         folder = copies.get()
         try:
-            lived = survives(folder, *mutant)
-            if lived:
-                file, old, new = mutant
-                tqdm.write(f"survived in {file}: {old!r} -> {new!r}")
-            return lived
+            return survives(folder, *mutant)
         finally:
             copies.put(folder)
+
+    def try_one(mutant):
+        lived = lives(mutant)
+        if lived:
+            file, old, new = mutant
+            tqdm.write(f"survived in {file}: {old!r} -> {new!r}")
+        return lived
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_A_TIME) as pool:
         for number in range(AT_A_TIME):
             copies.put(Path(folder, str(number)))
             copy_of_the_repository(Path(folder, str(number)))
-        broken = [file for file in files if not survives(Path(folder, "0"), file, "", "")]
-        if broken:
+        as_it_is = [(file, "", "") for file in {TESTS[file]: file for file in files}.values()]
+        passed = pool.map(lives, as_it_is)
+        if broken := [file for (file, *_), passes in zip(as_it_is, passed, strict=True) if not passes]:
             sys.exit(f"the tests of {', '.join(broken)} fail on the code as it is")
         all_lived = list(tqdm(pool.map(try_one, chosen), total=len(chosen), unit=" mutants"))
     survivors = [mutant for mutant, lived in zip(chosen, all_lived, strict=True) if lived]

@@ -95,7 +95,7 @@ def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
         check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
 
 
-@pytest.mark.parametrize("ranks, micro, refused", [(1, 64, False), (1, 32, True), (2, 32, True)])
+@pytest.mark.parametrize("ranks, micro, refused", [(1, 64, False), (1, 32, True), (2, 64, True)])
 def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(task, ranks, micro, refused):
     config = composed(
         task,

@@ -110,8 +110,13 @@ def test_a_config_that_cannot_be_composed_is_the_only_line(monkeypatch, task, ca
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
     base = ["experiment=replay", "size=gpu", "platform=gpu"]
-    for override, said in (("staleness=7", "staleness"), ("trainer.no_such_key=1", "no_such_key")):
-        monkeypatch.setattr(sys, "argv", ["checks", "--json", "--config-dir", str(ROOT / "configs"), *base, override])
+    circle = ("trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}")
+    for overrides, said in (
+        (["staleness=7"], "staleness"),
+        (["trainer.no_such_key=1"], "no_such_key"),
+        (circle, "Recursive interpolation"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["checks", "--json", "--config-dir", str(ROOT / "configs"), *base, *overrides])
         assert __main__.main() == 1
         (line,) = json.loads(capsys.readouterr().out)
         assert line["name"] == "config" and line["status"] == "failed" and said in line["detail"]
@@ -332,6 +337,13 @@ def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
     for keep, elsewhere in ((True, 0), (False, 70)):
         phases = size.phases_of_a_gpu(config(changes={f"{ROLLOUT}.free_cache_engine": keep}), model, 100.0)
         assert [round(phases[name]["vLLM"]) for name in ("rollout", "log-probs", "update")] == [70, *2 * [elsewhere]]
+
+
+def test_no_log_probs_are_computed_anew_in_bypass_mode(config):
+    model = size.Model(0, 0, 0, 0, 0, False)
+    for bypass, phases in ((False, {"rollout", "log-probs", "update"}), (True, {"rollout", "update"})):
+        changes = {"algorithm.rollout_correction.bypass_mode": bypass}
+        assert size.phases_of_a_gpu(config(changes=changes), model, 0.0).keys() == phases
 
 
 def test_what_gradient_checkpointing_keeps(config):

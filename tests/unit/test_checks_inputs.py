@@ -72,18 +72,21 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
 
 
 def test_a_prompt_may_just_fill_the_length(task, tmp_path):
-    path = tmp_path / "data.parquet"
+    path, model = tmp_path / "data.parquet", tmp_path / "model"
+    shutil.copytree(task / "model", model)
+    with open(model / "chat_template.jinja", "a") as template:
+        template.write("{% if add_generation_prompt %}777{% endif %}")
     messages = [{"role": "user", "content": "9" * 10}]
     pd.DataFrame([row(prompt=messages)]).to_parquet(path)
-    tokenizer = tokenizer_of(composed(task))
-    length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
-    def check(limit):
-        return check_train_data(composed(task, f"data.train_files={path}", f"data.max_prompt_length={limit}"))
+    def config(*overrides):
+        return composed(task, f"data.train_files={path}", f"actor_rollout_ref.model.path={model}", *overrides)
 
-    assert check(length) == "1 rows"
+    text = tokenizer_of(config()).apply_chat_template(messages, tokenize=False)
+    length = len(tokenizer_of(config()).encode(text + "777"))
+    assert check_train_data(config(f"data.max_prompt_length={length}")) == "1 rows"
     with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens, and data.max_prompt_length"):
-        check(length - 1)
+        check_train_data(config(f"data.max_prompt_length={length - 1}"))
 
 
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):

@@ -49,6 +49,15 @@ def test_several_failures_are_all_shown(task):
     assert {"training data", "batches", "trainer"} <= failed and "model" not in failed
 
 
+def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
+    monkeypatch.setattr(
+        table, "CHECKS", (table.CHECKS[0], ("broken", lambda config: config.no_such_key.x), *table.CHECKS[1:3])
+    )
+    lines = lines_of(composed(task))
+    assert lines["broken"].status == "failed" and "no_such_key" in lines["broken"].detail
+    assert lines["Python"].status == "ok"
+
+
 def test_an_unreadable_model_fails_once(task):
     lines = lines_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
     assert lines["model"].status == "failed" and "memory" not in lines

@@ -94,7 +94,7 @@ def test_files_of_another_origin_are_an_update_each(tmp_path):
 def test_a_dump_loses_nothing(tmp_path):
     batch = make_batch(1)
     write_dump(tmp_path, *batch, {})
-    (((found,),),) = [list(read_dump(tmp_path))]
+    ((found,),) = read_dump(tmp_path)
     for name, tensor in zip(TENSORS, batch, strict=False):
         assert torch.equal(found[name], tensor[batch[3].bool()])
 

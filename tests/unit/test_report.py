@@ -109,6 +109,31 @@ def test_what_each_method_masks(report, name):
     assert row["gradient"] == {"positive": close(size / 20), "negative": close(negative_size / 40), **both}
 
 
+def test_the_side_of_a_ratio_that_the_planted_tokens_leave_out(tmp_path):
+    # A > 0 with ratio 0.5 and 30, A < 0 with 2.
+    tensors = {"old_log_prob": torch.full((3,), -9.0), "advantages": torch.tensor([1.0, 1.0, -1.0])}
+    save_file({**tensors, "log_prob": torch.tensor([0.5, 30.0, 2.0]).log() - 9}, tmp_path / "a.safetensors")
+    found, _ = report_on(tmp_path)
+    assert found["unbounded"]["largest_ratio"] == close(2)
+    masked = {name: method(found, name)["tokens"]["positive"] for name in ("GRPO", "ABC-GRPO")}
+    assert masked == {"GRPO": 1 / 2, "ABC-GRPO": 1}
+
+
+def test_percentiles_of_many_tokens(tmp_path):
+    probability = (torch.arange(20) + 0.5) / 20
+    tensors = {name: probability.log() for name in ("old_log_prob", "log_prob")}
+    save_file({**tensors, "advantages": torch.ones(20)}, tmp_path / "a.safetensors")
+    rows = report_on(tmp_path)[0]["probability"]["positive"]
+    (found,) = [row["percentiles"] for row in rows if row["tokens"]]
+    assert found == [close(value) for value in (0.025, 0.225, 0.475, 0.725, 0.925)]
+
+
+@pytest.mark.parametrize("written, read", [("3.0", 3.0), ("1e9", None)])
+def test_a_dual_clip_without_effect_is_none(tmp_path, written, read):
+    found, _ = report_on(plant(tmp_path, metadata={"clip_ratio_c": written}))
+    assert found["dump"]["clip_ratio_c"] == read
+
+
 def test_m2po_keeps_what_averages_the_threshold(tmp_path):
     # (log r)^2 = 0.01 for six tokens and 0.25 for two: all average 0.07, with one of the two 0.31 / 7 = 0.044.
     log_ratio = torch.tensor([0.1] * 3 + [-0.1] * 3 + [0.5, -0.5] + [-0.9])
@@ -169,6 +194,7 @@ def test_by_update_and_is_it_the_staleness(tmp_path):
         == "[0.8, 1.2] clips 0 % of the tokens at update 1, 44 % at update 2: it grows with staleness."
     )
     assert report["by_age"] is None
+    assert report["unbounded"]["largest_ratio"] == close(20)  # of both updates
 
 
 def test_updates_are_numbered_where_the_dump_does_not(tmp_path):
@@ -196,6 +222,8 @@ def test_age_and_entropy_where_the_files_have_them(tmp_path):
         (0, 2, 0.0),
         (4, 1, 1.0),
     ]
+    save_file({**tensors, "trainer_version": torch.tensor([9])}, tmp_path / "a.safetensors")
+    assert [row["age"] for row in report_on(tmp_path)[0]["by_age"]] == [2, 6]
     medians = {row["percentiles"][2] for rows in report["entropy"].values() for row in rows if row["tokens"]}
     assert medians == {0.5, 2.25}
     assert report["signs"]["positive"]["lengths"]["mean"] == 1 and report["signs"]["negative"]["lengths"]["mean"] == 2
@@ -232,6 +260,12 @@ def test_the_verdict_is_about_the_runs_own_bounds(tmp_path):
         "rho (gradient, uniform) starts at 0.714" in bapo["verdict"][2] and "BAPO can adapt here" in bapo["verdict"][2]
     )
     assert "target 0.72 stops the search on its way in 100 % of the updates" in bapo["verdict"][2]
+
+
+def test_the_verdict_where_a_few_updates_can_be_moved(tmp_path):
+    plant(tmp_path)
+    (tmp_path / "rank0-000002.safetensors").write_bytes((tmp_path / "rank0-000000.safetensors").read_bytes())
+    assert "stops the search on its way in 33 % of the updates" in report_on(tmp_path)[0]["verdict"][2]
 
 
 def test_the_verdict_where_nothing_is_clipped(tmp_path):

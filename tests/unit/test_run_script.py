@@ -48,7 +48,7 @@ def test_a_platform_that_verl_or_we_do_not_know_is_named(platform):
 
 def test_verls_own_name_of_the_platform_is_none(tmp_path):
     write_nvidia_smi(tmp_path)
-    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia")
+    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia", CUDA_VISIBLE_DEVICES="0")
     assert run.returncode == 1 and "Error: MODEL_PATH is not set" in run.stderr
     without = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia", CUDA_VISIBLE_DEVICES="")
     assert without.returncode == 1 and "VERL_PLATFORM=nvidia, but no GPU is visible here" in without.stderr

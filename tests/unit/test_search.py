@@ -258,6 +258,13 @@ def test_weights_below_the_range_of_float32_still_weigh():
     assert find_clip_bounds(*unlikely, config).read() == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_clipped_token_however_heavy_takes_nothing_from_the_others():
+    # Below c_low the token of 1e20 carries no gradient; what the others add would be lost beside it in float64.
+    config = BAPOConfig(contribution="gradient", token_weight="uniform", positive_contribution_target=0.4)
+    found = find_clip_bounds(*tokens([1.0, 0.5, 1.0], [1.0, -1e20, -1.0]), config).read()
+    assert found["positive_contribution_start"] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 def test_float64_advantages_beyond_the_range_of_float32_are_finite(contribution):
     old, log_prob, advantages, mask = tokens([1.0, 0.5, 1.0], [1.0, 1.0, -2.0])

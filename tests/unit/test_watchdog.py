@@ -198,9 +198,13 @@ def test_the_servers_of_another_run_are_found(tmp_path, monkeypatch):
 
 
 def test_two_runs_that_start_at_once_do_not_both_get_the_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs here
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")  # whatever else runs here
+    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)
     claim = other_runs.claim_machine()
     assert claim is not None and other_runs.claim_machine() is None
+    with pytest.raises(ValueError, match="another run is on this machine"):  # it has no server yet
+        other_runs.check_other_runs(OmegaConf.create({"trainer": {"nnodes": 1}}))
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:  # it holds the machine no longer than the run
         os.close(claim)
         again = other_runs.claim_machine()

@@ -215,7 +215,10 @@ def check_parallel(config) -> str:
     rollout, gpus = config.actor_rollout_ref.rollout, trainer.nnodes * trainer.n_gpus_per_node
     heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     field, parallel = sequence_parallel(config)
-    shared = lambda size: groups % size == 0 or size % groups == 0  # noqa: E731  named, for two rules
+
+    def shared(size):
+        return groups % size == 0 or size % groups == 0
+
     shared_heads = f"a divisor or a multiple of the model's {groups} key and value heads"
     _require(
         config,
