@@ -324,7 +324,8 @@ MUTANTS = {
     "recipe/bapo/checks/__main__.py": [
         ("(HydraException, ValueError)", "ValueError"),
         ("(HydraException, ValueError)", "HydraException"),
-        ('" ".join(str(error).split())', "str(error)"),
+        ('" ".join(said.split())', "said"),
+        ("error.__cause__ or ''", "''"),
         ('line.status == "failed" for line', 'line.status == "warning" for line'),
         ("if arguments.json else", "if not arguments.json else"),
     ],

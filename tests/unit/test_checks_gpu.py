@@ -115,6 +115,7 @@ def test_a_config_that_cannot_be_composed_is_the_only_line(monkeypatch, task, ca
         (["staleness=7"], "staleness"),
         (["trainer.no_such_key=1"], "no_such_key"),
         (circle, "Recursive interpolation"),
+        (["trainer.project_name='${foo'"], "full_key: trainer.project_name"),
     ):
         monkeypatch.setattr(sys, "argv", ["checks", "--json", "--config-dir", str(ROOT / "configs"), *base, *overrides])
         assert __main__.main() == 1

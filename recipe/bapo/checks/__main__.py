@@ -31,8 +31,9 @@ def lines_of(overrides: list[str], groups: str | None) -> list[table.Line]:
     try:
         config = compose_config(overrides, groups)
         OmegaConf.resolve(config)
-    except (HydraException, ValueError) as error:  # what omegaconf raises here is a ValueError
-        return [table.Line("config", "failed", " ".join(str(error).split()))]
+    except (HydraException, ValueError) as error:  # omegaconf's errors are Hydra's cause or a ValueError
+        said = f"{error} {error.__cause__ or ''}"
+        return [table.Line("config", "failed", " ".join(said.split()))]
     return table.run(config)
 
 
