@@ -37,18 +37,10 @@ def make_batch(rows, columns, dtype, device, seed=0):
     return [tensor.to(device) for tensor in (old.to(dtype), log_prob.to(dtype), advantages.contiguous(), mask)]
 
 
-def actor_config(policy_loss):
-    """verl's actor config with the whole batch as one mini-batch."""
-    from verl.workers.config import FSDPActorConfig
-
-    return FSDPActorConfig(
-        strategy="fsdp2", rollout_n=8, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss
-    )
-
-
 def make_losses(batch) -> dict[str, Callable[[], object]]:
     """What is timed: verl's loss, ours with its search, which never reaches its target, and the search alone."""
     from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
+    from tests.support.actor import actor_config
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
     from verl.workers.config import PolicyLossConfig
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
+from support.actor import free_port, make_actor, make_mini_batch, run_update
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 CUTS = {

@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
+from support.actor import actor_config
 from support.costs import PeakMemory, counted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import actor_config, make_batch, measure_all, table
+from scripts.benchmark.loss import make_batch, measure_all, table
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 

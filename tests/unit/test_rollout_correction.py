@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.actor import actor_config
 from support.batches import make_batch
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
@@ -14,7 +15,6 @@ import verl.trainer.ppo.v1.trainer_base as trainer_base
 from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from, compute_policy_loss_bapo
 from recipe.bapo.records.tokens import read_dump
-from scripts.benchmark.loss import actor_config
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
