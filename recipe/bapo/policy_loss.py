@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy loss ``bapo`` and the configs that bring it into a verl run: the border between verl and ``bapo/``.
 
-verl builds the config that ``policy_loss._target_`` names in the actor's process, before it makes the actor's worker. So
-the config brings the worker (``recipe.bapo.worker``), which finds the bounds of each update; the loss clips with them.
+verl builds the config that ``policy_loss._target_`` names in the actor's process, before it makes the actor's worker.
+So the config brings the worker (``recipe.bapo.worker``), which finds the bounds of each update; the loss clips with
+them.
 ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test holds the two equal.
 """
 
@@ -95,9 +96,9 @@ def compute_policy_loss_bapo(
     bounds = worker.current_bounds()
     if bounds is None:
         raise ValueError(
-            "loss_mode=bapo was called without clip bounds: they are found by recipe.bapo.worker.BAPOTrainingWorker, and "
-            "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our worker), "
-            "or derive the class of your actor's worker from ours."
+            "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
+            "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our "
+            "worker), or derive the class of your actor's worker from ours."
         )
     surrogate = clipped_surrogate_loss(
         old_log_prob,

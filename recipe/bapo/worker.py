@@ -43,7 +43,7 @@ _current_bounds: ContextVar[ClipBounds | None] = ContextVar("current_bounds", de
 
 @contextmanager
 def using_bounds(bounds: ClipBounds | None) -> Iterator[None]:
-    """Within this context the policy loss ``bapo`` clips with ``bounds``; None: the worker finds them in the forward."""
+    """Within this context the loss ``bapo`` clips with ``bounds``; None: the worker finds them in the forward."""
     token = _current_bounds.set(bounds)
     try:
         yield
@@ -78,8 +78,8 @@ class BAPOTrainingWorker(TrainingWorker):
         """Take verl's loss function and, where its config is one of ours, wrap it.
 
         Raises:
-            ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which the
-                bounds would be wrong or the search would fail.
+            ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which
+                the bounds would be wrong or the search would fail.
         """
         config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss = getattr(config, "policy_loss", None)
@@ -119,7 +119,7 @@ class BAPOTrainingWorker(TrainingWorker):
         """verl's loss of one micro-batch, which finds the bounds of its update in ``current_bounds``."""
         entropy = model_output.get("entropy")
         if entropy is not None and self.actor_config.entropy_coeff == 0:
-            # verl subtracts 0 times the entropy. Its backward would hold the softmax over the vocabulary of every token.
+            # verl subtracts 0 times the entropy, whose backward would hold a plane of tokens times vocabulary.
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None:
             self._dump(model_output, data)
@@ -287,9 +287,9 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     """
     if actor_config.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
-            f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to fsdp "
-            "or fsdp2, for which it is written. (In pipelines, for one, only the last stage calls the loss, and the "
-            "collective of its search would hang.)"
+            f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
+            "fsdp or fsdp2, for which it is written. (In pipelines, for one, only the last stage calls the loss, and "
+            "the collective of its search would hang.)"
         )
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
@@ -322,8 +322,8 @@ def use_for_actors() -> None:
         own = vars(other).get("actor_worker_cls", BAPOTrainingWorker)
         if not issubclass(own, BAPOTrainingWorker):
             raise TypeError(
-                f"{other.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which finds "
-                f"no clip bounds: derive that from {BAPOTrainingWorker.__module__}.{BAPOTrainingWorker.__qualname__}, or "
-                "use verl's ActorRolloutRefWorker."
+                f"{other.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
+                "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker, or use verl's "
+                "ActorRolloutRefWorker."
             )
     ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker

@@ -73,6 +73,15 @@ def compose_stock_config(overrides):
         return compose("ppo_trainer", ["hydra.searchpath=[pkg://recipe.bapo.config]", *overrides])
 
 
+def actor_config(policy_loss):
+    """verl's actor config with the whole batch as one mini-batch, for calls of a loss without a worker."""
+    from verl.workers.config import FSDPActorConfig
+
+    return FSDPActorConfig(
+        strategy="fsdp2", rollout_n=8, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss
+    )
+
+
 def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
     """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
     ``staleness`` (standard deviation)."""

@@ -40,10 +40,10 @@ def write_dump(
         about: ``dp_size`` and ``global_batch_size`` of verl's batch, from which a reader knows which micro-batches made
             an update, ``loss_mode``, ``clip_ratio_c``, ``bound_scope``, and ``switches``, JSON of the run's; what is
             None is left out.
-        entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of the
-            weights that sampled it, verl's rollout correction; None: not known.
-        update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights before
-            the first of these updates; None: not known.
+        entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of
+            the weights that sampled it, verl's rollout correction; None: not known.
+        update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights
+            before the first of these updates; None: not known.
 
     Raises:
         ValueError: the folder holds an earlier dump.
