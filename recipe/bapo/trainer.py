@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
-Mini-batches of whole groups, the mark that saves the search its pass, the staleness metrics. No bounds depend on it: the
-worker comes with the loss's config (``policy_loss.py``).
+Mini-batches of whole groups, the mark that saves the search its pass, the staleness metrics. The worker that finds the
+bounds does not come from here but with the loss's config (``policy_loss.py``).
 """
 
 from __future__ import annotations
