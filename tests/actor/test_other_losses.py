@@ -92,7 +92,7 @@ def count_softmax_backwards(rank, task, folder):
         vocabulary = json.loads(Path(task, "model", "config.json").read_text())["vocab_size"]
         with SoftmaxBackwards(vocabulary) as counter:
             _, metrics, _ = train([*overrides, *settings], task, calculate_entropy=True)
-        found[name] = [counter.count, metrics["actor/entropy_loss"][0] > 0]
+        found[name] = [counter.count, bool(metrics["actor/entropy_loss"][0] > 0)]
     Path(folder, "counts.json").write_text(json.dumps(found))
 
 
