@@ -23,10 +23,10 @@ import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from recipe.bapo import config as _resolvers  # noqa: E402, F401
 from recipe.bapo import plugin  # noqa: E402, F401
 from recipe.bapo.checks import table  # noqa: E402
-from recipe.bapo.checks.other_runs import WAYS_OUT, claim_machine, joins_a_cluster  # noqa: E402
+from recipe.bapo.launch.cleanup import remove_on_every_node  # noqa: E402
+from recipe.bapo.launch.locks import WAYS_OUT, claim_machine, joins_a_cluster  # noqa: E402
+from recipe.bapo.launch.messages import send, wait_for_final_check  # noqa: E402
 from recipe.bapo.records import CONFIG, LOG  # noqa: E402
-from recipe.bapo.records.leftovers import remove_on_every_node  # noqa: E402
-from recipe.bapo.records.messages import tell, wait_to_be_ended  # noqa: E402
 from recipe.bapo.trainer import TaskRunnerOnThisNode  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
@@ -45,8 +45,8 @@ def main(config):
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    tell("training", (str(run_dir / CONFIG), joins_a_cluster(config)))
-    tell("say", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
+    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
+    send("info", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
     train(config)
 
 
@@ -61,16 +61,16 @@ def check(config) -> None:
     print(table.table(lines))
     for line in lines:
         if line.status == "warning":
-            tell("say", f"Warning: {line.detail}")
+            send("info", f"Warning: {line.detail}")
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         give_up(*failed)
 
 
 def give_up(*errors: str) -> NoReturn:
-    """Tell what is wrong, and end."""
+    """Send what is wrong, and end."""
     for error in errors:
-        tell("error", error)
+        send("error", error)
     sys.exit(1)
 
 
@@ -94,13 +94,13 @@ def train(config) -> None:
     """verl's entry point with our task runner."""
     try:
         run_ppo(config, TaskRunnerOnThisNode())
-        tell("trained", True)
+        send("trained")
         return
     except Exception as error:
         with suppress(OSError):  # the disk is full
             traceback.print_exc()
-        tell("error", reason_of(error))
-        wait_to_be_ended()
+        send("error", reason_of(error))
+        wait_for_final_check()
     except KeyboardInterrupt:
         traceback.print_exc()  # where it was
     remove_on_every_node()

@@ -12,10 +12,10 @@ import transfer_queue as tq
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
-from recipe.bapo.checks.other_runs import claim_cluster
-from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
-from recipe.bapo.records.leftovers import remove_on_every_node
-from recipe.bapo.records.messages import tell
+from recipe.bapo.launch.cleanup import remove_on_every_node
+from recipe.bapo.launch.locks import claim_cluster
+from recipe.bapo.launch.messages import send
+from recipe.bapo.records import METRICS, keep_earlier
 from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM, bapo_worker_for
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.utils import Role
@@ -80,12 +80,6 @@ class _BAPOTrainer:
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
         batch.extra_info[TRAINED_FROM] = trained_from
 
-    def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):
-        accuracies = reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])
-        summary = validation.summarise(data_sources, sample_uids, accuracies)
-        validation.write(Path(self.config.run_dir) / VALIDATION, self.global_steps, summary)
-        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
-
 
 def cut_fraction(tags: list[dict]) -> float:
     """Share of the responses that were cut at an update and resumed under other weights, from verl's tags on them."""
@@ -133,6 +127,6 @@ class TaskRunnerOnThisNode:
         context, url = ray.get_runtime_context(), ray.init(ignore_reinit_error=True).dashboard_url
         mode = os.environ.get("RAY_AUTH_MODE", "disabled")  # a Ray of our own has set it
         environment = {"RAY_API_SERVER_ADDRESS": f"http://{url}", "RAY_AUTH_MODE": mode}
-        tell("ray", (context.get_job_id(), context.get_node_id(), environment))
+        send("ray", (context.get_job_id(), context.get_node_id(), environment))
         here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
         return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here, **self._options).remote()
