@@ -31,7 +31,7 @@ import json, os, subprocess, sys, time
 from pathlib import Path
 from recipe.bapo.launch.messages import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
-def train(cluster=False, widest=1.0):
+def train(cluster=False, widest=1.0, run_dir=folder):
     print("ERROR in no worker")
     watchdog = {"max_silence_s": None, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
@@ -39,7 +39,7 @@ def train(cluster=False, widest=1.0):
     start_max = {f"ratio_{side}_{end}": 1.0 for side in ("lower", "upper") for end in ("start", "max")}
     start_max["ratio_upper_max"] = widest
     actor = {"actor": {"policy_loss": {"positive_contribution_target": 0.5, **start_max}}}
-    saved = {"run_dir": str(folder), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
+    saved = {"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
     config.write_text(json.dumps(saved))
     send("checked", (str(config), cluster))
     send("info", "it trains")
@@ -207,6 +207,46 @@ def test_the_watchdogs_reason_ends_the_run(launch):
     assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
 
 
+def test_a_failure_is_explained_while_training_still_lives(launch):
+    """Ray, of which the watchdog asks what has died, ends with the training process."""
+    before = """
+from recipe.bapo.launch.watchdog import Watchdog
+Watchdog.should_end = lambda self: False
+Watchdog.find_reason = lambda self: "a worker has died" if process_tree.below() else "nobody can be asked"
+"""
+    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()", before=before).end()
+    assert code == 1 and "Error: Training failed: a worker has died; of Ray. No checkpoint was saved." in err
+
+
+def test_a_console_that_is_gone_does_not_end_the_run(launch):
+    code = """
+train()
+(folder / 'up').touch()
+while not (folder / 'closed').exists():
+    time.sleep(0.05)
+send('info', 'nobody reads this')
+time.sleep(1)
+(folder / 'done').touch()
+time.sleep(0.5)
+sys.exit(1)
+"""
+    run = launch(code)
+    run.wait_for("up")
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    (run.folder / "run" / "closed").touch()
+    assert run.process.wait(60) == 1 and (run.folder / "run" / "done").exists()
+    assert "Traceback" not in run.process.stderr.read() and not run.left()
+
+
+def test_the_folder_of_the_config_is_followed(launch):
+    record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
+    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
+    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
+    code, out, _ = run.end()
+    assert code == 0 and "step 1/2  reward 0.500" in out and f"Metrics, log and records: {run.folder}/run/other" in out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_ends_the_run(launch, number):
     run = launch("(folder / 'up').touch()\ntime.sleep(60)")
@@ -276,8 +316,9 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
-    """It removes what it leaves on other nodes."""
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch, handler):
+    """It removes what it leaves on other nodes, also where the launcher was started with SIGINT ignored."""
     code = """
 train(cluster=True)
 (folder / 'up').touch()
@@ -287,7 +328,7 @@ except KeyboardInterrupt:
     time.sleep(2)
     (folder / 'clean').touch()
 """
-    run = launch(code)
+    run = launch(code, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
     run.wait_for("up")
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and (run.folder / "run" / "clean").exists()

@@ -99,6 +99,17 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert [i for i, line in enumerate(lines) if line.startswith("Warning: the target was out of reach")] == [10, 21]
 
 
+def test_the_metrics_of_an_earlier_run_are_not_shown(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "data": step(1)}) + "\n")
+    for since, shown in ((path.stat().st_mtime + 1, False), (path.stat().st_mtime, True)):
+        out = io.StringIO()
+        printer = StepPrinter(out, since=since)
+        printer.begin(tmp_path, 2)
+        printer.print_new()
+        assert ("step 1/2" in out.getvalue()) == shown
+
+
 def test_a_progress_bar_in_a_terminal(tmp_path):
     class Terminal(io.StringIO):
         def isatty(self):
