@@ -98,10 +98,11 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
 def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     run = run_example(tmp_path / "run", "actor_rollout_ref.rollout.val_kwargs.n=4", CONFIG="evaluate")
     assert run.returncode == 0, explain(run, tmp_path / "run")
-    found = json.loads((tmp_path / "run" / "validation" / "step_0.json").read_text())["sources"]["bapo/guess"]
-    assert (found["problems"], found["n"]) == (288, 4) and found["std"] > 0
-    assert 0 < found["lowest"] <= found["mean"] <= found["highest"] < 1
-    assert re.search(rf"^bapo/guess +288 +4 +{found['mean']:.4f} ", run.stdout, re.M)
+    ((_, metrics),) = read_metrics(tmp_path / "run")
+    (variable,) = {key.split("/")[-2] for key in metrics if re.fullmatch(r"val-core/bapo/guess/\w+/mean@4", key)}
+    mean, std = metrics[f"val-core/bapo/guess/{variable}/mean@4"], metrics[f"val-aux/bapo/guess/{variable}/std@4"]
+    assert 0 < mean < 1 and std > 0
+    assert re.search(rf"^bapo/guess +4 +{mean:.4f} +{std:.4f}$", run.stdout, re.M)
     assert not (tmp_path / "run" / "bounds").exists()
 
 
