@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipBounds, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, ClipBounds, Diagnostics, clipped_surrogate_loss, find_clip_bounds, read_values
 from recipe.bapo.records.tokens import noting, write_dump
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -69,8 +69,9 @@ class DumpConfig(PolicyLossConfig):
             raise ValueError("actor_rollout_ref.actor.policy_loss.token_dump_dir is not set: name a folder to dump to.")
 
 
-# Maps the old log-probs, log-probs, advantages and mask of a micro-batch, ``(B, T)``, to the bounds of its update.
-BoundsFinder = Callable[[Tensor, Tensor, Tensor, Tensor], ClipBounds]
+# Maps the old log-probs, log-probs, advantages and mask of a micro-batch, ``(B, T)``, to the bounds of its update and
+# the diagnostics of the tokens that they were found from.
+BoundsFinder = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[ClipBounds, Diagnostics]]
 _bounds_finder: ContextVar[BoundsFinder | None] = ContextVar("bounds_finder", default=None)
 
 
@@ -117,7 +118,7 @@ def compute_policy_loss_bapo(
     if bapo_config.token_dump_dir is not None:
         _dump(bapo_config.token_dump_dir, tensors, rollout_is_weights, config, bapo_config)
     find_bounds = _bounds_finder.get() or partial(_find_without_our_worker, config)
-    bounds = find_bounds(*tensors)
+    bounds, diagnostics = find_bounds(*tensors)
     surrogate = clipped_surrogate_loss(
         *tensors,
         low=bounds.low,
@@ -127,7 +128,7 @@ def compute_policy_loss_bapo(
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
     verls = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    values = bounds.read(**verls, entropy_covariance=surrogate.entropy_covariance)
+    values = read_values(bounds, diagnostics, **verls, entropy_covariance=surrogate.entropy_covariance)
     values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
     values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
     return surrogate.loss, {

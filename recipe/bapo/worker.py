@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 import torch
 
-from bapo import collect_clip_statistics, find_clip_bounds, search_clip_bounds
+from bapo import collect_clip_statistics, diagnose, find_clip_bounds, read_values, search_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.tokens import noting
@@ -60,7 +60,7 @@ class BAPOTrainingWorker(TrainingWorker):
     def train_batch(self, data):
         """One optimizer update: find the bounds, then let verl train with them."""
         self._set_defaults(data)
-        bounds = self._find_bounds(data)
+        found = self._find_bounds(data)
         found_in_loss = []
 
         def search_in_loss(*tensors):
@@ -68,12 +68,12 @@ class BAPOTrainingWorker(TrainingWorker):
             found_in_loss.append(find_clip_bounds(*tensors, self.loss_config, self._group(), clip_ratio_c))
             return found_in_loss[-1]
 
-        finder = search_in_loss if bounds is None else lambda *tensors: bounds
+        finder = search_in_loss if found is None else lambda *tensors: found
         with bounds_from(finder), noting(update=self.updates_on_batch):
             output = super().train_batch(data)
         if self.loss_config.bounds_record_dir is not None:  # else these reads by the host would be for nothing
-            for bounds in found_in_loss:
-                self._record(bounds.read(), "loss")
+            for bounds, diagnostics in found_in_loss:
+                self._record(read_values(bounds, diagnostics), "loss")
         self.ratios_are_1 = False
         self.updates += 1
         self.updates_on_batch += 1
@@ -94,7 +94,7 @@ class BAPOTrainingWorker(TrainingWorker):
         tu.assign_non_tensor(data, **{key: value for key, value in defaults.items() if key not in data.keys()})
 
     def _find_bounds(self, data):
-        """The bounds of this update; None where the loss finds them."""
+        """The bounds of this update and its diagnostics; None where the loss finds them."""
         if self.loss_config.bound_scope == "micro_batch":
             return None
         # First: on a tie a real forward rounds otherwise, and what is logged would depend on the micro-batch size.
@@ -104,9 +104,12 @@ class BAPOTrainingWorker(TrainingWorker):
             return None
         else:
             statistics, source = self._collect_by_forward(data), "pass"
-        bounds = search_clip_bounds(statistics.all_reduce(self._group()), self.loss_config)
-        self._record(bounds.read(), source)  # raises before the first training forward, on all ranks together
-        return bounds
+        statistics = statistics.all_reduce(self._group())
+        bounds = search_clip_bounds(statistics, self.loss_config)
+        diagnostics = diagnose(statistics, bounds)
+        # read_values raises before the first training forward, on all ranks together.
+        self._record(read_values(bounds, diagnostics), source)
+        return bounds, diagnostics
 
     def _is_one_micro_batch(self, data):
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):

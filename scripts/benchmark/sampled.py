@@ -38,8 +38,8 @@ def bounds_of(
 ) -> tuple[float, float]:
     """The bounds that a search over these sequences finds."""
     rows = [torch.cat(parts)[None] for parts in zip(*sequences, strict=True)]
-    found = find_clip_bounds(*rows, torch.ones_like(rows[0]), config, clip_ratio_c=clip_ratio_c).read()
-    return found["low"], found["high"]
+    bounds, _ = find_clip_bounds(*rows, torch.ones_like(rows[0]), config, clip_ratio_c=clip_ratio_c)
+    return bounds.low.item(), bounds.high.item()
 
 
 def agree(bounds: tuple[float, float], others: tuple[float, float], config: BAPOConfig) -> bool:

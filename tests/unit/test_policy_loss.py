@@ -88,8 +88,8 @@ def test_the_metrics_have_the_same_keys_on_every_path():
     batch = make_batch(1)
     config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
     assert set(run_loss(compute_policy_loss_bapo, config, batch)[2]) == METRICS
-    bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=3.0)
-    with bounds_from(lambda *tensors: bounds):
+    found = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=3.0)
+    with bounds_from(lambda *tensors: found):
         given = run_loss(compute_policy_loss_bapo, config, batch)
     found = run_loss(compute_policy_loss_bapo, config, batch)
     assert given[2] == found[2] and torch.equal(given[1], found[1]) and torch.equal(given[0], found[0])
