@@ -95,7 +95,7 @@ def report_on(
     """
     about = about_dump(folder)
     own = switches_of(about)
-    searches = own is not None and own.lower_steps + own.upper_steps > 0
+    searches = own is not None and not own.fixed
     config = replace(own if searches else BAPOConfig(), **(ranges or {}))
     for target in targets:
         replace(config, positive_contribution_target=target)

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 from bapo.config import CHOICES
 from bapo.statistics import GPU_CHUNK
 from scripts.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 160  # of the search's temporaries, by arithmetic 108
 
 
 def search(batch, config=None):
-    """The bounds of a batch, 0-d tensors on its device."""
+    """The bounds of a batch and its diagnostics, 0-d tensors on its device."""
     return find_clip_bounds(*batch, config or BAPOConfig(), clip_ratio_c=DUAL_CLIP)
 
 
@@ -36,8 +36,8 @@ def loss_and_gradient(batch, low, high):
 
 def search_and_loss(batch, config=None):
     """All that an update adds, without its read."""
-    bounds = search(batch, config)
-    return bounds, *loss_and_gradient(batch, bounds.low, bounds.high)
+    bounds, diagnostics = search(batch, config)
+    return bounds, diagnostics, *loss_and_gradient(batch, bounds.low, bounds.high)
 
 
 def the_bounds_are_those_of_the_cpu(table: Table):
@@ -46,11 +46,11 @@ def the_bounds_are_those_of_the_cpu(table: Table):
         for seed, (choice, target) in enumerate(product(product(*(CHOICES[name] for name in SWITCHES)), TARGETS)):
             config = BAPOConfig(positive_contribution_target=target, **dict(zip(SWITCHES, choice, strict=True)))
             batch = make_batch(8, 512, DTYPES[dtype], "cpu", seed)
-            there = search([tensor.to(table.device) for tensor in batch], config).read()
-            here = search(batch, config).read()
+            there = read_values(*search([tensor.to(table.device) for tensor in batch], config))
+            here = read_values(*search(batch, config))
             seen.append([there[name] == here[name] for name in ("low", "high", "search_steps", "saturated")])
             distance = max(distance, abs(there["positive_contribution"] - here["positive_contribution"]))
-            on_the_way += 0 < here["search_steps"] < config.upper_steps + config.lower_steps
+            on_the_way += 0 < here["search_steps"] < config.upper.steps + config.lower.steps
         other = sum(not all(same) for same in seen)
         what = f"bounds, steps and saturation of {len(seen)} searches, {dtype}"
         table.check(
@@ -72,9 +72,9 @@ def the_loss_and_its_gradient_are_those_of_the_cpu(table: Table):
 
 def autocast_changes_nothing(table: Table):
     batch = make_batch(8, 512, torch.float32, table.device)
-    bounds, loss, gradient = search_and_loss(batch)
+    bounds, _, loss, gradient = search_and_loss(batch)
     with torch.autocast(table.device.type, torch.bfloat16):
-        again, other_loss, other = search_and_loss(batch)
+        again, _, other_loss, other = search_and_loss(batch)
     same = all(torch.equal(getattr(bounds, name), getattr(again, name)) for name in ("low", "high", "search_steps"))
     table.check("bounds under bfloat16 autocast", "the same", "the same" if same else "other", same)
     off = max((other_loss - loss).abs().item(), ((other - gradient).abs().max() / gradient.abs().max()).item())
@@ -92,7 +92,7 @@ def log_probs_under_autocast_are_float32(table: Table):
 
 def two_runs_of_one_input(table: Table):
     batch = make_batch(*LARGE[table.rehearsal], torch.float32, table.device)
-    first, second = search(batch).read(), search(batch).read()
+    first, second = read_values(*search(batch)), read_values(*search(batch))
     same = all(first[name] == second[name] for name in ("low", "high", "search_steps"))
     table.check("two searches of one input", "the same bounds", "the same" if same else "other", same)
     off = abs(first["positive_contribution"] - second["positive_contribution"])
@@ -107,11 +107,11 @@ def nothing_but_the_read_waits_for_the_device(table: Table):
     try:
         torch.cuda.set_sync_debug_mode("error")
         for kind in CHOICES["contribution"]:
-            bounds, *_ = search_and_loss(batch, BAPOConfig(contribution=kind))
+            bounds, diagnostics, *_ = search_and_loss(batch, BAPOConfig(contribution=kind))
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            bounds.read()
+            read_values(bounds, diagnostics)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = sum("called a synchronizing" in str(warning.message) for warning in found)
