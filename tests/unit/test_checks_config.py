@@ -45,7 +45,7 @@ def cpu(monkeypatch):
 
 def test_the_example_passes_without_a_warning(task):
     said = " | ".join(check(composed(task)))
-    for text in ("fsdp2", "c_low [0.6, 0.9], c_high [1.2, 3], target 0.5", "64 prompts of 8 responses, staleness 8"):
+    for text in ("fsdp2", "c_low [0.6, 0.9], c_high [1.2, 3], target 0.4", "64 prompts of 8 responses, staleness 8"):
         assert text in said
 
 

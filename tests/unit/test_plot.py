@@ -43,7 +43,7 @@ SHOWN = {  # of each panel: its metrics with their labels, and the lines of a ru
     "Gradient norm": ({"actor/grad_norm": None}, []),
     "Positive contribution": (
         {"actor/bapo/positive_contribution_start": "start", "actor/bapo/positive_contribution": "at the bounds"},
-        ["target 0.5"],
+        ["target 0.4"],
     ),
     "Upper bound": ({"actor/bapo/clip_high": None}, ["start 1.2", "max 3"]),
     "Lower bound": ({"actor/bapo/clip_low": None}, ["start 0.6", "max 0.9"]),
@@ -93,7 +93,7 @@ def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
     loss = {name: getattr(BAPOConfig(), name) for name in BAPOConfig.__dataclass_fields__}
     (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
     assert marks_of(tmp_path)["Upper bound"] == {"start": 1.2, "max": 3.0}
-    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.5}
+    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.4}
     assert marks_of(tmp_path / "none") == {}
     for side, bound in (("lower", 0.8), ("upper", 1.2)):
         loss |= {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
