@@ -60,6 +60,7 @@ class Launched:
             [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
             env={**os.environ, "OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -123,6 +124,12 @@ def test_where_nobody_said_what_is_wrong_the_end_of_the_log_does(launch):
     code, _, err = launch("print('first\\n' * 9 + 'Key x is not in struct')\nsys.exit(1)").end()
     assert code == 1 and err.startswith("Error: first\n") and "Key x is not in struct" in err
     assert len(err.splitlines()) <= 8
+
+
+def test_a_library_that_asks_a_question_ends_the_run(launch):
+    """In its own process group training would be stopped when it reads from the terminal."""
+    run = launch("input('Run the custom code of this model? ')")
+    assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
 
 
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
@@ -316,9 +323,9 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch, handler):
-    """It removes what it leaves on other nodes, also where the launcher was started with SIGINT ignored."""
+@pytest.mark.parametrize("interrupt", [os.kill, os.killpg])
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch, interrupt):
+    """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
     code = """
 train(cluster=True)
 (folder / 'up').touch()
@@ -328,10 +335,10 @@ except KeyboardInterrupt:
     time.sleep(2)
     (folder / 'clean').touch()
 """
-    run = launch(code, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+    run = launch(code)
     run.wait_for("up")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143 and (run.folder / "run" / "clean").exists()
+    interrupt(run.process.pid, signal.SIGINT)
+    assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
 
 
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
