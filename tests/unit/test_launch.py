@@ -218,10 +218,13 @@ def test_a_failure_is_explained_while_training_still_lives(launch):
     """Ray, of which the watchdog asks what has died, ends with the training process."""
     before = """
 from recipe.bapo.launch.watchdog import Watchdog
-Watchdog.should_end = lambda self: False
-Watchdog.find_reason = lambda self: "a worker has died" if process_tree.below() else "nobody can be asked"
+def find_reason(self):
+    time.sleep(1)
+    lives = any(process.status() != "zombie" for process in process_tree.below())
+    return "a worker has died" if lives else "nobody can be asked"
+Watchdog.should_end, Watchdog.find_reason = lambda self: False, find_reason
 """
-    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()", before=before).end()
+    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()\nos._exit(1)", before=before).end()
     assert code == 1 and "Error: Training failed: a worker has died; of Ray. No checkpoint was saved." in err
 
 
@@ -244,6 +247,19 @@ sys.exit(1)
     (run.folder / "run" / "closed").touch()
     assert run.process.wait(60) == 1 and (run.folder / "run" / "done").exists()
     assert "Traceback" not in run.process.stderr.read() and not run.left()
+
+
+def test_a_terminal_that_hangs_up_changes_neither_clean_up_nor_exit_code(launch):
+    before = """
+def hung_up(self):
+    raise OSError(5, "Input/output error")
+launch.console.StepPrinter.close = hung_up
+"""
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=before)
+    run.wait_for("up")
+    run.process.stderr.close()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(60) == 129 and not run.left()
 
 
 def test_the_folder_of_the_config_is_followed(launch):
