@@ -60,6 +60,7 @@ class Launched:
             [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
             env={**os.environ, "OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -123,6 +124,12 @@ def test_where_nobody_said_what_is_wrong_the_end_of_the_log_does(launch):
     code, _, err = launch("print('first\\n' * 9 + 'Key x is not in struct')\nsys.exit(1)").end()
     assert code == 1 and err.startswith("Error: first\n") and "Key x is not in struct" in err
     assert len(err.splitlines()) <= 8
+
+
+def test_a_library_that_asks_a_question_ends_the_run(launch):
+    """In its own process group training would be stopped when it reads from the terminal."""
+    run = launch("input('Run the custom code of this model? ')")
+    assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
 
 
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
@@ -211,10 +218,13 @@ def test_a_failure_is_explained_while_training_still_lives(launch):
     """Ray, of which the watchdog asks what has died, ends with the training process."""
     before = """
 from recipe.bapo.launch.watchdog import Watchdog
-Watchdog.should_end = lambda self: False
-Watchdog.find_reason = lambda self: "a worker has died" if process_tree.below() else "nobody can be asked"
+def find_reason(self):
+    time.sleep(1)
+    lives = any(process.status() != "zombie" for process in process_tree.below())
+    return "a worker has died" if lives else "nobody can be asked"
+Watchdog.should_end, Watchdog.find_reason = lambda self: False, find_reason
 """
-    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()", before=before).end()
+    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()\nos._exit(1)", before=before).end()
     assert code == 1 and "Error: Training failed: a worker has died; of Ray. No checkpoint was saved." in err
 
 
@@ -237,6 +247,19 @@ sys.exit(1)
     (run.folder / "run" / "closed").touch()
     assert run.process.wait(60) == 1 and (run.folder / "run" / "done").exists()
     assert "Traceback" not in run.process.stderr.read() and not run.left()
+
+
+def test_a_terminal_that_hangs_up_changes_neither_clean_up_nor_exit_code(launch):
+    before = """
+def hung_up(self):
+    raise OSError(5, "Input/output error")
+launch.console.StepPrinter.close = hung_up
+"""
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=before)
+    run.wait_for("up")
+    run.process.stderr.close()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(60) == 129 and not run.left()
 
 
 def test_the_folder_of_the_config_is_followed(launch):
@@ -316,9 +339,9 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch, handler):
-    """It removes what it leaves on other nodes, also where the launcher was started with SIGINT ignored."""
+@pytest.mark.parametrize("interrupt", [os.kill, os.killpg])
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch, interrupt):
+    """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
     code = """
 train(cluster=True)
 (folder / 'up').touch()
@@ -328,10 +351,10 @@ except KeyboardInterrupt:
     time.sleep(2)
     (folder / 'clean').touch()
 """
-    run = launch(code, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+    run = launch(code)
     run.wait_for("up")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143 and (run.folder / "run" / "clean").exists()
+    interrupt(run.process.pid, signal.SIGINT)
+    assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
 
 
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):

@@ -24,9 +24,7 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent() -> None:
-    """In a new child: have SIGINT end it, also where this process ignores SIGINT, and have the kernel send it SIGINT
-    if this process is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python keeps an ignored signal ignored
+    """In a new child: have the kernel send it SIGINT if this process is killed."""
     _prctl(SET_PDEATHSIG, signal.SIGINT)
 
 

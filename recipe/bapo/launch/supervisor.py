@@ -141,8 +141,6 @@ class Supervisor:
 
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
-        with suppress(OSError):  # the console is gone
-            self.printer.close()
         if self.cluster and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -150,3 +148,5 @@ class Supervisor:
         process_tree.end_below()
         if self.watchdog is not None and self.watchdog.job is not None:
             remove(self.watchdog.shared_memory | weight_sockets(self.watchdog.job))
+        with suppress(OSError):  # the terminal is gone
+            self.printer.close()
