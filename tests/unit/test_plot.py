@@ -7,7 +7,7 @@ import pytest
 from matplotlib import image
 
 from bapo import BAPOConfig
-from recipe.bapo.plot import PANELS, draw, marks_of, picture, series
+from recipe.bapo.plot import PANELS, draw, main, marks_of, picture, series
 
 
 def make_run(folder, rewards):
@@ -99,6 +99,35 @@ def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
         loss |= {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
     (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
     assert marks_of(tmp_path) == {"Upper bound": {"fixed": 1.2}, "Lower bound": {"fixed": 0.8}}
+
+
+def test_a_run_of_another_loss_has_no_ranges(tmp_path):
+    (tmp_path / "config.yaml").write_text("actor_rollout_ref: {actor: {policy_loss: {loss_mode: vanilla}}}")
+    assert marks_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("config.yaml", "x: [", "config.yaml is not the config of a run"),
+        ("config.yaml", "5", "config.yaml is not the config of a run"),
+        (
+            "config.yaml",
+            "actor_rollout_ref: {actor: {policy_loss: {positive_contribution_target: half}}}",
+            "config.yaml is not the config of a run",
+        ),
+        ("metrics.jsonl", "nonsense\n", "metrics.jsonl has a line that verl's file logger did not write"),
+        ("metrics.jsonl", "5\n", "metrics.jsonl has a line that verl's file logger did not write"),
+    ],
+)
+def test_a_broken_file_of_a_run_is_named_in_a_line(tmp_path, capsys, monkeypatch, file, text, message):
+    run = make_run(tmp_path / "run", [0.1, 0.2])
+    (run / file).write_text(text)
+    monkeypatch.setattr("sys.argv", ["plot", str(run)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and message in error and error.count("\n") == 1
 
 
 def test_a_run_without_metrics_is_named(tmp_path):
