@@ -115,7 +115,9 @@ def read_rows(path: Path) -> Iterator[dict]:
             yield from read_json(path)
         else:
             raise ValueError("it is neither .parquet nor .jsonl nor .json")
-    except (DatasetsError, OSError, ValueError, RecursionError) as error:  # Arrow's errors are of these, too
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: its values are nested too deep") from error
+    except (DatasetsError, OSError, ValueError) as error:  # Arrow's errors are of these, too
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -126,13 +128,22 @@ def read_json(path: Path) -> Iterator[dict]:
     "007" into 7 where another row's answer is a number.
     """
     with open(path, encoding="utf-8") as file:
-        rows = json.load(file) if path.suffix == ".json" else map(json.loads, filter(str.strip, file))
+        rows = json.load(file) if path.suffix == ".json" else _read_lines(file)
         if path.suffix == ".json" and not isinstance(rows, list):
             raise ValueError(f"it holds {reprlib.repr(rows)}, not a list of rows")
-        for row in rows:
+        for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
-                raise ValueError(f"a row is {reprlib.repr(row)}, not an object")
+                raise ValueError(f"row {number} is {reprlib.repr(row)}, not an object")
             yield row
+
+
+def _read_lines(file):
+    for number, line in enumerate(file, 1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
 
 
 def question_of(row: dict) -> str:
@@ -198,7 +209,7 @@ def convert(name: str, files: list[Path], dropped: Counter) -> Iterator[dict]:
     data_set = DATA_SETS[name]
     seen: set[bytes] = set()
     for path in files:
-        for number, row in enumerate(read_rows(path)):
+        for number, row in enumerate(read_rows(path), 1):
             try:
                 prompt, answers = question_of(row), answers_of(row)
             except ValueError as error:

@@ -9,17 +9,20 @@ trainer and with any entry point. Change here how an update comes to its bounds;
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tensordict import TensorDict
 
 from bapo import BAPOConfig, ClipBounds, collect_clip_statistics, search_clip_bounds
+from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.tokens import write_dump
 from verl.utils import tensordict_utils as tu
@@ -27,6 +30,8 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
+
+logger = logging.getLogger(__name__)
 
 # Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
@@ -73,6 +78,8 @@ class BAPOTrainingWorker(TrainingWorker):
         self.ratios_are_1 = False  # in the next update
         self.trainer_version = None
         self.record_file = None
+        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch
+        self.warn_again: dict[str, int] = {}  # by kind of warning: not before this update
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss function and, where its config is one of ours, wrap it.
@@ -103,7 +110,10 @@ class BAPOTrainingWorker(TrainingWorker):
         self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
         self.trainer_version = tu.pop(data, key=TRAINED_FROM, default=None)
-        return super().train_mini_batch(data)
+        output = super().train_mini_batch(data)
+        if self.bapo_config is not None and self.rank == 0:
+            self._warn(tu.get(output, "metrics"))
+        return output
 
     def train_batch(self, data):
         """One optimizer update."""
@@ -114,6 +124,17 @@ class BAPOTrainingWorker(TrainingWorker):
         self.updates += 1
         self.updates_on_batch += 1
         return output
+
+    def _warn(self, metrics):
+        """Log what a search that changes nothing says of the target, each kind once in ``WINDOW`` rollout batches."""
+        of_search = {name: values for name, values in metrics.items() if name.startswith(("actor/bapo/", "actor/pg_"))}
+        self.steps.append({name: fmean(values) for name, values in of_search.items()})
+        del self.steps[:-WINDOW]
+        bounds_can_move = self.bapo_config.lower_steps + self.bapo_config.upper_steps > 0
+        for kind, text in health_warnings(self.steps, bounds_can_move).items():
+            if self.updates >= self.warn_again.get(kind, 0):
+                logger.warning("BAPO: %s", text)
+                self.warn_again[kind] = self.updates + WINDOW * self.updates_on_batch
 
     def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
         """verl's loss of one micro-batch, which finds the bounds of its update in ``current_bounds``."""

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, machine, other_runs, size, table
+from recipe.bapo.checks import Concern, machine, size, table
+from recipe.bapo.launch import locks
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +20,8 @@ def lines_of(config):
 
 def test_the_example_passes(task, monkeypatch, tmp_path):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
-    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     lines = lines_of(composed(task, "++trainer.default_local_dir=/tmp"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     names = [

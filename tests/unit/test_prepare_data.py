@@ -283,7 +283,11 @@ def truncate(folder):
             ),
             "reward_model is '5', not a struct",
         ),
-        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"\n'), "a.jsonl cannot be read"),
+        (
+            "aime_2025",
+            lambda folder: (folder / "a.jsonl").write_text('{"problem": "x", "answer": "1"}\n{"problem": "x"\n'),
+            "a.jsonl cannot be read: line 2, column 1",
+        ),
         ("aime_2025", lambda folder: (folder / "a.jsonl").write_text("[1, 2]\n"), "not an object"),
         ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"}\n'), "lacks the column answer"),
         (
@@ -307,14 +311,14 @@ def test_bad_files_are_named_and_leave_nothing(tmp_path, name, make, message):
     [
         ("a.json", "42", "a.json cannot be read: it holds 42, not a list of rows"),
         ("a.json", '{"problem": "x", "answer": "1"}', "it holds {.*}, not a list of rows"),
-        ("a.json", "[" * 100_000 + "]" * 100_000, "a.json cannot be read: maximum recursion depth"),
-        ("a.jsonl", "null\n", "a row is None, not an object"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "a.json cannot be read: its values are nested too deep"),
+        ("a.jsonl", "null\n", "row 1 is None, not an object"),
         (
             "a.jsonl",
             '{"problem": "x", "answer": "1"}\n{"problem": 5, "answer": "1"}\n',
-            "row 1: problem is 5, not text",
+            "row 2: problem is 5, not text",
         ),
-        ("a.jsonl", '{"problem": "x", "answer": [[1]]}\n', r"row 0: answer is \[\[1\]\], not text"),
+        ("a.jsonl", '{"problem": "x", "answer": [[1]]}\n', r"row 1: answer is \[\[1\]\], not text"),
         (
             "a.jsonl",
             '{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n',

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run, step by step, as verl's file logger writes them."""
+"""The metrics of a run, step by step, as verl's file logger writes them.
+
+Console, pictures and scripts read metrics through these functions alone; the keys are verl's and the loss's.
+"""
 
 from __future__ import annotations
 
