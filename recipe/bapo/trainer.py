@@ -20,13 +20,6 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 class _BAPOTrainer:
     """What ours adds to each of verl's trainers."""
 
-    def _build_replay_buffer(self):
-        buffer = super()._build_replay_buffer()
-        poll_interval = self.config.trainer.v1.sampler.sampler_kwargs.get("poll_interval")
-        if poll_interval is not None:
-            buffer.poll_interval = poll_interval
-        return buffer
-
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses as they ended, short ones first, and keeps that order within each rank. In the order of
         # their keys (a random id of the prompt, a number) mini-batches are groups, whose advantages sum to zero.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the polling interval."""
+"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the order of a batch."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,6 @@ class Parent:
                 "data": {"train_batch_size": 32},
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2, "policy_loss": {}}},
                 "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
-                "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
             }
         )
 
@@ -33,9 +32,6 @@ class Parent:
 
     def _balance_batch(self, batch, metrics, logging_prefix="global_seqlen"):
         return list(batch.keys)
-
-    def _build_replay_buffer(self):
-        return SimpleNamespace(poll_interval=2.0)
 
 
 class Trainer(_BAPOTrainer, Parent):
@@ -114,10 +110,6 @@ def test_verl_keeps_the_order_within_each_ranks_share():
     for ranks in (1, 2, 4):
         parts = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
         assert all(part == sorted(part) for part in parts)
-
-
-def test_the_polling_interval_is_the_configs():
-    assert Trainer("sync", False, 0)._build_replay_buffer().poll_interval == 0.25
 
 
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
