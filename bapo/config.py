@@ -36,7 +36,7 @@ class BAPOConfig:
         ValueError: names the field, its value and the fix. Raised on construction.
     """
 
-    positive_contribution_target: float = 0.5
+    positive_contribution_target: float = 0.4
     ratio_lower_start: float = 0.6
     ratio_lower_max: float = 0.9
     ratio_lower_step: float = 0.02

@@ -34,7 +34,6 @@ TESTS = {
     "recipe/bapo/worker.py": "tests/actor/test_worker.py",
     "recipe/bapo/trainer.py": "tests/unit/test_trainer.py",
     "recipe/bapo/prepare_data.py": "tests/unit/test_prepare_data.py",
-    "recipe/bapo/records/validation.py": "tests/unit/test_validation.py",
     "recipe/bapo/records/tokens.py": REPORT,
     "recipe/bapo/report/measure.py": REPORT,
     "recipe/bapo/report/facts.py": REPORT,
@@ -47,7 +46,7 @@ TESTS = {
     "recipe/bapo/checks/inputs.py": "tests/unit/test_checks_inputs.py tests/unit/test_checks_config.py",
     "recipe/bapo/checks/machine.py": f"{CHECKS}machine.py",
     "recipe/bapo/checks/size.py": f"{CHECKS}machine.py",
-    "recipe/bapo/checks/other_runs.py": f"tests/unit/test_watchdog.py {CHECKS}machine.py",
+    "recipe/bapo/launch/locks.py": f"tests/unit/test_watchdog.py {CHECKS}machine.py",
 }
 MUTANTS = {
     "bapo/config.py": [
@@ -190,8 +189,6 @@ MUTANTS = {
         ("for first in range(0, len(lengths), rows)", "for first in [0]"),
     ],
     "recipe/bapo/trainer.py": [
-        ('reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])', 'reward_extra_infos_dict["reward"]'),
-        ('.get("acc", reward_extra_infos_dict["reward"])', '["acc"]'),
         ("return not bypass and (", "return ("),
         ('(self.trainer_mode != "separate_async" or self.local_trigger_step == 0)', "True"),
         ("/ actor.ppo_mini_batch_size * actor.ppo_epochs", "/ actor.ppo_mini_batch_size"),
@@ -240,13 +237,6 @@ MUTANTS = {
         ("            elif digest in seen:\n", "            elif False:\n"),
         ("        unfinished.unlink(missing_ok=True)\n", "        pass\n"),
         ("    if out.exists():\n", "    if False:\n"),
-    ],
-    "recipe/bapo/records/validation.py": [
-        ("statistics.fmean(map(statistics.fmean, problems.values()))", "statistics.fmean(passes)"),
-        ("if accuracy is not None", "if accuracy"),
-        ("statistics.stdev(passes)", "statistics.pstdev(passes)"),
-        ("min(passes)", "max(passes)"),
-        ("zip(*problems.values(), strict=False)", "problems.values()"),
     ],
     "recipe/bapo/records/tokens.py": [
         ("[mask].float()", "[mask].bfloat16().float()"),
@@ -443,10 +433,8 @@ MUTANTS = {
         ("    if kept is None:\n", "    if False:\n"),
         ("not existing.is_dir() or not os.access(existing, os.W_OK)", "False"),
     ],
-    "recipe/bapo/checks/other_runs.py": [
+    "recipe/bapo/launch/locks.py": [
         ('not in ("", "local") or config.trainer.nnodes > 1', 'not in ("", "local")'),
-        ("if claim is None or others:", "if claim is None:"),
-        ("if claim is None or others:", "if others:"),
         ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
         ('.get("VERL_RAY_JOB_ID") == FIRST_JOB', '.get("VERL_RAY_JOB_ID")'),
     ],

@@ -20,6 +20,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+from yaml import YAMLError  # noqa: E402
 
 from recipe.bapo.records.metrics import read_metrics  # noqa: E402
 
@@ -79,12 +81,18 @@ def marks_of(run: Path) -> dict[str, dict[str, float]]:
     path = run / "config.yaml"
     if not path.exists():
         return {}
-    loss = OmegaConf.load(path).actor_rollout_ref.actor.policy_loss
-    marks = {
-        "Positive contribution": {"target": loss.positive_contribution_target},
-        "Upper bound": _range(loss.ratio_upper_start, loss.ratio_upper_max),
-        "Lower bound": _range(loss.ratio_lower_start, loss.ratio_lower_max),
-    }
+    try:
+        loss = OmegaConf.load(path).actor_rollout_ref.actor.policy_loss
+        marks = {
+            "Positive contribution": {"target": loss.positive_contribution_target},
+            "Upper bound": _range(loss.ratio_upper_start, loss.ratio_upper_max),
+            "Lower bound": _range(loss.ratio_lower_start, loss.ratio_lower_max),
+        }
+    except (OmegaConfBaseException, YAMLError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} is not the config of a BAPO run: {said}. Remove it to draw without target."
+        ) from error
     if "fixed" in marks["Upper bound"] and "fixed" in marks["Lower bound"]:
         del marks["Positive contribution"]  # nothing is searched
     return marks

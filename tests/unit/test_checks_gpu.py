@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model, write_nvidia_smi
 
-from recipe.bapo.checks import Concern, __main__, machine, other_runs, size, table
+from recipe.bapo.checks import Concern, __main__, machine, size, table
 from recipe.bapo.checks import config as checks
+from recipe.bapo.launch import locks
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -460,8 +461,8 @@ def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))
 def test_every_shipped_config_gives_a_full_table_on_eight_gpus(task, models, monkeypatch, tmp_path, name):
     pretend_gpus(monkeypatch, tmp_path)
-    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
-    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setattr(checks.CheckpointEngineRegistry, "get", lambda backend: backend)  # nccl's needs CUDA
     large, separate = name.endswith("32b"), name == "separate_async"
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")

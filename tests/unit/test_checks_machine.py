@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, machine, other_runs, size, table
+from recipe.bapo.checks import Concern, machine, size, table
+from recipe.bapo.launch import locks
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,8 +19,8 @@ def lines_of(config):
 
 
 def test_the_example_passes(task, monkeypatch, tmp_path):
-    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
-    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     lines = lines_of(composed(task, f"run_dir={tmp_path}/run"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     assert lines["batches"].detail == (

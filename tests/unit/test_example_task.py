@@ -128,9 +128,9 @@ def test_the_readme_says_what_the_seeds_show(seeds):
     rho = f"{mean('rho_start'):.3f} before, {mean('rho_start') + mean('lift'):.3f} after the search (target {target:g})"
     rows = {
         "training reward, first step and end": learned,
-        "updates that met the target as they came": f"{mean('at_once'):.0%}",
-        "updates that met it with moved bounds": f"{mean('on_the_way'):.0%}",
-        "updates that missed it at the widest bounds": f"{mean('out_of_reach'):.0%}",
+        "updates with the target already met": f"{mean('at_once'):.0%}",
+        "updates with the target met by moving bounds": f"{mean('on_the_way'):.0%}",
+        "updates with the target out of reach": f"{mean('out_of_reach'):.0%}",
         "positive contribution (rho)": rho,
     }
     for name, value in rows.items():
