@@ -7,6 +7,7 @@ its progress and cleans up after it.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ logging.disable(logging.INFO)  # verl announces its platform on import
 from recipe.bapo import config as _resolvers  # noqa: E402, F401
 from recipe.bapo import cpu as _platform  # noqa: E402, F401  where the package is not installed
 from recipe.bapo.checks import table  # noqa: E402
+from recipe.bapo.checks.composing import ERRORS, explain, resolve  # noqa: E402
 from recipe.bapo.launch.cleanup import remove_on_every_node  # noqa: E402
 from recipe.bapo.launch.locks import WAYS_OUT, claim_cluster, claim_machine, joins_a_cluster  # noqa: E402
 from recipe.bapo.launch.messages import send, wait_for_final_check  # noqa: E402
@@ -37,7 +39,6 @@ logging.disable(logging.NOTSET)
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
     """Check and train; end with exit code 1 if anything fails."""
-    config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run in another folder
     check(config)
     claim = claim_machine()  # held until this process ends
     if claim is None and not joins_a_cluster(config):
@@ -54,11 +55,13 @@ def main(config):
 def check(config) -> None:
     """Resolve and check the config; end the run if it cannot be used."""
     try:
-        OmegaConf.resolve(config)
-        lines = table.run(config)
+        if isinstance(config.run_dir, str) and "${" not in config.run_dir:  # else a check says so
+            config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
+        resolve(config)
+        lines = table.run(config, groups_of(sys.argv))
     except Exception as error:
         traceback.print_exc()
-        give_up(str(error) or type(error).__name__)
+        give_up(explain(error))
     print(table.table(lines))
     for line in lines:
         if line.status == "warning":
@@ -151,5 +154,16 @@ def reason_of(error: Exception) -> str:
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
 
 
+def groups_of(arguments: list[str]) -> str | None:
+    """The folder given with ``--config-dir``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(arguments)[0].config_dir
+
+
 if __name__ == "__main__":
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would else print in lines of its own
+    try:
+        main()
+    except ERRORS as error:
+        give_up(explain(error, groups_of(sys.argv)))

@@ -9,7 +9,7 @@ from matplotlib import image
 from recipe.bapo.plot import PANELS, draw, main, marks_of, picture, series
 
 SWITCHES = {
-    "positive_contribution_target": 0.5,
+    "positive_contribution_target": 0.4,
     "ratio_upper_start": 1.2,
     "ratio_upper_max": 3.0,
     "ratio_lower_start": 0.6,
