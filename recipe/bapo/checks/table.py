@@ -25,6 +25,7 @@ CHECKS = (
     ("verl", machine.check_verl),
     ("plugin", machine.check_plugin),
     ("flash-attn", machine.check_flash_attn),
+    ("compiler", machine.check_compiler),
     ("devices", machine.check_devices),
     ("other runs", other_runs.check_other_runs),
     ("shared memory", machine.check_shared_memory),
