@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's PPO trainer with our worker, for each of its modes, and the Ray task that runs it."""
+"""verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
+
+Mini-batches of whole groups, the mark that saves the search its pass, the staleness metrics. No bounds depend on it: the
+worker comes with the loss's config (``policy_loss.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,14 @@ from recipe.bapo.checks.other_runs import claim_cluster
 from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
 from recipe.bapo.records.leftovers import remove_on_every_node
 from recipe.bapo.records.messages import tell
-from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM, bapo_worker_for
+from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 
 class _BAPOTrainer:
-    """Mixed into the trainer class of verl's mode; the mode keeps its name, since verl compares it in many places."""
+    """What ours adds to each of verl's trainers."""
 
     def _build_replay_buffer(self):
         buffer = super()._build_replay_buffer()
@@ -32,12 +35,6 @@ class _BAPOTrainer:
         if poll_interval is not None:
             buffer.poll_interval = poll_interval
         return buffer
-
-    def _init_resource_pool_mgr(self):
-        super()._init_resource_pool_mgr()
-        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
-            if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = bapo_worker_for(self.role_worker_mapping[role])
 
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses as they ended, short ones first, and keeps that order within each rank. In the order of
@@ -93,10 +90,24 @@ def cut_fraction(tags: list[dict]) -> float:
     return sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in real) / len(real)
 
 
-def bapo_trainer_for(mode: str) -> type:
-    """verl's trainer class of ``mode`` (``sync``, ``colocate_async``, ``separate_async``) with our worker."""
-    parent = get_trainer_cls(mode)
-    return type(f"BAPO{parent.__name__}", (_BAPOTrainer, parent), {})
+class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):
+    """Rollout and updates take turns."""
+
+
+class BAPOTrainerColocateAsync(_BAPOTrainer, PPOTrainerColocateAsync):
+    """Partial rollouts on the devices that train."""
+
+
+class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
+    """Rollout on devices of its own."""
+
+
+# verl compares the modes' names in many places, so they stay, and ours take the places of verl's trainers.
+TRAINERS = {
+    "sync": BAPOTrainerSync,
+    "colocate_async": BAPOTrainerColocateAsync,
+    "separate_async": BAPOTrainerSeparateAsync,
+}
 
 
 class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
@@ -105,8 +116,7 @@ class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class
     def run(self, config):
         """Train. ``config`` is the composed config."""
         os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
-        mode = config.trainer.v1.trainer_mode
-        TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
+        TRAINER_REGISTRY.update(TRAINERS)  # in this process only
         claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
             super().run(config)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
 from scripts.benchmark.loss import TARGET
 from scripts.gpu_check.table import ROOT, Table, main
+from tests.support.actor import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
+from support.actor import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
-from scripts.study import anchors
+from scripts.study import anchors, loop
 from scripts.study.anchors import LOOP, LOOP_METHODS, STACK, STACK_METHODS, finished, keep, stack_command, windows
 from scripts.study.loop import Settings, train
 from scripts.study.methods import ROOT, config_of
@@ -57,9 +58,17 @@ def test_the_clips_are_switches(warm_task):
     assert clipped.weights != free.weights
 
 
-def test_an_epoch_uses_the_same_samples_again(warm_task):
-    rewards = [update["reward"] for update in train_a_little(warm_task, "grpo", mini_batches=2, epochs=4).updates]
-    assert rewards == rewards[:2] * 4 and rewards[0] != rewards[1]
+def test_an_epoch_uses_the_same_samples_again(warm_task, monkeypatch):
+    used, update = [], loop.update
+
+    def recorded(model, optimizer, batch, *rest):
+        used.append(batch[0].ids)
+        return update(model, optimizer, batch, *rest)
+
+    monkeypatch.setattr(loop, "update", recorded)
+    train_a_little(warm_task, "grpo", mini_batches=2, epochs=4)
+    assert len(used) == 8 and all(torch.equal(ids, used[index % 2]) for index, ids in enumerate(used))
+    assert not torch.equal(used[0], used[1])
 
 
 def test_windows_leave_out_what_is_not_there():

@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
+from support.actor import actor_config
 from support.costs import PeakMemory, counted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import actor_config, make_batch, measure_all, table
+from scripts.benchmark.loss import bounds_for, make_batch, measure_all, table
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 
@@ -47,9 +48,9 @@ def test_a_call_costs_one_host_read_and_vanilla_three():
     batch = make_batch(4, 100, torch.float32, "cpu")
     for loss_fn, policy_loss, reads in (
         (compute_policy_loss_vanilla, PolicyLossConfig(), 3),
-        (compute_policy_loss_bapo, BAPOPolicyLossConfig(bound_scope="micro_batch"), 1),
+        (compute_policy_loss_bapo, BAPOPolicyLossConfig(), 1),
     ):
-        with counted() as counts:
+        with counted() as counts, bounds_for(policy_loss, batch):
             loss_fn(*batch, "token-mean", actor_config(policy_loss))
         assert counts == {"collectives": 0, "host_reads": reads}
 
@@ -63,12 +64,12 @@ def test_the_memory_beyond_the_inputs():
 
     def peak_of(loss_fn, policy_loss):
         leaf = batch[1].detach().requires_grad_()
-        with PeakMemory() as memory:
+        with PeakMemory() as memory, bounds_for(policy_loss, batch):
             loss_fn(batch[0], leaf, *batch[2:], "token-mean", actor_config(policy_loss))[0].backward()
         return memory.peak
 
     vanilla = peak_of(compute_policy_loss_vanilla, PolicyLossConfig())
-    assert peak_of(compute_policy_loss_bapo, BAPOPolicyLossConfig(bound_scope="micro_batch")) <= vanilla
+    assert peak_of(compute_policy_loss_bapo, BAPOPolicyLossConfig()) <= vanilla
 
 
 def test_the_benchmark_compares_with_vanilla():
