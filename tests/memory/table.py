@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the table "preflight and torch's tracker" of docs/running.md: some minutes, no GPU.
+"""Print the table of docs/running.md that holds preflight's memory against torch's tracker: some minutes, no GPU.
 
 VERL_PLATFORM=cpu .venv/bin/python tests/memory/table.py
 """
@@ -8,13 +8,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from support.memory_cases import CASES, line_of, row_of
+def main():
+    """Print each line as it is known."""
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent), str(tests)]
+    from support.memory_cases import CASES, line_of, row_of
 
-if __name__ == "__main__":
     print("| experiment | model | GPUs | log-probs: preflight | tracker | update: preflight | tracker |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             print(line_of(case, row_of(case, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

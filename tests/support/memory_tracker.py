@@ -2,11 +2,12 @@
 """Peak memory of FSDP2 updates of any size, without a GPU and without the memory: torch's own tracker on fake tensors.
 
 The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a process group that only pretends, and its
-logits go through verl's own ``prepare_model_outputs``. Only flash-attn's two kernels are replaced, by autograd functions
-that allocate and keep what the kernels allocate and keep.
+logits go through verl's own ``prepare_model_outputs``. Only flash-attn's two kernels are replaced, by autograd
+functions that allocate and keep what the kernels allocate and keep.
 
-Not in the figures: fragments of the CUDA allocator, CUDA's contexts, NCCL's buffers, workspaces of cuBLAS and flash-attn,
-what verl holds of the batch, and the temporaries of AdamW's step, which takes place when activations and logits are gone.
+Not in the figures: fragments of the CUDA allocator, CUDA's contexts, NCCL's buffers, workspaces of cuBLAS and
+flash-attn, what verl holds of the batch, and the temporaries of AdamW's step, which takes place when activations and
+logits are gone.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def check_compiler(config) -> str:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
         raise ValueError(
-            f"there is no C compiler here ({f'CC={compiler}' if compiler else 'gcc or clang'}), and triton needs one for "
-            "its first kernel: install gcc, or set CC."
+            f"there is no C compiler here ({f'CC={compiler}' if compiler else 'gcc or clang'}), and triton needs one "
+            "for its first kernel: install gcc, or set CC."
         )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
