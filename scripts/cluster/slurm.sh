@@ -25,8 +25,8 @@ export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
 address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
 step=(srun --overlap --mem=0 --cpu-bind=none)
 finish() {
-    # Each step's ray.sh ends its Ray and exits with 0. Ending srun instead would log the steps as errors.
-    scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true
+    # Each step's ray.sh ends its Ray and exits with 0. SIGTERM, or ending srun, would log the steps as cancelled.
+    scancel --quiet --signal=INT "$SLURM_JOB_ID" || true
     [ -z "${waiting:-}" ] || kill "$waiting" 2>/dev/null || true
     for _ in {1..60}; do
         [ -n "$(jobs -rp)" ] || break

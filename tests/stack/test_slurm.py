@@ -146,5 +146,6 @@ def test_a_short_run_on_two_nodes(slurm, tmp_path):
     assert found == ("COMPLETED", "0:0"), text[-4000:]
     assert "2 nodes" in text and len(read_metrics(out)) == 1
     # A run that went well does not end with lines about killed steps.
-    assert not re.findall(r"^(?:srun|slurmstepd|scancel): .*", text, re.M)
+    said = re.findall(r"^(?:srun|slurmstepd\S*|scancel): (.*)", text, re.M)
+    assert set(said) <= {"cluster configuration lacks support for cpu binding"}  # this test's configuration
     assert not [path for path in left_since(before) if path.name.startswith("psm_")]
