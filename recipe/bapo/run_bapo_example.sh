@@ -133,8 +133,8 @@ export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"
     trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE")
 if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
-    ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flash_attn") is None)'; then
-    echo "flash-attn is not installed: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
+    ! "$python" -c 'import flash_attn' 2>/dev/null; then
+    echo "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
     arguments+=(platform=gpu_without_flash_attn)
 fi
 given=()

@@ -43,13 +43,14 @@ need_venv() {
 start() {  # start OPTIONS...: this node, until it is ended
     unset RAY_ADDRESS
     "$ray" start --block --disable-usage-stats "${platform[@]}" "$@" &
-    local pid=$! status=0
-    trap 'kill $pid 2>/dev/null' INT TERM
+    local pid=$! status=0 ended=
+    trap 'ended=1; kill $pid 2>/dev/null' INT TERM
     wait $pid || status=$?
     while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done  # the first wait ends with the signal
     # Ray leaves its address behind, and the next ray.init() on this machine would look for it there.
     local file=/tmp/ray/ray_current_cluster
     [ ! -s $file ] || "$ray" health-check --address "$(cat $file)" >/dev/null 2>&1 || rm -f $file
+    [ -z "$ended" ] || status=0  # as it was asked to
     exit "$status"
 }
 

@@ -12,6 +12,7 @@ from recipe.bapo.checks import machine, size
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
     "1.5B": (1536, 28, 8960, 12, 2, 151936, True),
+    "3B": (3072, 28, 8192, 24, 8, 128256, True),
     "7B": (3584, 28, 18944, 28, 4, 152064, False),
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
@@ -33,7 +34,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine, "why_no_flash_attn", lambda: None)
     monkeypatch.setattr(machine, "version_of", lambda *names: f"{names[0]} {machine.VERL}")
     monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * machine.GIB))
     monkeypatch.setattr(size, "CGROUP_LIMITS", ())

@@ -161,6 +161,34 @@ def test_a_containers_64_megabytes_of_shared_memory_fail_on_gpus(config, monkeyp
         machine.check_shared_memory(config())
 
 
+def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported .undefined symbol.*platform=gpu_without_flash_attn"):
+        machine.check_flash_attn(config())
+
+
+def test_a_c_compiler_and_pythons_headers_are_looked_for(config, monkeypatch, tmp_path):
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ValueError, match="Python.h does not exist.* install this Python's headers .python3"):
+        machine.check_compiler(config())
+    (tmp_path / "Python.h").touch()
+    assert machine.check_compiler(config()) == f"{compiler}, {tmp_path}/Python.h"
+    monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(ValueError, match="no C compiler here .CC=no-such-cc.*install gcc, or set CC"):
+        machine.check_compiler(config())
+    monkeypatch.delenv("CC")
+    compiler.unlink()
+    with pytest.raises(ValueError, match="no C compiler here .gcc or clang."):
+        machine.check_compiler(config())
+    assert machine.check_compiler(config(changes={"trainer.device": "cpu"})) == "not used on a CPU"
+
+
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
 def test_sequence_parallelism_without_flash_attention_is_refused_by_name(config, field):
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
@@ -169,7 +197,7 @@ def test_sequence_parallelism_without_flash_attention_is_refused_by_name(config,
 
 
 def test_without_flash_attn_the_platform_for_it_is_named(config, monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "why_no_flash_attn", lambda: "not installed")
     with pytest.raises(ValueError, match="flash_attention_2 needs it: set platform=gpu_without_flash_attn"):
         machine.check_flash_attn(config())
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
@@ -366,6 +394,14 @@ def test_what_gradient_checkpointing_keeps(config):
     assert size.phases_of_a_gpu(chosen, model, 0.0)["update"]["activations"] == 0.5
 
 
+def test_the_backward_of_a_layer_counts_where_it_is_more_than_the_logits(config):
+    for vocabulary, larger in ((1 << 10, "the backward of a layer"), (1 << 20, "logits")):
+        model = size.Model(0, 0, 4, 1024, vocabulary, False, feed_forward=1 << 14)
+        update = size.phases_of_a_gpu(config(), model, 0.0)["update"]
+        assert larger in update and len({"logits", "the backward of a layer"} & update.keys()) == 1
+    assert size.layer_of(size.Model(0, 0, 0, 1024, 1 << 18, False, 1 << 14), 1 << 15) == 9 + 1
+
+
 def test_tokens_of_a_micro_batch(config):
     lengths = {"data.max_prompt_length": 100, "data.max_response_length": 500}
     dynamic = {f"{ACTOR}.ppo_max_token_len_per_gpu": 7000, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9000}
@@ -378,15 +414,20 @@ def test_tokens_of_a_micro_batch(config):
     assert size.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
 
 
+CHUNKS = {f"{ACTOR}.entropy_from_logits_with_chunking": True, f"{ACTOR}.entropy_checkpointing": True}
+CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
+
+
 @pytest.mark.parametrize(
     "changes, update, log_probs",
     [
-        ({}, 2, 3),
-        ({f"{ROLLOUT}.temperature": 0.6}, 3, 4),
-        ({f"{ACTOR}.calculate_entropy": True}, 4, 3),
-        ({f"{ACTOR}.calculate_entropy": True, f"{ACTOR}.entropy_checkpointing": True}, 2, 3),
-        ({f"{ACTOR}.calculate_entropy": True, f"{ACTOR}.entropy_from_logits_with_chunking": True}, 2, 1),
-        ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 3),
+        ({}, 1, 5),  # the gradient takes the place of the logits
+        ({f"{ROLLOUT}.temperature": 0.6}, 2, 6),
+        ({f"{ACTOR}.calculate_entropy": True}, 5, 5),
+        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS}, 2, 1.75),  # 64 of 512 tokens: three float32 planes of them
+        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
+        ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
+        ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
         ({"actor_rollout_ref.model.use_fused_kernels": True}, 0, 0),
     ],
 )

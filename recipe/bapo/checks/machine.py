@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,7 @@ def check_flash_attn(config) -> str:
     """flash-attn, and whether what the config asks of attention is there."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-    installed = importlib.util.find_spec("flash_attn") is not None
+    missing = why_no_flash_attn()
     field, parallel = sequence_parallel(config)
     if parallel > 1 and attention not in ("flash_attention_2", "flash_attention_3"):
         raise ValueError(
@@ -80,9 +82,9 @@ def check_flash_attn(config) -> str:
             "on a CPU verl's log-probs, hence every ratio, are bfloat16 unless "
             "actor_rollout_ref.actor.fsdp_config.mixed_precision says fp32."
         )
-    if attention == "flash_attention_2" and not installed:
+    if attention == "flash_attention_2" and missing:
         raise ValueError(
-            "flash-attn is not installed, and attn_implementation=flash_attention_2 needs it: set "
+            f"flash-attn is {missing}, and attn_implementation=flash_attention_2 needs it: set "
             "platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built."
         )
     if actor.use_dynamic_bsz and not model.use_remove_padding:
@@ -90,7 +92,37 @@ def check_flash_attn(config) -> str:
             "actor_rollout_ref.model.use_remove_padding=false with use_dynamic_bsz=true: every micro-batch is padded "
             "to its longest sequence, up to several times the tokens that the limit allows. Set it to true."
         )
-    return f"{version_of('flash-attn') if installed else 'not installed'}; attention is {attention}"
+    return f"{missing or version_of('flash-attn')}; attention is {attention}"
+
+
+def why_no_flash_attn() -> str | None:
+    """None where flash-attn can be imported. One built for another torch is found by its name and fails only then."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "not installed"
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        return f"installed and cannot be imported ({str(error).strip().splitlines()[0]})"
+    return None
+
+
+def check_compiler(config) -> str:
+    """A C compiler and Python's headers: triton compiles C with them at its first kernel, minutes into a run."""
+    if on_cpu(config):
+        return "not used on a CPU"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        raise ValueError(
+            f"there is no C compiler here ({f'CC={compiler}' if compiler else 'gcc or clang'}), and triton needs one "
+            "for its first kernel: install gcc, or set CC."
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(
+            f"{header} does not exist, and triton needs it for its first kernel: install this Python's headers "
+            f"(python{sys.version_info.major}.{sys.version_info.minor}-dev, or -devel)."
+        )
+    return f"{compiler}, {header}"
 
 
 @dataclass(frozen=True)

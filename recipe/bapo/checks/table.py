@@ -26,6 +26,7 @@ CHECKS = (
     ("versions", machine.check_versions),
     ("plugin", machine.check_plugin),
     ("flash-attn", machine.check_flash_attn),
+    ("compiler", machine.check_compiler),
     ("devices", machine.check_devices),
     ("other runs", other_runs.check_other_runs),
     ("open files", machine.check_open_files),
