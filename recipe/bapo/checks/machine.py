@@ -11,6 +11,7 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
