@@ -41,9 +41,10 @@ class Tokens:
 def config_of(name: str) -> BAPOConfig:
     """The switches of a method; ``topr`` has none, and ``balance`` those of GRPO."""
     name, _, switches = name.partition("@")
-    path = ROOT / "configs" / "method" / f"{'grpo' if name in ('topr', 'balance') else name}.yaml"
-    values = OmegaConf.to_container(OmegaConf.load(path))
-    values.pop("loss_mode", None)
+    # Every file but bapo.yaml inherits that one.
+    files = ["bapo", "grpo" if name in ("topr", "balance") else name]
+    values = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "method" / f"{file}.yaml") for file in files))
+    values = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
     for switch in filter(None, switches.split(",")):
         key, _, value = switch.rpartition("=")
         values[key or "positive_contribution_target"] = float(value)
