@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +31,7 @@ from bapo import (
 )
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
-from recipe.bapo.records.tokens import write_dump
+from recipe.bapo.token_dump import TRAINED_FROM, dump_micro_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -44,9 +43,6 @@ logger = logging.getLogger(__name__)
 # Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
-# Set on a batch by our trainer where tokens are dumped: the version of the weights that sampled each response, and of
-# those that the first update starts from.
-SAMPLED_BY, TRAINED_FROM = "bapo_sampled_by", "bapo_trained_from"
 SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 
 # The bounds of the update whose loss is being computed. verl looks a policy loss up by name and hands it nothing of
@@ -151,7 +147,9 @@ class BAPOTrainingWorker(TrainingWorker):
             # verl subtracts 0 times the entropy, whose backward would hold a plane of tokens times vocabulary.
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None:
-            self._dump(model_output, data)
+            tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
+            about = (self.actor_config, self.updates_on_batch, self.trainer_version)
+            dump_micro_batch(self.token_dump_dir, tokens, model_output, data, *about)
         found = current_bounds()
         if self.bapo_config is not None and found is None:
             found = self._find_bounds_in_forward(model_output["log_probs"], data)
@@ -244,47 +242,13 @@ class BAPOTrainingWorker(TrainingWorker):
         with open(self.record_file, "a") as file:
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
-    def _dump(self, model_output, data):
-        """Add a micro-batch to the dump of its tokens."""
-        tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
-        entropy = model_output.get("entropy")
-        known = {}
-        if SAMPLED_BY in data.keys():
-            known["version"] = data[SAMPLED_BY].view(-1, 1).expand_as(tokens["log_prob"])
-        if "rollout_is_weights" in data.keys():
-            known["rollout_is_weights"] = _padded(data, "rollout_is_weights")["rollout_is_weights"]
-        write_dump(
-            self.token_dump_dir,
-            **tokens,
-            **known,
-            entropy=None if entropy is None else no_padding_2_padding(entropy.detach(), data),
-            update=self.updates_on_batch,
-            trainer_version=self.trainer_version,
-            about=self._about(data),
-        )
-
-    def _about(self, data):
-        """What a dump's reader needs to know of the run."""
-        switches = self.bapo_config or fixed_bounds_of_vanilla(self.actor_config)
-        about = {key: data[key] for key in ("dp_size", "global_batch_size")}
-        about["loss_mode"] = self.actor_config.policy_loss.loss_mode
-        about["clip_ratio_c"] = self.actor_config.clip_ratio_c
-        if switches is not None:
-            about["bound_scope"] = switches.bound_scope
-            about["switches"] = json.dumps({field.name: getattr(switches, field.name) for field in fields(BAPOConfig)})
-        return about
-
-
-def _padded(data, *names):
-    return data.select(*names).to_padded_tensor()
-
 
 def _tokens_of(data: TensorDict, log_prob=None) -> dict:
     """What the search and a dump read of a micro-batch, ``(B, T)`` each, by the names of their arguments.
 
     ``log_prob`` is None where it equals the old one.
     """
-    padded = _padded(data, *SEARCHED)
+    padded = data.select(*SEARCHED).to_padded_tensor()
     old_log_prob = padded["old_log_probs"]
     return {
         "old_log_prob": old_log_prob,
@@ -292,19 +256,6 @@ def _tokens_of(data: TensorDict, log_prob=None) -> dict:
         "advantages": padded["advantages"],
         "response_mask": padded["response_mask"],
     }
-
-
-def fixed_bounds_of_vanilla(actor_config) -> BAPOConfig | None:
-    """The bounds of verl's ``vanilla`` loss as fixed ones; None with another loss, or where they are no such bounds."""
-    if actor_config.policy_loss.loss_mode != "vanilla":
-        return None
-    low, high = actor_config.clip_ratio_low, actor_config.clip_ratio_high
-    low, high = (actor_config.clip_ratio if epsilon is None else epsilon for epsilon in (low, high))
-    if not (0 < low <= 1 and high > 0):
-        return None
-    return BAPOConfig(
-        ratio_lower_start=1 - low, ratio_lower_max=1 - low, ratio_upper_start=1 + high, ratio_upper_max=1 + high
-    )
 
 
 def refuse_unusable_settings(actor_config, model_config) -> None:

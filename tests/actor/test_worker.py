@@ -223,7 +223,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.worker import SAMPLED_BY, TRAINED_FROM
+    from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,10 +16,10 @@ from support.metrics import METRICS
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, compute_policy_loss_bapo
+from recipe.bapo.token_dump import fixed_bounds_of_vanilla
 from recipe.bapo.worker import (
     BAPOTrainingWorker,
     current_bounds,
-    fixed_bounds_of_vanilla,
     refuse_unusable_settings,
     using_bounds,
 )
