@@ -34,7 +34,7 @@ def bounds_of_rank(rank, size, folder):
     before = [tensor.clone() for tensor in own.tensors]
     total = own.all_reduce(dist.group.WORLD)
     assert all(map(torch.equal, own.tensors, before))
-    # Every sum with its own name: what the ranks hold, added up here from their batches.
+    # The total of every sum is that of all ranks, added up here from their batches.
     of_ranks = [collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0]) for rank in range(size)]
     expected = sum(of_ranks[1:], start=of_ranks[0])
     for reduced, added in zip(total.tensors, expected.tensors, strict=True):
@@ -42,7 +42,7 @@ def bounds_of_rank(rank, size, folder):
     # One rank's bad data is every rank's error.
     part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
     if rank == size - 1:
-        part[1][0, 0] = float("nan")
+        part[0][0, :3] = part[1][0, 3] = part[2][0, 4:6] = float("nan")
     try:
         values_found(*part, CONFIGS[0], process_group=dist.group.WORLD)
         error = None
@@ -58,7 +58,7 @@ def test_every_rank_holds_the_bounds_of_one_process(size, tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     assert all(rank == ranks[0] for rank in ranks)
     found, error = ranks[0]
-    assert "1 in log_prob." in error
+    assert "3 in old_log_prob, 1 in log_prob, 2 in advantages." in error
 
     alone = iter(found)
     for seed in SEEDS:
