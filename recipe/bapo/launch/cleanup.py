@@ -2,8 +2,9 @@
 """What a run's processes leave outside its folder if they are killed: shared memory, and verl's sockets in ``/tmp``.
 
 Python's resource trackers remove most of the shared memory (``process_tree.end_below``). Ray kills some of them with
-its workers: the watchdog therefore notes what vLLM's servers hold, and at the end of training a task on every node
-removes what the job's processes hold. Names and places are verl's and vLLM's: look at them with each new version.
+its workers: the watchdog therefore notes what vLLM's servers hold, and at the end of training a task on every node, and
+at the end of the run the supervisor on its own, remove what the job's processes hold. Names and places are verl's and
+vLLM's: look at them with each new version.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_on_every_node(timeout: float = 10.0) -> None:
+def remove_on_every_node(timeout: float = 30.0) -> None:
     """Remove what this job would leave on the nodes of its Ray, waiting ``timeout`` seconds at most."""
     import ray  # the launcher, which needs the functions above, runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -21,7 +21,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe.bapo.launch import console, process_tree
-from recipe.bapo.launch.cleanup import remove, weight_sockets
+from recipe.bapo.launch.cleanup import remove, shared_memory, weight_sockets
 from recipe.bapo.launch.messages import PIPE
 from recipe.bapo.launch.watchdog import Watchdog
 from recipe.bapo.records.checkpoints import latest_checkpoint
@@ -141,12 +141,15 @@ class Supervisor:
 
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
+        left = set()
+        if self.watchdog is not None and self.watchdog.job is not None:
+            left = self.watchdog.shared_memory | shared_memory(self.watchdog.processes())
+            left |= weight_sockets(self.watchdog.job)
         if self.cluster and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(PATIENCE)
         process_tree.end_below()
-        if self.watchdog is not None and self.watchdog.job is not None:
-            remove(self.watchdog.shared_memory | weight_sockets(self.watchdog.job))
+        remove(left)
         with suppress(OSError):  # the terminal is gone
             self.printer.close()
