@@ -19,7 +19,11 @@ RECIPE = ROOT / "recipe" / "bapo"
     "override, message",
     [
         ("data.train_batch_size=abc", "data.train_batch_size='abc' is not usable"),
-        ("actor_rollout_ref.actor.policy_loss.positive_contribution=0.4", "'positive_contribution' is not in struct"),
+        (
+            "actor_rollout_ref.actor.policy_loss.positive_contribution=0.4",
+            "use actor_rollout_ref.actor.policy_loss.positive_contribution_target.",
+        ),
+        ("actor_rollout_ref.actor.ppo_epochs=0", "actor_rollout_ref.actor.ppo_epochs=0 is not usable"),
     ],
 )
 def test_a_wrong_key_or_value_ends_the_run_before_ray_starts(override, message, tmp_path):

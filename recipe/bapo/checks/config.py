@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.checks import Concern, call, innermost, require, require_writable
-from recipe.bapo.checks.inputs import hf_config_of
+from recipe.bapo.checks.model import hf_config_of
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY

@@ -12,8 +12,8 @@ import psutil
 
 from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import sequence_parallel
-from recipe.bapo.checks.inputs import empty_model_of, hf_config_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
+from recipe.bapo.checks.model import empty_model_of, hf_config_of
 from verl.utils.torch_dtypes import PrecisionType
 
 # Versions 2 and 1.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.bapo.checks import Concern, config, inputs, machine, other_runs, size
+from recipe.bapo.checks import Concern, config, inputs, machine, model, other_runs, size
 from recipe.bapo.checks.schema import problems
 
 
@@ -39,7 +39,7 @@ CHECKS = (
     ("checkpoint", inputs.check_checkpoint),
     ("batches", config.check_batches),
     ("ratio", config.check_ratio),
-    ("model", inputs.check_model),
+    ("model", model.check_model),
 )
 # They read the model, so they are left out where it cannot be read.
 CHECKS_OF_THE_MODEL = (
