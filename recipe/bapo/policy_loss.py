@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bapo import BAPOConfig, clipped_surrogate_loss
+from bapo import BAPOConfig, clipped_surrogate_loss, read_values
 from recipe.bapo import worker
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -93,13 +93,14 @@ def compute_policy_loss_bapo(
             f"but the config is a {type(config.policy_loss).__name__}."
         )
     _refuse_padded_width(log_prob, loss_agg_mode, config)
-    bounds = worker.current_bounds()
-    if bounds is None:
+    found = worker.current_bounds()
+    if found is None:
         raise ValueError(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
             "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our "
             "worker), or derive the class of your actor's worker from ours."
         )
+    bounds, diagnostics = found
     surrogate = clipped_surrogate_loss(
         old_log_prob,
         log_prob,
@@ -112,7 +113,7 @@ def compute_policy_loss_bapo(
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
     of_verl = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    values = bounds.read(**of_verl, entropy_covariance=surrogate.entropy_covariance)
+    values = read_values(bounds, diagnostics, **of_verl, entropy_covariance=surrogate.entropy_covariance)
     values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
     values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
     return surrogate.loss, {

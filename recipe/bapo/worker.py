@@ -9,17 +9,28 @@ trainer and with any entry point. Change here how an update comes to its bounds;
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tensordict import TensorDict
 
-from bapo import BAPOConfig, ClipBounds, collect_clip_statistics, search_clip_bounds
+from bapo import (
+    BAPOConfig,
+    ClipBounds,
+    Diagnostics,
+    collect_clip_statistics,
+    diagnose,
+    read_values,
+    search_clip_bounds,
+)
+from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.tokens import write_dump
 from verl.utils import tensordict_utils as tu
@@ -27,6 +38,8 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
+
+logger = logging.getLogger(__name__)
 
 # Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
@@ -38,20 +51,21 @@ SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search r
 
 # The bounds of the update whose loss is being computed. verl looks a policy loss up by name and hands it nothing of
 # ours, but it calls the loss in the thread that trains.
-_current_bounds: ContextVar[ClipBounds | None] = ContextVar("current_bounds", default=None)
+FoundBounds = tuple[ClipBounds, Diagnostics]  # and the diagnostics of the tokens that they were found from
+_current_bounds: ContextVar[FoundBounds | None] = ContextVar("current_bounds", default=None)
 
 
 @contextmanager
-def using_bounds(bounds: ClipBounds | None) -> Iterator[None]:
-    """Within this context the loss ``bapo`` clips with ``bounds``; None: the worker finds them in the forward."""
-    token = _current_bounds.set(bounds)
+def using_bounds(found: FoundBounds | None) -> Iterator[None]:
+    """Within this context the loss ``bapo`` clips with these bounds; None: the worker finds them in the forward."""
+    token = _current_bounds.set(found)
     try:
         yield
     finally:
         _current_bounds.reset(token)
 
 
-def current_bounds() -> ClipBounds | None:
+def current_bounds() -> FoundBounds | None:
     """The bounds of the update whose loss is being computed; None outside our worker."""
     return _current_bounds.get()
 
@@ -73,6 +87,8 @@ class BAPOTrainingWorker(TrainingWorker):
         self.ratios_are_1 = False  # in the next update
         self.trainer_version = None
         self.record_file = None
+        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch
+        self.warn_again: dict[str, int] = {}  # by kind of warning: not before this update
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss function and, where its config is one of ours, wrap it.
@@ -103,17 +119,30 @@ class BAPOTrainingWorker(TrainingWorker):
         self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
         self.trainer_version = tu.pop(data, key=TRAINED_FROM, default=None)
-        return super().train_mini_batch(data)
+        output = super().train_mini_batch(data)
+        if self.bapo_config is not None and self.rank == 0:
+            self._warn(tu.get(output, "metrics"))
+        return output
 
     def train_batch(self, data):
         """One optimizer update."""
-        bounds = None if self.bapo_config is None else self._find_bounds(data)
-        with using_bounds(bounds):
+        found = None if self.bapo_config is None else self._find_bounds(data)
+        with using_bounds(found):
             output = super().train_batch(data)
         self.ratios_are_1 = False
         self.updates += 1
         self.updates_on_batch += 1
         return output
+
+    def _warn(self, metrics):
+        """Log what a search that changes nothing says of the target, each kind once in ``WINDOW`` rollout batches."""
+        of_search = {name: values for name, values in metrics.items() if name.startswith(("actor/bapo/", "actor/pg_"))}
+        self.steps.append({name: fmean(values) for name, values in of_search.items()})
+        del self.steps[:-WINDOW]
+        for kind, text in health_warnings(self.steps, bounds_can_move=not self.bapo_config.fixed).items():
+            if self.updates >= self.warn_again.get(kind, 0):
+                logger.warning("BAPO: %s", text)
+                self.warn_again[kind] = self.updates + WINDOW * self.updates_on_batch
 
     def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
         """verl's loss of one micro-batch, which finds the bounds of its update in ``current_bounds``."""
@@ -123,10 +152,10 @@ class BAPOTrainingWorker(TrainingWorker):
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None:
             self._dump(model_output, data)
-        bounds = current_bounds()
-        if self.bapo_config is not None and bounds is None:
-            bounds = self._find_bounds_in_forward(model_output["log_probs"], data)
-        with using_bounds(bounds):
+        found = current_bounds()
+        if self.bapo_config is not None and found is None:
+            found = self._find_bounds_in_forward(model_output["log_probs"], data)
+        with using_bounds(found):
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
     def _find_bounds(self, data):
@@ -142,20 +171,22 @@ class BAPOTrainingWorker(TrainingWorker):
             return None
         else:
             statistics, source = self._collect_by_forward(data), "pass"
-        bounds = search_clip_bounds(statistics.all_reduce(self._group()), self.bapo_config)
-        self._record(bounds.read(), source)  # raises before the first training forward, on all ranks together
-        return bounds
+        found = self._search(statistics)
+        self._record(read_values(*found), source)  # raises before the first training forward, on all ranks together
+        return found
 
     def _find_bounds_in_forward(self, log_probs, data):
         """The bounds of a micro-batch, or of an update that is one micro-batch, from its training forward."""
         tokens = _tokens_of(data, no_padding_2_padding(log_probs.detach(), data))
-        bounds = search_clip_bounds(self._statistics_of(tokens).all_reduce(self._group()), self.bapo_config)
+        found = self._search(self._statistics_of(tokens))
         if self.bapo_config.bounds_record_dir is not None:  # the loss reads them with its metrics, in one transfer
-            self._record(bounds.read(), "loss")
-        return bounds
+            self._record(read_values(*found), "loss")
+        return found
 
-    def _group(self):
-        return self.engine.get_data_parallel_group()
+    def _search(self, statistics):
+        statistics = statistics.all_reduce(self.engine.get_data_parallel_group())
+        bounds = search_clip_bounds(statistics, self.bapo_config)
+        return bounds, diagnose(statistics, bounds)
 
     def _statistics_of(self, tokens):
         return collect_clip_statistics(**tokens, config=self.bapo_config, clip_ratio_c=self.actor_config.clip_ratio_c)

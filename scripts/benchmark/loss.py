@@ -4,7 +4,7 @@
     .venv/bin/python -m scripts.benchmark.loss [--repeats 15] [--json FILE]
 
 The losses run in turn in one process, so that a noisy machine disturbs them alike: read the ratios, not the times. A
-GPU is timed by events on the device. The target is at most 1.3 times ``vanilla``, in float32 on one CPU thread.
+GPU is timed by events on the device. The target is at most 1.5 times ``vanilla``, in float32 on one CPU thread.
 Importing this needs torch alone.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from bapo import BAPOConfig, find_clip_bounds
 
-TARGET = 1.3
+TARGET = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DUAL_CLIP = 3.0
 

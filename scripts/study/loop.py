@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
 from scripts.study.methods import config_of
@@ -122,7 +122,8 @@ def rho_at(low: float, high: float, contribution: str, tensors, clip_ratio_c: fl
     """The positive contribution at these bounds, by the paper's token weight."""
     ranges = dict(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
     config = BAPOConfig(contribution=contribution, **ranges)
-    return find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c).positive_contribution.item()
+    bounds, _ = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
+    return bounds.positive_contribution.item()
 
 
 def mean_length(rollouts: Rollouts, chosen: Tensor) -> float:
@@ -175,13 +176,13 @@ def update(model, optimizer, batch: tuple, config: BAPOConfig, settings: Setting
     clip_ratio_c = settings.dual_clip
     log_prob, entropy = log_probs_of(model, rows)
     tensors = (old_log_prob, log_prob, advantages, rows.mask)
-    bounds = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
+    bounds, diagnostics = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
     surrogate = clipped_surrogate_loss(*tensors, low=bounds.low, high=bounds.high, clip_ratio_c=clip_ratio_c)
     optimizer.zero_grad()
     surrogate.loss.backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.norm_clip or torch.inf)
     optimizer.step()
-    found = bounds.read()
+    found = read_values(bounds, diagnostics)
     return {
         "reward": rows.rewards.mean().item(),
         "entropy": entropy[rows.mask].mean().item(),

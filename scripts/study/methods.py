@@ -17,8 +17,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss
 from bapo.ratio import log_ratio_of
-from bapo.search import TOLERANCE
-from bapo.statistics import grid
+from bapo.search import reaches_target, search_path
 
 ROOT = Path(__file__).parents[2]
 BALANCE = 0.4  # the positive contribution that ``balance`` scales to
@@ -53,8 +52,7 @@ def config_of(name: str) -> BAPOConfig:
 
 def searches(name: str) -> bool:
     """Whether the method has bounds to search for."""
-    config = config_of(name)
-    return config.lower_steps + config.upper_steps > 0
+    return not config_of(name).fixed
 
 
 def per_run_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -79,16 +77,12 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
     P and N at every point of their grids, then the first candidate of the path that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
-    high, low = grid(config, "upper"), grid(config, "lower")
+    high, low = config.upper.points(), config.lower.points()
     p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
     n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
-    if config.search_order == "upper_first":
-        path = [(k, 0) for k in range(len(high))] + [(len(high) - 1, k) for k in range(1, len(low))]
-    else:
-        path = [(0, k) for k in range(len(low))] + [(k, len(low) - 1) for k in range(1, len(high))]
-    upper, lower = torch.tensor(path).T
-    p, n, target = p[upper], n[lower], config.positive_contribution_target
-    reached = (1 - target) * p - target * n >= -TOLERANCE * (p + n)
+    upper, lower = search_path(config)
+    p, n = p[upper], n[lower]
+    reached = reaches_target(p, n, config.positive_contribution_target)
     saturated = ~reached.any(0)
     chosen = torch.where(saturated, len(upper) - 1, reached.int().argmax(0))
     rho = torch.where(p + n > 0, p / (p + n), 0.0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from tensordict import NonTensorData, TensorDict
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, read_values
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
 
@@ -177,13 +177,13 @@ def marked_updates(rank, size, port, task):
         actor.ratios_are_1 = marked
         whole = data.copy()
         actor._set_defaults(data)
-        values = actor._find_bounds(data).read()
+        values = read_values(*actor._find_bounds(data))
         counter.stop()
         found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
         tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
         actor._set_defaults(whole)
-        bounds = actor._find_bounds(whole)  # None: the loss finds them
-        found[marked]["as one micro-batch"] = None if bounds is None else bounds.read()
+        of_worker = actor._find_bounds(whole)  # None: the loss finds them
+        found[marked]["as one micro-batch"] = None if of_worker is None else read_values(*of_worker)
 
         mark = {RATIOS_START_AT_1: True} if marked else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)

@@ -84,7 +84,7 @@ class OneChain:
         for start in range(0, updates, staleness):
             for responses in [self.mini_batch(start + k) for k in range(staleness)]:
                 tensors = self.tensors(responses)
-                bounds = find_clip_bounds(*tensors, config_of(method), clip_ratio_c=dual_clip)
+                bounds, _ = find_clip_bounds(*tensors, config_of(method), clip_ratio_c=dual_clip)
                 loss = clipped_surrogate_loss(*tensors, low=bounds.low, high=bounds.high, clip_ratio_c=dual_clip).loss
                 optimizer.zero_grad()
                 loss.backward()
@@ -150,7 +150,7 @@ def test_the_search_is_the_projects_own(method, dual_clip):
         tokens = Tokens(old, new, advantages, torch.rand(8, 32, 6, generator=generator) < 0.8)
         found = search(tokens, config, dual_clip)
         for run in range(8):
-            bounds = find_clip_bounds(*tokens.of_run(run), config, clip_ratio_c=dual_clip)
+            bounds, _ = find_clip_bounds(*tokens.of_run(run), config, clip_ratio_c=dual_clip)
             for name in ("low", "high", "search_steps", "saturated"):
                 assert getattr(bounds, name).item() == found[name][run].item(), name
             for name in ("positive_contribution", "positive_contribution_start"):

@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import struct
 from types import SimpleNamespace
 
 from recipe.bapo.checks import machine, size
@@ -41,7 +42,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
 
 
 def write_model(task, folder, name):
-    """A folder with the config of such a Qwen2 and the task's tokenizer, and no weights."""
+    """A folder with the config of such a Qwen2, the task's tokenizer and one of its weights."""
     hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
     if not folder.exists():
         shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -51,4 +52,9 @@ def write_model(task, folder, name):
     config |= {"tie_word_embeddings": tied, "max_position_embeddings": 131072}
     config = {key: value for key, value in config.items() if key not in ("head_dim", "layer_types")}
     (folder / "config.json").write_text(json.dumps(config))
+    # A header without weights behind it: the file is sparse.
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [hidden], "data_offsets": [0, 4 * hidden]}})
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header.encode())
+        file.truncate(8 + len(header) + 4 * hidden)
     return folder

@@ -121,7 +121,7 @@ def of_target(target):
 
 def test_a_call_by_another_worker_than_ours_is_refused():
     config = actor_config(BAPOPolicyLossConfig())
-    with pytest.raises(ValueError, match="BAPOTrainingWorker, and another worker trains here"):
+    with pytest.raises(ValueError, match="BAPOTrainingWorker finds them, and another worker trains here"):
         compute_policy_loss_bapo(*make_batch(1), config=config)
 
 
@@ -254,3 +254,30 @@ def test_activation_offload_is_refused_where_the_search_makes_a_forward_without_
 def test_a_dump_without_a_folder_is_refused():
     with pytest.raises(ValueError, match="policy_loss.token_dump_dir is not set"):
         DumpConfig()
+
+
+def step_of(**changes):
+    """The search's metrics of a rollout batch of two updates, as verl's ``train_mini_batch`` gives them."""
+    values = {name: 0.0 for name in METRICS} | {"actor/pg_clipfrac": 0.1} | changes
+    return {name: [value, value] for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    "step, text",
+    [
+        (step_of(**{"actor/bapo/met_at_once": 1.0}), "the target was already met"),
+        (step_of(**{"actor/bapo/saturated": 1.0, "actor/bapo/search_steps": 51.0}), "the target was out of reach"),
+        (step_of(), None),
+    ],
+)
+def test_a_target_that_does_nothing_reaches_the_workers_log_once_in_ten_rollout_batches(step, text, caplog):
+    worker = object.__new__(BAPOTrainingWorker)
+    worker.bapo_config, worker.steps, worker.warn_again = BAPOConfig(), [], {}
+    worker.updates, worker.updates_on_batch = 0, 2
+    warned = []
+    for number in range(25):
+        worker.updates += 2
+        worker._warn(step)
+        warned += [number for record in caplog.records if text and text in record.getMessage()]
+        caplog.clear()
+    assert warned == ([] if text is None else [9, 19])

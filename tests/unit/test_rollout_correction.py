@@ -7,12 +7,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.actor import actor_config
-from support.batches import make_batch
+from support.batches import make_batch, values_found
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import verl.trainer.ppo.v1.trainer_base as trainer_base
-from bapo import BAPOConfig, find_clip_bounds
+from bapo import BAPOConfig, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from recipe.bapo.records.tokens import read_dump, write_dump
 from recipe.bapo.worker import using_bounds
@@ -34,12 +34,12 @@ def corrected(batch, **settings):
 
 def loss_of(batch, weights=None):
     """Our loss, and the bounds that it used."""
-    bounds = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
-    with using_bounds(bounds):
+    found = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
+    with using_bounds(found):
         loss, _ = compute_policy_loss_bapo(
             *batch, config=actor_config(BAPOPolicyLossConfig()), rollout_is_weights=weights
         )
-    return loss.item(), bounds.read()
+    return loss.item(), read_values(*found)
 
 
 def test_nothing_set_changes_nothing():
@@ -57,7 +57,7 @@ def test_weights_change_the_loss_and_not_the_bounds(level):
     weighted, same = loss_of(batch, weights)
     assert weighted != pytest.approx(plain, rel=1e-3) and same == bounds
     assert bounds["search_steps"] > 0  # a search that the weights could have moved
-    moved = find_clip_bounds(batch[0], batch[1], batch[2] * weights, mask, CONFIG, clip_ratio_c=3.0).read()
+    moved = values_found(batch[0], batch[1], batch[2] * weights, mask, CONFIG, clip_ratio_c=3.0)
     assert moved["positive_contribution"] != pytest.approx(bounds["positive_contribution"], rel=1e-3)
 
 

@@ -4,7 +4,8 @@
 import inspect
 
 import verl
-from recipe.bapo.trainer import TRAINERS, TaskRunnerOnThisNode
+from recipe.bapo.main_bapo import TaskRunnerOnThisNode
+from recipe.bapo.trainer import TRAINERS
 from recipe.bapo.worker import BAPOTrainingWorker
 from verl.trainer import main_ppo
 from verl.trainer.ppo import core_algos

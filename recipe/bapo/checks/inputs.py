@@ -3,106 +3,202 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow
 import pyarrow.parquet
+import torch
+from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
 
+from recipe.bapo.checks import call, innermost
 from recipe.bapo.records.checkpoints import latest_checkpoint
+from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
+from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import import_external_libs
+from verl.utils.model import get_hf_auto_model_class
+from verl.utils.reward_score import default_compute_score
+from verl.utils.tokenizer import normalize_token_ids
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 DATA_PAGE = "docs/running.md, Data"
+PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
 
 
 def check_model(config) -> str:
-    """The config and the tokenizer of ``actor_rollout_ref.model``: readable, with all that training needs."""
-    model = config.actor_rollout_ref.model
-    field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
-    local = Path(path).expanduser()
-    if path.startswith(("/", ".", "~")) and not local.is_dir():
-        raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
+    """The model as verl reads it: config, tokenizer, chat template, and the weights' headers."""
+    libraries = config.actor_rollout_ref.model.external_lib
+    libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
+    fix = "name modules that can be imported, recipe.bapo.plugin among them"
+    call("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
+    model = model_of(config)
+    text, tokenizer = model.hf_config.get_text_config(), model.tokenizer
+    check_tokenizer(config, model)
+    _check_lengths_of_model(config, text)
+    _check_weights(config)
+    return f"{model.hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
+
+
+def model_of(config):
+    """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
+    path = str(config.actor_rollout_ref.model.path)
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise ValueError(f"{PATH}={path} is not a folder: give a Hugging Face model folder or a hub name.")
     try:
-        hf_config = hf_config_of(config)
-        tokenizer = tokenizer_of(config)
+        return omega_conf_to_dataclass(config.actor_rollout_ref.model)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{field}={path} cannot be read as a Hugging Face model: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
-    if tokenizer.chat_template is None and not model.get("custom_chat_template"):
-        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set model.custom_chat_template.")
-    vocabulary = hf_config.get_text_config().vocab_size
-    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
-    if highest >= vocabulary:
-        raise ValueError(
-            f"{field}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
-            "the two do not belong together."
-        )
-    # As verl's vLLM server checks it, in a worker and a minute later.
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    positions = (model.get("override_config") or {}).get("max_position_embeddings", positions)
-    wanted = config.actor_rollout_ref.rollout.max_model_len
-    if positions is not None and wanted is not None and wanted > positions:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={wanted} is more than the {positions} positions of {field}={path}"
-            ": lower it, or for a model that can be extended set model.override_config.max_position_embeddings."
-        )
-    return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
+        raise ValueError(f"{PATH}={path} cannot be read as a Hugging Face model: {innermost(error)}") from error
 
 
 def hf_config_of(config):
     """The config of the run's model."""
     from transformers import AutoConfig
 
-    return _read(AutoConfig, config, "hf_config_path")
-
-
-def tokenizer_of(config):
-    """The run's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer, model = _read(AutoTokenizer, config, "tokenizer_path"), config.actor_rollout_ref.model
-    if model.get("custom_chat_template"):
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
-
-
-def _read(kind, config, key):
     model = config.actor_rollout_ref.model
     local = Path(str(model.path)).expanduser()
-    source = model.get(key) or (str(local) if local.is_dir() else str(model.path))
-    return kind.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
+    source = model.get("hf_config_path") or (str(local) if local.is_dir() else str(model.path))
+    return AutoConfig.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
 
 
-def check_train_data(config) -> str:
-    """The training files: readable, in verl's schema, every row usable."""
-    return check_data(config, config.data.train_files, "data.train_files")
+def empty_model_of(config):
+    """The run's model on the meta device: shapes and no weights."""
+    hf_config = hf_config_of(config)
+    trust = bool(config.actor_rollout_ref.model.get("trust_remote_code", False))
+    with torch.device("meta"):
+        return get_hf_auto_model_class(hf_config).from_config(hf_config, trust_remote_code=trust)
 
 
-def check_val_data(config) -> str:
-    """The validation files, likewise."""
-    return check_data(config, config.data.val_files, "data.val_files")
+def _template_arguments(config) -> dict:
+    return OmegaConf.to_container(OmegaConf.create(config.data.get("apply_chat_template_kwargs") or {}))
 
 
-def check_data(config, files, field) -> str:
-    """Every local parquet file in turn; other kinds are left to verl."""
+def check_tokenizer(config, model) -> None:
+    """Its tokens are the model's, and its chat template can be rendered as a run's agent loop does."""
+    what, tokenizer = f"{PATH}={config.actor_rollout_ref.model.path}", model.tokenizer
+    if len(tokenizer) < 3:
+        raise ValueError(f"{what}: its tokenizer has {len(tokenizer)} tokens: give the model's tokenizer files.")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{what}: its tokenizer has no end-of-sequence token; set eos_token.")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{what}: its tokenizer has no chat template; set model.custom_chat_template.")
+    # As the agent loop of a run does; some models' need a newline that is one token.
+    kind, kwargs = model.hf_config.model_type, _template_arguments(config)
+    try:
+        builder = create_continuous_token_builder(
+            tokenizer, hf_model_type=kind, chat_template_kwargs=kwargs, processor=model.processor
+        )
+        builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
+    except Exception as error:
+        raise ValueError(
+            f"{what}: its tokenizer or chat template cannot be used: {innermost(error)}. Mend them, or set "
+            "model.custom_chat_template."
+        ) from error
+    vocabulary = model.hf_config.get_text_config().vocab_size
+    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
+    if highest >= vocabulary:
+        raise ValueError(
+            f"{what}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: the two "
+            "do not belong together."
+        )
+
+
+def _check_lengths_of_model(config, text):
+    """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    positions = getattr(text, "max_position_embeddings", None)
+    override = config.actor_rollout_ref.model.get("override_config") or {}
+    positions = override.get("max_position_embeddings", positions)
+    field, limit = "actor_rollout_ref.rollout.max_model_len", rollout.max_model_len
+    if positions is not None and limit is not None and limit > positions:
+        raise ValueError(
+            f"{field}={limit} is more than the {positions} positions of {PATH}={config.actor_rollout_ref.model.path}: "
+            "lower it, or for a model that can be extended set model.override_config.max_position_embeddings."
+        )
+    limit, needed = limit or positions, data.max_prompt_length + data.max_response_length
+    if limit is not None and limit < needed:
+        raise ValueError(
+            f"{field}={limit} is less than data.max_prompt_length={data.max_prompt_length} + data.max_response_length="
+            f"{data.max_response_length}: vLLM would cut responses there. Set it to {needed}, or lower the lengths."
+        )
+
+
+def _check_weights(config):
+    """The headers of safetensors files against the shapes of the config's model; other formats are left to verl."""
+    path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    if not path.is_dir():
+        return  # a name on the hub
+    files = sorted(path.glob("*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    if not files:
+        if not any(path.glob("*.bin")):
+            raise ValueError(f"{PATH}={path} has no weights: give a folder with *.safetensors.")
+        return
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{PATH}={path}: {file.name} is not a whole safetensors file: {error}.") from error
+    empty = call(PATH, path, "mend its config.json", empty_model_of, config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    for name in sorted(wanted.keys() & shapes.keys()):
+        if wanted[name] != shapes[name]:
+            raise ValueError(
+                f"{PATH}={path}: the weight {name} has the shape {shapes[name]}, and config.json asks for "
+                f"{wanted[name]}: give weights and config.json of the same model."
+            )
+    if not wanted.keys() & shapes.keys():
+        raise ValueError(
+            f"{PATH}={path}: none of the weights is one of config.json's model ({min(wanted)}): give weights and "
+            "config.json of the same model."
+        )
+
+
+def check_files(config) -> str:
+    """The data: every row in verl's schema, enough of them usable, scored, and readable by verl's data set."""
+    rows = {field: check_data(config, config.data[field], f"data.{field}") for field in ("train_files", "val_files")}
+    tokenizer = model_of(config).tokenizer
+    for field, found in rows.items():
+        what = f"data.{field}={config.data[field]}"
+        needed = config.data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
+        usable = _count_usable(found, what, config, tokenizer, needed)
+        if found and usable < needed:
+            raise ValueError(
+                f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
+                f"rows, or raise data.max_prompt_length={config.data.max_prompt_length}."
+            )
+        _check_scored(found, what, config)
+        _check_first_rows(config.data[field], what, config, tokenizer)
+    repeated = len(rows["train_files"]) - len({repr(row[config.data.prompt_key]) for row in rows["train_files"]})
+    counts = " and ".join(f"{len(found):,} to {field.split('_')[0]}" for field, found in rows.items())
+    return f"rows: {counts}" + (f"; {repeated:,} to train have a prompt that was there before" if repeated else "")
+
+
+def check_data(config, files, field) -> list[dict]:
+    """The rows of every local parquet file, each in verl's schema; files of other kinds are left to verl."""
     if not files:
         raise ValueError(f"{field} is not set: give a parquet file in verl's schema.")
-    rows, prompts = 0, set()
+    rows = []
     for name in [files] if isinstance(files, str) else files:
         path = Path(name).expanduser()
         if "://" in name:
             continue
-        if not path.is_file():
-            raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
+        if path.is_dir() or not path.exists():
+            why = "is a folder" if path.is_dir() else "does not exist"
+            raise ValueError(f"{field}={name} {why}: give a parquet file in verl's schema.")
         if path.suffix == ".parquet":
-            found = _check_parquet(path, f"{field}={name}", config)
-            rows += len(found)
-            prompts.update(found)
-    repeated = rows - len(prompts)
-    return f"{rows:,} rows" + (f", {repeated:,} of them with a prompt that was there before" if repeated else "")
+            rows += _rows_of(path, f"{field}={name}", config)
+        elif path.suffix not in (".json", ".jsonl"):
+            raise ValueError(f"{field}={name} is not usable: verl reads files named .parquet, .json or .jsonl.")
+    return rows
 
 
 class Message(BaseModel):
@@ -133,8 +229,8 @@ class Row(BaseModel):
     reward_model: RewardModel
 
 
-def _check_parquet(path, what, config):
-    """Raise a ValueError that names the row; returns the prompts as text."""
+def _rows_of(path, what, config) -> list[dict]:
+    """The rows of a parquet file, each checked; a ValueError names the row."""
     key = config.data.prompt_key
     columns = ("data_source", key, "reward_model")
     try:
@@ -156,27 +252,87 @@ def _check_parquet(path, what, config):
             fields = {**Row.model_fields, **Message.model_fields}  # not the names of a union's types
             where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in fields)
             raise ValueError(f"{what}, row {index}, {where}: {first['msg']}; see {DATA_PAGE}.") from error
-    _check_lengths([row[key] for row in rows], what, config)
-    return [repr(row[key]) for row in rows]
+    return rows
 
 
-def _check_lengths(prompts, what, config):
-    """verl stops at a prompt that is too long, unless it leaves such prompts out or cuts them."""
-    limit = config.data.max_prompt_length
-    if config.data.get("filter_overlong_prompts") or config.data.get("truncation", "error") != "error":
-        return
-    tokenizer = None
-    for index, messages in enumerate(prompts):
+def _count_usable(rows, what, config, tokenizer, needed) -> int:
+    """Rows that a run uses, counted up to ``needed`` where verl leaves out prompts that are too long.
+
+    Where it does not, it cuts them from the left without a word, which ``data.truncation=error`` is to prevent.
+    """
+    data, limit, usable = config.data, config.data.max_prompt_length, 0
+    kwargs = _template_arguments(config)
+    filtered = data.get("filter_overlong_prompts")
+    if not filtered and data.get("truncation", "error") != "error":
+        return len(rows)
+    template = None
+    for index, row in enumerate(rows):
+        messages = row[data.prompt_key]
         text = "".join(message["content"] for message in messages if isinstance(message["content"], str))
-        if len(text.encode()) + 64 <= limit:  # no more tokens than bytes, and a chat template's own
-            continue
-        tokenizer = tokenizer or tokenizer_of(config)
-        length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        if length > limit:
+        size = len(text.encode())  # no more tokens than bytes
+        if template is None:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
+            template = len(rendered.encode()) - size
+        if size + template + 64 * (len(messages) - 1) > limit:
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **kwargs)
+            length = len(normalize_token_ids(tokens))
+            if length > limit and filtered:
+                continue
+            if length > limit:
+                raise ValueError(
+                    f"{what}, row {index}: the prompt has {length} tokens, and data.max_prompt_length={limit}: raise "
+                    "it, or set data.filter_overlong_prompts=true."
+                )
+        usable += 1
+        if filtered and usable == needed:
+            break
+    return usable
+
+
+def _check_scored(rows, what, config):
+    """verl's own scorer of each data source that occurs, called once as a run calls it, with an empty response."""
+    if config.reward.custom_reward_function.path or config.reward.reward_model.enable:
+        return
+    first = {row["data_source"]: row for row in reversed(rows)}
+    for source, row in first.items():
+        try:
+            default_compute_score(source, "", row["reward_model"]["ground_truth"])
+        except NotImplementedError as error:
             raise ValueError(
-                f"{what}, row {index}: the prompt has {length} tokens, and data.max_prompt_length={limit}: raise "
-                "it, or set data.filter_overlong_prompts=true."
-            )
+                f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
+                f"name, or rewrite the column; see {DATA_PAGE}."
+            ) from error
+        except Exception:  # of a scorer that wants more of a response
+            continue
+
+
+def _check_first_rows(names, what, config, tokenizer):
+    """The files as verl's data set class reads them, and its first rows."""
+    if any("://" in name for name in ([names] if isinstance(names, str) else names)):
+        return  # elsewhere
+    data = config.data.copy()
+    data.filter_overlong_prompts = data.shuffle = False
+    try:
+        dataset = create_rl_dataset(names, data, tokenizer, None, max_samples=4)
+        for index in range(len(dataset)):
+            dataset[index]
+    except Exception as error:
+        raise ValueError(f"{what} cannot be read by verl's data set: {innermost(error)}; see {DATA_PAGE}.") from error
+
+
+def check_reward(config) -> str:
+    """The reward function and the reward manager, imported as verl imports them."""
+    if config.custom_reward_function.path:
+        raise ValueError(
+            f"custom_reward_function.path={config.custom_reward_function.path} is not usable: verl's V1 trainer does "
+            "not read it; set reward.custom_reward_function.path and name."
+        )
+    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
+    named = f"{function.path} and name={function.name}"
+    fix = "give a file or pkg://module, and the name of a function in it"
+    score = call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
+    call("reward.reward_manager.name", manager.name, "use naive or dapo", resolve_reward_manager_cls, config)
+    return f"{function.name} of {function.path}" if score else "verl's own, by data_source"
 
 
 def check_checkpoint(config) -> str:

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import sequence_parallel
-from recipe.bapo.checks.inputs import hf_config_of
+from recipe.bapo.checks.inputs import empty_model_of, hf_config_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
-from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 # Versions 2 and 1.
@@ -47,10 +45,7 @@ class Model:
 
 def model_of(config) -> Model:
     """The run's model, counted without loading it."""
-    hf_config = hf_config_of(config)
-    trust = bool(config.actor_rollout_ref.model.get("trust_remote_code", False))
-    with torch.device("meta"):
-        empty = get_hf_auto_model_class(hf_config).from_config(hf_config, trust_remote_code=trust)
+    hf_config, empty = hf_config_of(config), empty_model_of(config)
     sizes, text = [parameter.numel() for parameter in empty.parameters()], hf_config.get_text_config()
     shape = (text.num_hidden_layers, text.hidden_size, text.vocab_size, bool(text.tie_word_embeddings))
     return Model(sum(sizes), max(sizes), *shape, getattr(text, "intermediate_size", None) or 0)

@@ -176,6 +176,11 @@ def _read(path):
     if len(set(shapes.values())) > 1:
         raise ValueError(f"{path}: the shapes differ: {shapes}.")
     shape = tensors["log_prob"].shape
+    if not shape:
+        raise ValueError(f"{path}: log_prob is one number: give a tensor of tokens.")
+    for name in ("sequences", "global_batch_size", "dp_size"):
+        if not metadata.get(name, "1").isdecimal():
+            raise ValueError(f"{path}: {name}={metadata[name]} is not a whole number: dump the tokens anew.")
     if len(shape) > 1 and "lengths" not in tensors:
         mask = tensors.get("response_mask", torch.ones(shape)).bool()
         tensors["lengths"] = mask.flatten(0, -2).sum(-1, dtype=torch.int32)
