@@ -49,4 +49,5 @@ fi
 bash scripts/cluster/ray.sh wait "$nodes" &
 waiting=$!
 wait -n || { echo "Error: not all nodes joined." >&2; exit 1; }
+waiting=
 bash recipe/bapo/run_bapo_example.sh "$@"
