@@ -57,7 +57,7 @@ def check(config) -> None:
     try:
         if isinstance(config.run_dir, str) and "${" not in config.run_dir:  # else a check says so
             config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
-        resolve(config)
+        resolve(config, groups_of(sys.argv))
         lines = table.run(config, groups_of(sys.argv))
     except Exception as error:
         traceback.print_exc()

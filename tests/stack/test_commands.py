@@ -71,6 +71,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
             f"data.val_files={task}/test.parquet",
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=-1",
+            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",  # of the example's data
         ],
         cwd=tmp_path / "tree",
         env={**os.environ, "PYTHONPATH": f"{tmp_path}/tree:{tmp_path}/installed"},

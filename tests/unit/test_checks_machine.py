@@ -80,7 +80,7 @@ def test_a_precision_that_verl_does_not_know(task):
 
 def test_room_in_shared_memory_for_the_weights(task, monkeypatch):
     monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match="/dev/shm has less free: use docker run --shm-size"):
+    with pytest.raises(ValueError, match="^0.4 MiB are needed, and /dev/shm has less free: use docker run --shm-size"):
         size.check_memory(composed(task))
     # No more than the weights is ever in it, however large the bucket.
     monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=4 * 99_136))

@@ -29,7 +29,7 @@ def lines_of(overrides: list[str], groups: str | None) -> list[table.Line]:
     """All checks; a config that cannot be composed or resolved is the only line."""
     try:
         config = compose_config(overrides, groups)
-        resolve(config)
+        resolve(config, groups)
         return table.run(config, groups)
     except Exception as error:
         return [table.Line("config", "failed", explain(error, groups))]

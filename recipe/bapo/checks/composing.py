@@ -115,7 +115,7 @@ def _children(path, file):
     return node.value
 
 
-def resolve(config) -> None:
+def resolve(config, groups: str | Path | None = None) -> None:
     """Resolve the config in place.
 
     Raises:
@@ -124,13 +124,13 @@ def resolve(config) -> None:
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
-        raw = OmegaConf.to_container(config)
-        for key, value in _leaves(raw, ""):
+        # The least nested key that fails is most likely the one that the others refer to.
+        for key, value in sorted(_leaves(OmegaConf.to_container(config), ""), key=lambda leaf: leaf[0].count(".")):
             try:
                 OmegaConf.select(config, key)
             except OmegaConfBaseException as of_key:
                 first = " ".join(str(of_key).partition("full_key")[0].split())
-                raise ValueError(f"{key}={value} cannot be resolved: {first}.") from of_key
+                raise ValueError(f"{key}={value} cannot be resolved: {first}{location(key, groups)}.") from None
         raise error
 
 

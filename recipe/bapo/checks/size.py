@@ -247,7 +247,8 @@ def _check_shared_weights(rollout, largest, all_weights):
 
 def _fits(needed, there, where, fix):
     if needed > there:
-        raise ValueError(f"{needed:.1f} GiB are needed, and {where}: use {fix}.")
+        amount = f"{needed:.1f} GiB" if needed >= 0.1 else f"{1024 * needed:.1f} MiB"
+        raise ValueError(f"{amount} are needed, and {where}: use {fix}.")
 
 
 def check_disk(config) -> str:
