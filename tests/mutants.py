@@ -141,7 +141,7 @@ MUTANTS = {
         ("sums.tokens * sums.ratio_squared", "sums.ratio_squared"),
         ("_quotient(sums.unbounded_gradient, sums.gradient)", "_quotient(sums.unbounded_gradient, sums.ratio)"),
         ("denominator > 0, numerator / denominator", "denominator >= 0, numerator / denominator"),
-        ("torch.where(mask & ~clipped, ratio * advantages, 0)", "torch.where(mask, ratio * advantages, 0)"),
+        ("torch.where(clipped, 0, ratio * advantages)", "(ratio * advantages)"),
         ("weighted.dot(log_prob) - weighted.sum() * mean_log_prob", "weighted.dot(log_prob)"),
         ("torch.where(mask, values, 0)", "values"),
     ],
