@@ -81,11 +81,12 @@ def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask
     old policy's tokens into one under the policy that is trained.
 
     Args:
-        log_prob, advantages, ratio: ``(B, T)``; what is masked may hold anything.
+        log_prob: ``(B, T)``; what is masked may hold anything.
+        advantages, ratio: ``(B, T)``, finite; the advantages are 0 where masked.
         mask: ``(B, T)`` bool, true where a token counts.
         clipped: ``(B, T)`` bool, true where the loss has no gradient; ``A`` counts as 0 there.
     """
-    weighted = torch.where(mask & ~clipped, ratio * advantages, 0).flatten()
+    weighted = torch.where(clipped, 0, ratio * advantages).flatten()
     ratio, log_prob = (torch.where(mask, values, 0).flatten().to(weighted.dtype) for values in (ratio, log_prob))
     total = ratio.sum().clamp(min=torch.finfo(ratio.dtype).tiny)
     mean_log_prob = ratio.dot(log_prob) / total
