@@ -99,11 +99,15 @@ def location(key: str, groups: str | Path | None = None, value: object = ...) ->
     folders = [OURS, *([Path(groups)] if groups else [])]
     for file in (file for folder in folders for file in sorted(folder.rglob("*.yaml"))):
         for found, node in _children(parent.split(".") if parent else [], file):
-            same = value is ... or str(node.value).lower() == ("null" if value is None else str(value).lower())
-            if found.value == name and same:
+            if found.value == name and (value is ... or _is_value(node, value)):
                 mark = found.start_mark
                 return f" ({_short(str(file))}, line {mark.line + 1}, column {mark.column + 1})"
     return ""
+
+
+def _is_value(node, value) -> bool:
+    stated = yaml.safe_load(yaml.serialize(node))
+    return type(stated) is type(value) and stated == value
 
 
 def _children(path, file):
