@@ -184,26 +184,58 @@ def control_table(frame: pd.DataFrame) -> list[str]:
     return markdown(["task", "learning rate", "failed", "final reward (least)"], rows)
 
 
+def against_grpo(frame: pd.DataFrame, place: Place, method: str) -> np.ndarray:
+    """Log ratios of the updates to the target reward by seed, each method at its own best rate; empty if one lacks."""
+    if not is_there(frame, Comparison(place, method, "grpo")) or at_place(frame, place).empty:
+        return np.zeros(0)
+    return (by_seed(frame, place, method, "speed") - by_seed(frame, place, "grpo", "speed")).to_numpy()
+
+
+def ratio(differences: np.ndarray) -> str:
+    """The mean of log ratios as a ratio with its interval."""
+    if not len(differences):
+        return "-"
+    low, high = np.exp(interval(differences))
+    return f"{np.exp(differences.mean()):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def ratio_table(frame: pd.DataFrame) -> list[str]:
+    """Updates to the target reward against GRPO, by method and place; intervals are not corrected."""
+    planned = [method for method in LABELS if any(method in methods for methods in METHODS.values())]
+    cells = {(method, place): ratio(against_grpo(frame, place, method)) for method in planned for place in PLACES}
+    rows = [[LABELS[method], *(cells[method, place] for place in PLACES)] for method in planned if method != "grpo"]
+    return markdown(["method", *(place.name for place in PLACES)], rows)
+
+
+def failure_table(frame: pd.DataFrame) -> list[str]:
+    """Failed runs of all runs at stable learning rates, by method and place."""
+    rows = []
+    for method in LABELS:
+        parts = [at_place(frame, place, method)["failed"] for place in PLACES]
+        if any(map(len, parts)):
+            rows.append([LABELS[method], *(f"{part.sum()} of {len(part)}" if len(part) else "-" for part in parts)])
+    return markdown(["method", *(place.name for place in PLACES)], rows)
+
+
 def means_table(frame: pd.DataFrame, place: Place) -> list[str]:
     """Description: every method at its best rate, and beside it means over all its runs, whatever became of them."""
     head = ["method", "updates to target against GRPO", "best rates", "final reward", "entropy", "no gradient +"]
     head += ["no gradient -", "failing", "mean reward, all runs", "final reward, all runs"]
     rows = []
-    grpo = at_place(frame, place, "grpo")
     for method in METHODS[place]:
         part = at_place(frame, place, method)
-        if part.empty or grpo.empty:
+        differences = against_grpo(frame, place, method)
+        if not len(differences):
             continue
-        differences = (at_best_rate(part) - at_best_rate(grpo)).dropna().to_numpy()
-        low, high = np.exp(interval(differences))
         every = frame[(frame["method"] == method) & frame["cell"].isin({cell.name for cell in place.cells([method])})]
         best = [f"{at_best_rate(part, name).mean():.3f}" for name in ("final_reward", "entropy")]
         best += [f"{at_best_rate(part, f'no_gradient_{sign}').mean():.2f}" for sign in ("positive", "negative")]
         rates = sorted(set(best_rates(part).values()))
-        ratio = f"{np.exp(differences.mean()):.2f} [{low:.2f}, {high:.2f}]"
         overall = [f"{every[name].mean():.3f}" for name in ("mean_reward", "final_reward")]
         failing = f"{part['failed'].mean():.3f}"
-        rows.append([LABELS[method], ratio, ", ".join(f"{rate:g}" for rate in rates), *best, failing, *overall])
+        rows.append(
+            [LABELS[method], ratio(differences), ", ".join(f"{rate:g}" for rate in rates), *best, failing, *overall]
+        )
     return markdown(head, rows)
 
 
@@ -246,6 +278,8 @@ def print_tables(path: Path = TABLE) -> None:
     """All tables in markdown."""
     frame = read_table(path)
     lines = ["## Fresh data", "", *control_table(frame)]
+    lines += ["## Updates to the target reward against GRPO", "", *ratio_table(frame)]
+    lines += ["## Runs that failed where fresh data are stable", "", *failure_table(frame)]
     lines += ["## Primary tests", "", *primary_table(primary_tests(frame))]
     for place in PLACES:
         lines += [f"## {place.name}", "", *means_table(frame, place)]

@@ -88,7 +88,7 @@ HARD_PARTIAL = Place("hard_chain", "partial", (32, 64))
 LARGER = Place("larger_model", "epochs", (8,))
 PLACES = [EPOCHS, DELAY, PARTIAL, EPOCHS_FREE, DELAY_FREE, HARD_EPOCHS, HARD_PARTIAL, LARGER]
 
-SCHEDULED = [*BOUNDS, *CONTROLS, "schedule", *SHIPPED, "topr", "m2po"]
+SCHEDULED = ["grpo", "high_only", "bapo@0.4", *CONTROLS, "schedule", *SHIPPED, "topr", "m2po", "widest"]
 UNSCHEDULED = [method for method in SCHEDULED if method != "schedule"]
 HARD = ["grpo", "clip_higher", "high_only", "bapo@0.28", "bapo@0.38", "other_seed:bapo@0.38", "bapo@0.48"]
 HARD += ["topr", "cispo", "dppo_tv"]

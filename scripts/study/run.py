@@ -85,6 +85,8 @@ def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
 
 def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds=SEEDS) -> None:
     """Run what is missing, a cell on each core; a cell with a donor starts once its donor is finished."""
+    import scripts.study.loop  # noqa: F401  # now, and not in a worker after somebody has edited it
+
     folder.mkdir(parents=True, exist_ok=True)
     there, code, began = finished(table, folder), code_hash(), time.time()
     todo = [cell for cell in planned if cell.name not in there]
