@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from bapo import clipped_surrogate_loss, find_clip_bounds
+from bapo import clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
 from scripts.study.methods import M2PO_BUDGET, VERL, Tokens, config_of, find_bounds, grid, loss_of, search
 from scripts.study.plan import LABELS
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -23,6 +23,11 @@ def random_tokens(spread=0.7, seed=1, runs=RUNS):
     advantages = torch.randn(runs, 16, 1, generator=generator).expand(-1, -1, 6)
     length = torch.randint(1, 7, (runs, 16, 1), generator=generator)
     return Tokens(old, new, advantages, torch.arange(6) < length)
+
+
+def project_search(tensors, config, dual_clip):
+    """The bounds that the project's own search finds."""
+    return search_clip_bounds(collect_clip_statistics(*tensors, config, clip_ratio_c=dual_clip), config)
 
 
 def gradients(method, tokens, dual_clip=None):
@@ -69,7 +74,7 @@ def test_a_loss_with_bounds_is_the_projects_run_by_run(method, dual_clip):
     _, gradient = gradients(method, tokens, dual_clip)
     for run in range(RUNS):
         old, new, advantages, mask = tokens.of_run(run)
-        bounds = find_clip_bounds(old, new, advantages, mask, config_of(method), clip_ratio_c=dual_clip)
+        bounds = project_search(tokens.of_run(run), config_of(method), dual_clip)
         new.requires_grad_()
         limits = dict(low=bounds.low, high=bounds.high, clip_ratio_c=dual_clip)
         clipped_surrogate_loss(old, new, advantages, mask, **limits).loss.backward()
@@ -86,7 +91,7 @@ def test_the_search_is_the_projects_own(method, dual_clip):
         tokens = Tokens(tokens.old_log_prob, tokens.log_prob, shifted, tokens.mask)
         found = search(tokens, config, dual_clip)
         for run in range(8):
-            bounds = find_clip_bounds(*tokens.of_run(run), config, clip_ratio_c=dual_clip)
+            bounds = project_search(tokens.of_run(run), config, dual_clip)
             for name in ("low", "high", "search_steps", "saturated"):
                 assert getattr(bounds, name).item() == found[name][run].item(), name
             for name in ("positive_contribution", "positive_contribution_start"):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from bapo import clipped_surrogate_loss, find_clip_bounds
+from bapo import clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
 from scripts.study import policies
 from scripts.study.measures import crossing, search_columns, summaries, token_measures
 from scripts.study.methods import Tokens, config_of, contribution_at, path_of
@@ -82,7 +82,8 @@ class OneChain:
         rollouts = [self.mini_batch(number) for number in range(4)]
         for responses in rollouts * epochs:
             tensors = self.tensors(responses)
-            bounds = find_clip_bounds(*tensors, config_of(method), clip_ratio_c=dual_clip)
+            config = config_of(method)
+            bounds = search_clip_bounds(collect_clip_statistics(*tensors, config, clip_ratio_c=dual_clip), config)
             loss = clipped_surrogate_loss(*tensors, low=bounds.low, high=bounds.high, clip_ratio_c=dual_clip).loss
             optimizer.zero_grad()
             loss.backward()
