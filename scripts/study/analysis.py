@@ -201,9 +201,11 @@ def ratio(differences: np.ndarray) -> str:
 
 def ratio_table(frame: pd.DataFrame) -> list[str]:
     """Updates to the target reward against GRPO, by method and place; intervals are not corrected."""
-    planned = [method for method in LABELS if any(method in methods for methods in METHODS.values())]
-    cells = {(method, place): ratio(against_grpo(frame, place, method)) for method in planned for place in PLACES}
-    rows = [[LABELS[method], *(cells[method, place] for place in PLACES)] for method in planned if method != "grpo"]
+    rows = []
+    for method in LABELS:
+        differences = [against_grpo(frame, place, method) for place in PLACES]
+        if any(map(len, differences)) and method != "grpo":
+            rows.append([LABELS[method], *map(ratio, differences)])
     return markdown(["method", *(place.name for place in PLACES)], rows)
 
 
