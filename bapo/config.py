@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switches of BAPO: a plain dataclass that only validates."""
+"""The switches of BAPO and the ranges of its two bounds.
+
+``BAPOConfig`` holds the defaults and refuses what is not usable; a new switch is added here first. The names of the
+fields are keys of the users' yaml files, and ``recipe/bapo/config/bapo_trainer.yaml`` repeats the defaults, which a
+test compares. Every other file of this folder takes the candidates of a bound from ``Range``.
+"""
 
 import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 CHOICES = {
     "contribution": ("value", "gradient"),
@@ -10,8 +18,34 @@ CHOICES = {
     "search_order": ("upper_first", "lower_first"),
     "bound_scope": ("mini_batch", "micro_batch"),
 }
-# A step so small that a grid outgrows this is a slip of the pen; the statistics grow with the number of candidates.
-MAX_GRID_POINTS = 100_000
+# The statistics grow with the number of candidates. A range with more than this is a mistyped step.
+MAX_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Range:
+    """The candidates of one bound: ``start + k * step`` for k = 0, 1, ..., and last ``maximum`` itself."""
+
+    start: float
+    maximum: float
+    step: float
+
+    @property
+    def steps(self) -> int:
+        """Number of steps from the first candidate to the last one; there is one candidate more."""
+        # The tolerance keeps (0.9 - 0.6) / 0.02 = 15.000000000000002 at 15 steps.
+        return math.ceil((self.maximum - self.start) / self.step - 1e-6)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether there is one candidate only, so that the search cannot move the bound."""
+        return self.steps == 0
+
+    def points(self, device: torch.device | None = None) -> Tensor:
+        """The candidates in ascending order, ``(steps + 1,)`` float64 on ``device``."""
+        # They are computed on the device, because a copy of them from the host would make the host wait.
+        k = torch.arange(self.steps + 1, dtype=torch.float64, device=device)
+        return torch.where(k < self.steps, self.start + k * self.step, self.maximum)
 
 
 @dataclass
@@ -20,9 +54,10 @@ class BAPOConfig:
 
     Args:
         positive_contribution_target: rho0, the share in (0, 1) of the loss that tokens with positive advantage should
-            reach. The paper's experiments use 0.4 (0.45 for OctoThinker), the authors' README 0.5.
-        ratio_lower_start, ratio_lower_max, ratio_lower_step: a-, b-, delta2 of Algorithm 1, the grid of ``c_low``.
-        ratio_upper_start, ratio_upper_max, ratio_upper_step: a+, b+, delta1 of Algorithm 1, the grid of ``c_high``.
+            reach. The default is that of the paper's experiments (0.45 for OctoThinker); the authors' README has 0.5.
+        ratio_lower_start, ratio_lower_max, ratio_lower_step: a-, b-, delta2 of Algorithm 1, the range of ``c_low``.
+            Start equal to max fixes the bound.
+        ratio_upper_start, ratio_upper_max, ratio_upper_step: a+, b+, delta1 of Algorithm 1, the range of ``c_high``.
         contribution: ``value`` measures the surrogate's value (Eq. 8), ``gradient`` the size of the gradient with
             respect to the log-probs of the tokens that still carry one (Eq. 5).
         token_weight: ``rollout_prob`` weighs a token by ``exp(old_log_prob)`` (Eq. 8), ``uniform`` by 1 (the authors'
@@ -36,7 +71,7 @@ class BAPOConfig:
         ValueError: names the field, its value and the fix. Raised on construction.
     """
 
-    positive_contribution_target: float = 0.5
+    positive_contribution_target: float = 0.4
     ratio_lower_start: float = 0.6
     ratio_lower_max: float = 0.9
     ratio_lower_step: float = 0.02
@@ -53,13 +88,13 @@ class BAPOConfig:
             value = getattr(self, name)
             if value not in choices:
                 _refuse(name, value, f"use one of {', '.join(choices)}")
-        _require_number(self, "positive_contribution_target")
         target = self.positive_contribution_target
+        _require_number("positive_contribution_target", target)
         if not 0 < target < 1:
             fix = "it is a share: use a number between 0 and 1, ends excluded (a ratio t = P/N is the share t/(1+t))"
             _refuse("positive_contribution_target", target, fix)
-        self._check_range("lower")
-        self._check_range("upper")
+        _check_range("ratio_lower", self.lower)
+        _check_range("ratio_upper", self.upper)
         if self.ratio_lower_start < 0:
             _refuse("ratio_lower_start", self.ratio_lower_start, "a ratio is never negative: use a number from 0 to 1")
         if self.ratio_lower_max >= 1:
@@ -67,36 +102,38 @@ class BAPOConfig:
         if self.ratio_upper_start <= 1:
             _refuse("ratio_upper_start", self.ratio_upper_start, "bounds are on the ratio itself: use a number above 1")
 
-    def _check_range(self, side):
-        start, maximum, step = (f"ratio_{side}_{part}" for part in ("start", "max", "step"))
-        for name in (start, maximum, step):
-            _require_number(self, name)
-        if getattr(self, step) <= 0:
-            _refuse(step, getattr(self, step), f"use a step above 0 (to fix the bound, set {start} equal to {maximum})")
-        if getattr(self, start) > getattr(self, maximum):
-            _refuse(start, getattr(self, start), f"lower it to {maximum}={getattr(self, maximum)} or raise that")
-        points = (getattr(self, maximum) - getattr(self, start)) / getattr(self, step)
-        if points > MAX_GRID_POINTS:
-            _refuse(step, getattr(self, step), f"it makes over {MAX_GRID_POINTS} candidates: use a larger step")
+    @property
+    def lower(self) -> Range:
+        """The candidates of ``c_low``."""
+        return Range(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
 
     @property
-    def lower_steps(self) -> int:
-        """Number of steps of ``c_low`` from start to maximum; its grid has one point more."""
-        return _steps(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
+    def upper(self) -> Range:
+        """The candidates of ``c_high``."""
+        return Range(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
 
     @property
-    def upper_steps(self) -> int:
-        """Number of steps of ``c_high`` from start to maximum; its grid has one point more."""
-        return _steps(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
+    def fixed(self) -> bool:
+        """Whether both bounds are fixed, so that there is nothing to search."""
+        return self.lower.fixed and self.upper.fixed
 
 
-def _steps(start, maximum, step):
-    # The tolerance keeps (0.9 - 0.6) / 0.02 = 15.000000000000002 at 15 steps.
-    return math.ceil((maximum - start) / step - 1e-6)
+def _check_range(prefix, candidates):
+    """Check the values of the fields ``<prefix>_start``, ``<prefix>_max`` and ``<prefix>_step``."""
+    start, maximum, step = f"{prefix}_start", f"{prefix}_max", f"{prefix}_step"
+    _require_number(start, candidates.start)
+    _require_number(maximum, candidates.maximum)
+    _require_number(step, candidates.step)
+    if candidates.step <= 0:
+        _refuse(step, candidates.step, f"use a step above 0 (to fix the bound, set {start} equal to {maximum})")
+    if candidates.start > candidates.maximum:
+        _refuse(start, candidates.start, f"lower it to {maximum}={candidates.maximum} or raise that")
+    # Not candidates.steps, which has no value where the quotient is infinite.
+    if (candidates.maximum - candidates.start) / candidates.step > MAX_STEPS:
+        _refuse(step, candidates.step, f"it makes over {MAX_STEPS} candidates: use a larger step")
 
 
-def _require_number(config, name):
-    value = getattr(config, name)
+def _require_number(name, value):
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(name, value, "use a finite number")
 

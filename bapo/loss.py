@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip."""
+"""The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip.
+
+This is the only file through which a gradient flows. At fixed bounds it has to stay equal to verl's ``vanilla`` loss,
+and the loss of a token must not depend on the tokens beside it; tests hold both. How the bounds were found is not its
+business: it takes any two numbers.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapo.diagnostics import entropy_covariance
 from bapo.ratio import check_inputs, log_ratio_of
 
 
@@ -20,9 +26,7 @@ class SurrogateLoss:
         pg_clipfrac: share of the tokens whose surrogate a bound clips.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: share of the tokens that the dual clip clips.
-        entropy_covariance: the covariance of Eq. 6, of ``log_prob`` and ``A``, with ``A`` 0 where the loss has no
-            gradient, under the policy that is trained (tokens are weighted by their ratio), in nats. Where it is
-            positive, the update lowers the entropy.
+        entropy_covariance: that of ``bapo.diagnostics``, with the tokens that this loss clips.
     """
 
     loss: Tensor
@@ -81,7 +85,7 @@ def clipped_surrogate_loss(
     token_loss = -advantages * clipped_ratio
     is_clipped = clipped_ratio != ratio
     tokens = mask.count_nonzero().clamp(min=1)
-    entropy_covariance = _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask, tokens)
+    covariance = entropy_covariance(log_prob, advantages, ratio, mask, is_clipped)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
@@ -92,14 +96,5 @@ def clipped_surrogate_loss(
         pg_clipfrac=(clipped - dual_clipped) / tokens,
         ppo_kl=-log_ratio.detach().sum() / tokens,
         pg_clipfrac_lower=dual_clipped / tokens,
-        entropy_covariance=entropy_covariance,
+        entropy_covariance=covariance,
     )
-
-
-@torch.no_grad()
-def _entropy_covariance(ratio, log_prob, token_loss, is_clipped, mask, tokens):
-    # From sums of r, r*x, r*y and r*x*y, where x = log_prob, and y = A or, where the loss has no gradient, 0.
-    ry = torch.where(is_clipped, 0, token_loss).flatten()  # negative
-    r, x = (values.flatten().to(ry.dtype) for values in (ratio, torch.where(mask, log_prob, 0)))
-    total = (r.sum() - (mask.numel() - tokens)).clamp(min=torch.finfo(r.dtype).tiny)  # what is masked has a ratio of 1
-    return (x.dot(r) * ry.sum() / total - x.dot(ry)) / total

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additive statistics from which the positive contribution follows at every candidate pair of bounds.
+"""Sums over tokens from which the positive contribution follows at every pair of bounds, and the diagnostics.
 
-P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each grid point: w*A*r of the tokens with r < c_high
-and w*A of the others. So the tokens with positive advantage are put into buckets of the ratio between the points of the
-grid of ``c_high``, those with negative advantage between the points of the grid of ``c_low``, and each bucket keeps its
-sums; ``bapo.search`` adds up buckets. The sums add up over micro-batches and ranks, too, so one all-reduce of one short
-vector serves a whole optimizer update.
+P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each candidate of ``c_high``: w*A*r of the tokens with
+r < c_high and w*A of the others; N(c_low) needs the same two of the tokens with A<0. So tokens are put into buckets of
+their ratio between the candidates, and ``bapo.search`` adds up buckets.
+
+A new sum gets a name in ``ContributionSums`` (what the search reads) or in ``TokenSums`` (what ``bapo.diagnostics``
+reads) and a line in ``_sums_of``. The worker and the loss rely on sums of micro-batches and ranks adding up, on one
+collective for all of them, and on the host reading none.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,92 +22,112 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, log_ratio_of
 
-WA, WAR, TOKENS = range(3)  # of each bucket: sum of w*|A|, sum of w*|A|*r, number of tokens
-TOTALS = 4  # sums of r, of r^2, of r*|A|, and of r*|A| where A < 0 and r > UNBOUNDED
-UNBOUNDED = 3.0  # no bound limits r*|A| of a negative token; verl's dual clip does, from 3 on by default
-# Response tokens, those of them with an unusable old log-prob, log-prob, advantage; responses with A > 0, with A < 0.
-COUNTS = 6
-MAX_OLD_LOG_PROB = 0.5  # beyond it there is no log-prob; bfloat16 rounds some that are nearly 0 to a little above 0
-# The switches that enter the sums; the others enter the search alone.
-COLLECTED = ["token_weight", *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step"))]
-CPU_CHUNK, GPU_CHUNK = 1 << 14, 1 << 20  # tokens at a time, about: they fit a CPU's cache; few kernels
+# No bound limits the gradient of a token with A < 0 and a large ratio; verl's dual clip does, by default from here on.
+UNBOUNDED = 3.0
+# A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to a little above it.
+MAX_OLD_LOG_PROB = 0.5
+# How many tokens are summed at a time: float64 copies of so many fit a CPU's cache, or take few kernels on a GPU.
+CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
 
-def grid(config: BAPOConfig, side: str, device=None) -> Tensor:
-    """Candidates of ``c_high`` (side ``upper``) or ``c_low`` (``lower``), ``(steps + 1,)`` float64: start + k*step, the
-    last one exactly the maximum."""
-    start, maximum, step = (getattr(config, f"ratio_{side}_{part}") for part in ("start", "max", "step"))
-    # Built on the device from scalars: a copy from host memory would stop the host. Multiply and add are separate
-    # operations so that every device rounds them as Python does.
-    steps = torch.arange(getattr(config, f"{side}_steps") + 1, dtype=torch.float64, device=device)
-    points = steps.mul_(step).add_(start)
-    points[-1:].fill_(maximum)
-    return points
+class ContributionSums(NamedTuple):
+    """What P and N follow from: float64 sums over the tokens of each bucket.
+
+    Attributes:
+        positive_weight: of w*A where A > 0. Bucket b holds ratios at or above b candidates of ``c_high``; one bucket
+            more than candidates.
+        positive_weighted_ratio: of w*A*r where A > 0, in the same buckets.
+        negative_weight: of w*|A| where A < 0. Bucket b holds ratios above b candidates of ``c_low``; one bucket more
+            than candidates, and a last one of the tokens whose gradient the dual clip takes.
+        negative_weighted_ratio: of w*|A|*r where A < 0, in the same buckets.
+    """
+
+    positive_weight: Tensor
+    positive_weighted_ratio: Tensor
+    negative_weight: Tensor
+    negative_weighted_ratio: Tensor
+
+
+class TokenSums(NamedTuple):
+    """What the diagnostics follow from besides: float64 sums over response tokens, 0-d where nothing else is said.
+
+    Attributes:
+        tokens: number of response tokens.
+        positive_tokens: of those with A > 0, in the buckets of ``ContributionSums``.
+        negative_tokens: of those with A < 0, in the buckets of ``ContributionSums``.
+        positive_responses: number of responses with a token of A > 0.
+        negative_responses: number of responses with a token of A < 0.
+        ratio, ratio_squared: of r and of r^2.
+        gradient: of r*|A|, the size of the gradient before clipping.
+        unbounded_gradient: of r*|A| where A < 0 and r > ``UNBOUNDED``.
+        invalid_old_log_probs: number that are not finite, or above 0 beyond rounding.
+        invalid_log_probs, invalid_advantages: numbers that are not finite.
+    """
+
+    tokens: Tensor
+    positive_tokens: Tensor
+    negative_tokens: Tensor
+    positive_responses: Tensor
+    negative_responses: Tensor
+    ratio: Tensor
+    ratio_squared: Tensor
+    gradient: Tensor
+    unbounded_gradient: Tensor
+    invalid_old_log_probs: Tensor
+    invalid_log_probs: Tensor
+    invalid_advantages: Tensor
 
 
 @dataclass(frozen=True)
 class ClipStatistics:
-    """Sums over tokens. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
+    """Sums over the tokens of a micro-batch. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        vector: float64, ``(3 * buckets + 10,)``; ``(178,)`` with the default grids.
-        config: the switches they were collected with.
+        contribution: the sums that the search reads.
+        tokens: the sums that only the diagnostics read.
+        config: the switches they were collected with; of these the ranges and the token weight enter the sums.
     """
 
-    vector: Tensor
+    contribution: ContributionSums
+    tokens: TokenSums
     config: BAPOConfig
 
-    @classmethod
-    def zeros(cls, config: BAPOConfig, device=None) -> ClipStatistics:
-        """The statistics of no tokens."""
-        # n grid points make n + 1 buckets; negative tokens have one more, for those whose gradient the dual clip takes.
-        buckets = (config.lower_steps + 3) + (config.upper_steps + 2)
-        return cls(torch.zeros(3 * buckets + TOTALS + COUNTS, dtype=torch.float64, device=device), config)
-
     @property
-    def sums(self) -> Tensor:
-        """``(3, buckets)``, a view: along ``-c_low`` and then along ``c_high``, as ``_bucket_edges`` says."""
-        return self.vector[: -TOTALS - COUNTS].view(3, -1)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All sums, in the order of their names."""
+        return *self.contribution, *self.tokens
 
-    @property
-    def positive(self) -> Tensor:
-        """Sums of the tokens with A > 0. In bucket b the ratio is at or above b points of the grid of ``c_high``."""
-        return self.sums[:, self.config.lower_steps + 3 :]
-
-    @property
-    def negative(self) -> Tensor:
-        """Sums of the tokens with A < 0. In bucket b the ratio is above b points of ``c_low``; the last: dual clip."""
-        return self.sums[:, : self.config.lower_steps + 3].flip(1)
-
-    @property
-    def totals(self) -> Tensor:
-        """Sums over all response tokens, ``(4,)``, a view."""
-        return self.vector[-TOTALS - COUNTS : -COUNTS]
-
-    @property
-    def counts(self) -> Tensor:
-        """``(6,)``, a view."""
-        return self.vector[-COUNTS:]
+    def _with_tensors(self, tensors) -> ClipStatistics:
+        """The same with other sums, in the order of ``tensors``."""
+        contributions = len(ContributionSums._fields)
+        return ClipStatistics(
+            ContributionSums(*tensors[:contributions]), TokenSums(*tensors[contributions:]), self.config
+        )
 
     def check_config(self, config: BAPOConfig) -> None:
         """Raise a ValueError unless ``config`` would have collected the same sums."""
-        for name in COLLECTED:
-            ours, theirs = getattr(self.config, name), getattr(config, name)
-            if ours != theirs:
-                raise ValueError(f"These statistics were collected with {name}={ours!r}, not {theirs!r}.")
+        ours, theirs = self.config, config
+        for name, value, other in (
+            ("token_weight", ours.token_weight, theirs.token_weight),
+            ("lower", ours.lower, theirs.lower),
+            ("upper", ours.upper, theirs.upper),
+        ):
+            if value != other:
+                raise ValueError(f"These statistics were collected with {name}={value!r}, not {other!r}.")
 
     def __add__(self, other: ClipStatistics) -> ClipStatistics:
         other.check_config(self.config)
-        return replace(self, vector=self.vector + other.vector)
+        return self._with_tensors([ours + theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True)])
 
     def all_reduce(self, group) -> ClipStatistics:
         """The sum over a ``torch.distributed`` process group, the world group passed by name (``group.WORLD``).
 
         One collective: every rank of ``group`` must call it, tokens or not.
         """
-        vector = self.vector.clone()
+        vector = torch.cat([tensor.flatten() for tensor in self.tensors])
         torch.distributed.all_reduce(vector, group=group)
-        return replace(self, vector=vector)
+        parts = vector.split([tensor.numel() for tensor in self.tensors])
+        return self._with_tensors([part.view_as(own) for part, own in zip(parts, self.tensors, strict=True)])
 
 
 @torch.no_grad()
@@ -123,7 +146,7 @@ def collect_clip_statistics(
         log_prob: log-probs of the policy that is trained, ``(B, T)``.
         advantages: ``(B, T)``.
         response_mask: ``(B, T)``, true or non-zero where a token counts; what is masked may hold anything.
-        config: the grids and the token weight.
+        config: the ranges of the bounds and the token weight.
         clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
 
     Raises:
@@ -131,47 +154,64 @@ def collect_clip_statistics(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    device = log_prob.device
-    statistics = ClipStatistics.zeros(config, device)
-    edges = _bucket_edges(config, clip_ratio_c, device)
-    rows = max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // max(1, log_prob.shape[1]))
-    for chunk in zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True):
-        _add_chunk(statistics, edges, *chunk)
-    return statistics
-
-
-def _bucket_edges(config, clip_ratio_c, device):
-    # Of a token's ratio with the sign of its advantage: -dual clip, -c_low from its maximum on, 0, c_high.
-    # r >= clip_ratio_c is r > the number just below it.
+    upper, lower = config.upper.points(log_prob.device), config.lower.points(log_prob.device)
+    # The dual clip is one more edge: r >= clip_ratio_c is the same as r > the number just below it.
     dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
-    lower, upper = grid(config, "lower", device), grid(config, "upper", device)
-    return torch.cat([lower.new_full((1,), -dual_clip), -lower.flip(0), lower.new_zeros(1), upper])
+    lower_edges = torch.cat([lower, lower.new_full((1,), dual_clip)])
+    rows = max(1, (CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK) // max(1, log_prob.shape[1]))
+    chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
+    first, *others = [_sums_of(chunk, lower_edges, upper, config) for chunk in chunks]
+    return sum(others, start=first)
 
 
-def _add_chunk(statistics, edges, old_log_prob, log_prob, advantages, mask):
-    """Add whole responses, ``(rows, T)``, to the statistics in place."""
-    # What is masked is gone before anything is computed from it: it becomes a token of ratio 1 and advantage 0.
+def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
+    """The statistics of whole responses: the four tensors of ``collect_clip_statistics``, ``(rows, T)``."""
+    old_log_prob, log_prob, advantages, mask = responses
     mask = mask.bool()
-    old_log_prob, log_prob, advantages = (torch.where(mask, x, 0) for x in (old_log_prob, log_prob, advantages))
-    # 0, but NaN where a value is not finite. Such a token spoils the sums; its count makes ``ClipBounds.read`` raise.
-    unusable = (old_log_prob - old_log_prob.clamp(max=MAX_OLD_LOG_PROB), log_prob - log_prob, advantages - advantages)
-    of_responses = (signed.clamp(min=0).sum(1) for signed in (advantages, -advantages))
-    counts = torch.stack([found.count_nonzero() for found in (mask, *unusable, *of_responses)])
-    statistics.counts.add_(counts)
+    ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob).exp().double(), 0)
+    advantages = torch.where(mask, advantages.double(), 0)
+    positive, negative = advantages > 0, advantages < 0
+    size = advantages.abs()
+    gradient = size * ratio
+    weight = size * old_log_prob.double().exp() if config.token_weight == "rollout_prob" else size
 
-    old_log_prob, log_prob, advantages = (x.flatten() for x in (old_log_prob, log_prob, advantages))
-    ratio = log_ratio_of(old_log_prob, log_prob).exp().double()
-    advantages = advantages.double()
-    weight = advantages.abs()
-    counted = weight.sign()  # 1, or 0 where A = 0
-    # Dot products of clamped planes: comparisons and torch.where would cost as much as all the rest.
-    unbounded = advantages.clamp(max=0).dot(torch.threshold(ratio, UNBOUNDED, 0.0)).neg()
-    masked = mask.numel() - counts[0]  # of ratio 1
-    totals = torch.stack([ratio.sum() - masked, ratio.dot(ratio) - masked, weight.dot(ratio), unbounded])
-    statistics.totals.add_(totals)
-    if statistics.config.token_weight == "rollout_prob":
-        weight = weight * old_log_prob.double().exp()
+    # The buckets of A < 0, those of A > 0, and one for the other tokens and whatever is masked, which nothing reads,
+    # stand in one row, so that one scatter_add_ adds up a quantity over all of them.
+    buckets = [len(lower_edges) + 1, len(upper_edges) + 1, 1]
+    bucket = torch.where(positive, buckets[0] + torch.bucketize(ratio, upper_edges, right=True), sum(buckets) - 1)
+    bucket = torch.where(negative, torch.bucketize(ratio, lower_edges), bucket).flatten()
 
-    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True)  # number of edges at or below
-    for sums, plane in zip(statistics.sums, (weight, weight * ratio, counted), strict=True):
-        sums.scatter_add_(0, bucket, plane)
+    def sums_by_bucket(values):
+        # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
+        sums = values.new_zeros(sum(buckets)).scatter_add_(0, bucket, values.flatten())
+        of_negative, of_positive, _ = sums.split(buckets)
+        return of_negative, of_positive
+
+    negative_weight, positive_weight = sums_by_bucket(weight)
+    negative_weighted_ratio, positive_weighted_ratio = sums_by_bucket(weight * ratio)
+    negative_tokens, positive_tokens = sums_by_bucket(torch.ones_like(ratio))
+    contribution = ContributionSums(positive_weight, positive_weighted_ratio, negative_weight, negative_weighted_ratio)
+    tokens = TokenSums(
+        tokens=_count(mask),
+        positive_tokens=positive_tokens,
+        negative_tokens=negative_tokens,
+        positive_responses=_count(positive.any(1)),
+        negative_responses=_count(negative.any(1)),
+        ratio=ratio.sum(),
+        ratio_squared=(ratio * ratio).sum(),
+        gradient=gradient.sum(),
+        unbounded_gradient=torch.where(negative & (ratio > UNBOUNDED), gradient, 0).sum(),
+        invalid_old_log_probs=_count(mask & ~(_finite(old_log_prob) & (old_log_prob <= MAX_OLD_LOG_PROB))),
+        invalid_log_probs=_count(mask & ~_finite(log_prob)),
+        invalid_advantages=_count(~_finite(advantages)),
+    )
+    return ClipStatistics(contribution, tokens, config)
+
+
+def _count(found):
+    return found.count_nonzero().double()
+
+
+def _finite(values):
+    # The same as isfinite() in half of its time, since neither NaN nor infinity is below infinity.
+    return values.abs() < math.inf

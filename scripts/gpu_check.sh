@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Check on a machine with an NVIDIA GPU what no machine without one can: what is computed there, what it costs, and that
-# a run works. Each stage prints a table (what, expected, seen, ok) and writes it to runs/gpu_check/stageN.json.
+# a run works. These are the tests of tests/gpu (pytest -m gpu).
 #
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
-#     1   search and loss against the CPU: torch alone, a minute
-#     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, some minutes
-#     3   the example, whole, then replay: Ray and vLLM; two runs at once where there are two GPUs
+#     1   search and loss against the CPU: torch and pytest alone, a minute
+#     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, about ten minutes
+#     3   the example, whole, then replay: Ray and vLLM, about ten minutes; two runs at once where there are two GPUs
 #   --rehearse     on the CPU platform, to try the check itself; says nothing about a GPU
 #   --wheels DIR   for a machine without network: take the Python that is there (BAPO_PYTHON, or python3) and beside what
 #                  it has the wheels in DIR, installed into a temporary folder. What the stages need is listed below.
-#   --out DIR      where the tables go (runs/gpu_check)
+#   --out DIR      where the report goes (runs/gpu_check)
 #
-# Exit code: 0, 1 where something is not as expected, 2 without a GPU. From the environment: BAPO_VENV as for the run
-# script.
+# report.jsonl there gets a line after each test, so that a kill loses nothing; junit.xml is for tools. How long each
+# stage takes on a GPU nobody has measured yet. Exit code: pytest's (0, 1 where something is not as expected), or 2
+# without a GPU. From the environment: BAPO_VENV as for the run script.
 set -euo pipefail
-# Stage 1 needs torch alone. Stage 2 imports these, in the versions of requirements-cuda.txt, beside what comes with
-# PyTorch images (numpy, pandas, pyarrow, psutil, peft, rich and the like); Ray's wheel may lack its jars, rllib, serve,
-# data and tune. Stage 3 needs all of requirements-cuda.txt.
+# Stage 1 needs torch and pytest alone. Stage 2 imports these, in the versions of requirements-cuda.txt, beside what comes
+# with PyTorch images (numpy, pandas, pyarrow, psutil, peft, rich and the like); Ray's wheel may lack its jars, rllib,
+# serve, data and tune. Stage 3 needs all of requirements-cuda.txt.
 wheels_of_stage_2=(
     annotated-types antlr4-python3-runtime codetiming colorful datasets dill email-validator fastapi
     google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema
@@ -65,14 +66,20 @@ else
     bash scripts/setup.sh >&2
     if [ ${#rehearse[@]} = 0 ]; then python=$PWD/.venv-cuda/bin/python; else python=$PWD/.venv/bin/python; fi
 fi
-"$python" -c 'import torch' || fail "$python has no torch: set BAPO_VENV, or BAPO_PYTHON with --wheels."
-
-modules=([1]=torch_alone [2]=one_update [3]=whole_run)
+"$python" -c 'import torch, pytest' || fail "$python has no torch or no pytest: set BAPO_VENV, or BAPO_PYTHON with --wheels."
+[ ${#rehearse[@]} != 0 ] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+    echo "nvidia-smi lists a GPU, and torch cannot use it: the driver is older than torch's CUDA. Nothing was checked." >&2
+    exit 2
+}
+mkdir -p "$out"
+report=$out/report.jsonl
+[ ! -e "$report" ] || mv "$report" "$out/report.before-$(date +%Y%m%d-%H%M%S).jsonl"
+files=()
+for stage in "${stages[@]}"; do files+=(tests/gpu/test_"$stage"_*.py); done
+echo "Stages ${stages[*]}; a line after each test in $report"
 status=0
-for stage in "${stages[@]}"; do
-    code=0
-    "$python" -m "scripts.gpu_check.${modules[stage]}" "${rehearse[@]}" --json "$out/stage$stage.json" || code=$?
-    [ "$code" -le "$status" ] || status=$code
-done
-echo "The tables are in $out as JSON, too."
+# The tests' own conftest.py is left out: it imports what stage 1 does not need.
+"$python" -m pytest --confcutdir tests/gpu -p no:cacheprovider -v -rs --rootdir . "${rehearse[@]}" \
+    --report "$report" --junitxml "$out/junit.xml" "${files[@]}" || status=$?
+echo "The report: $report"
 exit $status

@@ -43,6 +43,15 @@ check_driver() {  # its number, or what the CUDA libraries here (a compatibility
     fi
 }
 [ -z "$cuda" ] || check_driver
+check_compiler() {  # triton compiles C against Python's headers at its first kernel, minutes into a run
+    local compiler=${CC:-gcc} header
+    type "$compiler" >/dev/null 2>&1 || [ -n "${CC:-}" ] || compiler=clang
+    type "$compiler" >/dev/null 2>&1 || fail "no C compiler (${CC:-gcc or clang}), which triton needs when it runs:" \
+        "install gcc, or set CC. Nothing was installed."
+    header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
+    [ -f "$header" ] || fail "$header does not exist, which triton needs when it runs: install the headers of $1" \
+        "(python3.12-dev or python3.12-devel, say). Nothing was installed."
+}
 
 exec 9>$venv.lock  # another node that shares this folder, say
 locked=0
@@ -91,7 +100,11 @@ install_flash_attn() {
         "${uv[@]}" --no-deps --no-build-isolation --config-setting "built-for=$(pin torch) $FLASH_ATTN_CUDA_ARCHS" \
             $flash_attn >>"$log" 2>&1 || return
     fi
-    $venv/bin/python -c 'import flash_attn' >>"$log" 2>&1
+    # One built for another torch or CUDA installs, and transformers and verl would choose it by its name.
+    $venv/bin/python -c 'import flash_attn' >>"$log" 2>&1 || {
+        $venv/bin/uv pip uninstall -q --python $venv/bin/python flash-attn >>"$log" 2>&1
+        return 1
+    }
 }
 
 compile_jobs() {  # one for each core, but no more than one for each 9 GB of memory: flash-attn's own reckoning
@@ -105,6 +118,7 @@ compile_jobs() {  # one for each core, but no more than one for each 9 GB of mem
 }
 
 python=$(find_python)
+[ -z "$cuda" ] || check_compiler "$python"
 echo "Setting up $venv (a minute or two)"
 if ! cmp -s $requirements $venv/requirements.txt; then  # none yet, one that was interrupted, or another list's
     rm -rf $venv

@@ -5,7 +5,8 @@
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
 #   bash scripts/test.sh all       these, and the study, stale data, resume, cluster and faults on the real stack
 #   bash scripts/test.sh rest      all but the first
-#   bash scripts/test.sh slow      the faults and the two ranks that are in none of these
+#   bash scripts/test.sh slow      what is in none of these: faults, two ranks, the memory of all GPU configs, Slurm, and the
+#                                  GPU tests rehearsed on the CPU
 #   bash scripts/test.sh ARGUMENTS of pytest: scripts/test.sh tests/unit -k search
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,12 +25,16 @@ first() {
 rest() {
     HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis
     pytest -n 2 tests/study
+    pytest tests/memory
     pytest tests/stack --ignore tests/stack/test_example.py
 }
 case ${1:-} in
 "") first ;;
 all) first; rest ;;
 rest) rest ;;
-slow) pytest -m slow -rP ;;
+slow)
+    pytest -m slow -rP
+    bash scripts/gpu_check.sh --rehearse --out runs/gpu_check_rehearsed
+    ;;
 *) pytest "$@" ;;
 esac

@@ -7,6 +7,7 @@ its progress and cleans up after it.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -16,18 +17,20 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+import ray
 from omegaconf import OmegaConf, open_dict
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logging.disable(logging.INFO)  # verl announces its platform on import
-import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from recipe.bapo import config as _resolvers  # noqa: E402, F401
-from recipe.bapo import plugin  # noqa: E402, F401
+from recipe.bapo import cpu as _platform  # noqa: E402, F401  where the package is not installed
 from recipe.bapo.checks import table  # noqa: E402
-from recipe.bapo.checks.other_runs import WAYS_OUT, claim_machine, joins_a_cluster  # noqa: E402
-from recipe.bapo.records import CONFIG, LOG  # noqa: E402
-from recipe.bapo.records.leftovers import remove_on_every_node  # noqa: E402
-from recipe.bapo.records.messages import tell, wait_to_be_ended  # noqa: E402
-from recipe.bapo.trainer import TaskRunnerOnThisNode  # noqa: E402
+from recipe.bapo.checks.composing import ERRORS, explain, resolve  # noqa: E402
+from recipe.bapo.launch.cleanup import remove_on_every_node  # noqa: E402
+from recipe.bapo.launch.locks import WAYS_OUT, claim_cluster, claim_machine, joins_a_cluster  # noqa: E402
+from recipe.bapo.launch.messages import send, wait_for_final_check  # noqa: E402
+from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier  # noqa: E402
+from recipe.bapo.trainer import BAPOTaskRunner  # noqa: E402
 from verl.trainer.main_ppo import run_ppo  # noqa: E402
 
 logging.disable(logging.NOTSET)
@@ -36,7 +39,6 @@ logging.disable(logging.NOTSET)
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
     """Check and train; end with exit code 1 if anything fails."""
-    config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run in another folder
     check(config)
     claim = claim_machine()  # held until this process ends
     if claim is None and not joins_a_cluster(config):
@@ -45,32 +47,34 @@ def main(config):
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    tell("training", (str(run_dir / CONFIG), joins_a_cluster(config)))
-    tell("say", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
+    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
+    send("info", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
     train(config)
 
 
 def check(config) -> None:
     """Resolve and check the config; end the run if it cannot be used."""
     try:
-        OmegaConf.resolve(config)
-        lines = table.run(config)
+        if isinstance(config.run_dir, str) and "${" not in config.run_dir:  # else a check says so
+            config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
+        resolve(config, groups_of(sys.argv))
+        lines = table.run(config, groups_of(sys.argv))
     except Exception as error:
         traceback.print_exc()
-        give_up(str(error) or type(error).__name__)
+        give_up(explain(error))
     print(table.table(lines))
     for line in lines:
         if line.status == "warning":
-            tell("say", f"Warning: {line.detail}")
+            send("info", f"Warning: {line.detail}")
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
         give_up(*failed)
 
 
 def give_up(*errors: str) -> NoReturn:
-    """Tell what is wrong, and end."""
+    """Send what is wrong, and end."""
     for error in errors:
-        tell("error", error)
+        send("error", error)
     sys.exit(1)
 
 
@@ -90,17 +94,54 @@ def choose_cluster(config) -> None:
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
+class SupervisedTaskRunner(BAPOTaskRunner):
+    """The Ray task that trains: its metrics go to the run's folder, and it is alone on its cluster."""
+
+    def run(self, config):
+        """Train. ``config`` is the composed config."""
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
+        claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
+        try:
+            super().run(config)
+        finally:
+            del claim
+            remove_on_every_node()  # now, while those are there who hold it
+
+
+class TaskRunnerOnThisNode:
+    """Stands for the task runner's Ray class in ``run_ppo``: starts it on the node that submits the job.
+
+    The metrics file, which the console follows, is then on this machine.
+    """
+
+    def __init__(self, **options):
+        self._options = options
+
+    def options(self, **options):
+        """As of a Ray actor class."""
+        return TaskRunnerOnThisNode(**{**self._options, **options})
+
+    def remote(self):
+        """Start the task runner; Ray is up by now."""
+        context, url = ray.get_runtime_context(), ray.init(ignore_reinit_error=True).dashboard_url
+        mode = os.environ.get("RAY_AUTH_MODE", "disabled")  # a Ray of our own has set it
+        environment = {"RAY_API_SERVER_ADDRESS": f"http://{url}", "RAY_AUTH_MODE": mode}
+        send("ray", (context.get_job_id(), context.get_node_id(), environment))
+        here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
+        return ray.remote(SupervisedTaskRunner).options(scheduling_strategy=here, **self._options).remote()
+
+
 def train(config) -> None:
     """verl's entry point with our task runner."""
     try:
         run_ppo(config, TaskRunnerOnThisNode())
-        tell("trained", True)
+        send("trained")
         return
     except Exception as error:
         with suppress(OSError):  # the disk is full
             traceback.print_exc()
-        tell("error", reason_of(error))
-        wait_to_be_ended()
+        send("error", reason_of(error))
+        wait_for_final_check()
     except KeyboardInterrupt:
         traceback.print_exc()  # where it was
     remove_on_every_node()
@@ -113,5 +154,16 @@ def reason_of(error: Exception) -> str:
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
 
 
+def groups_of(arguments: list[str]) -> str | None:
+    """The folder given with ``--config-dir``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    return parser.parse_known_args(arguments)[0].config_dir
+
+
 if __name__ == "__main__":
-    main()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would else print in lines of its own
+    try:
+        main()
+    except ERRORS as error:
+        give_up(explain(error, groups_of(sys.argv)))

@@ -20,7 +20,10 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+from yaml import YAMLError  # noqa: E402
 
+from recipe.bapo.records import CONFIG, PICTURE  # noqa: E402
 from recipe.bapo.records.metrics import read_metrics  # noqa: E402
 
 # Each panel: title, label of the y axis, and its curves (metric, name, line style).
@@ -75,16 +78,27 @@ def series(runs: list[Path], metric: str) -> tuple[list[int], list[list[float]]]
 
 
 def marks_of(run: Path) -> dict[str, dict[str, float]]:
-    """Horizontal lines by panel, from the ``config.yaml`` of a run: the target and the ranges of the bounds."""
-    path = run / "config.yaml"
+    """Horizontal lines by panel, from the config of a run: the target and the ranges of the bounds.
+
+    Empty where the run has no config, or one of another loss.
+
+    Raises:
+        ValueError: the config cannot be read.
+    """
+    path = run / CONFIG
     if not path.exists():
         return {}
-    loss = OmegaConf.load(path).actor_rollout_ref.actor.policy_loss
-    marks = {
-        "Positive contribution": {"target": loss.positive_contribution_target},
-        "Upper bound": _range(loss.ratio_upper_start, loss.ratio_upper_max),
-        "Lower bound": _range(loss.ratio_lower_start, loss.ratio_lower_max),
-    }
+    try:
+        loss = OmegaConf.select(OmegaConf.load(path), "actor_rollout_ref.actor.policy_loss") or {}
+        if "positive_contribution_target" not in loss:
+            return {}
+        marks = {
+            "Positive contribution": {"target": float(loss.positive_contribution_target)},
+            "Upper bound": _range(float(loss.ratio_upper_start), float(loss.ratio_upper_max)),
+            "Lower bound": _range(float(loss.ratio_lower_start), float(loss.ratio_lower_max)),
+        }
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is not the config of a run ({error}): restore or remove it.") from error
     if "fixed" in marks["Upper bound"] and "fixed" in marks["Lower bound"]:
         del marks["Positive contribution"]  # nothing is searched
     return marks
@@ -153,11 +167,11 @@ def main():
     for argument in arguments.runs:
         name, _, folders = argument.rpartition("=")
         methods[name or Path(folders).name] = [Path(folder) for folder in folders.split(",")]
-    out = arguments.out or Path(arguments.runs[0].rpartition("=")[2].split(",")[0]) / "dynamics.png"
+    out = arguments.out or Path(arguments.runs[0].rpartition("=")[2].split(",")[0]) / PICTURE
     try:
         draw(methods, out)
-    except (ValueError, FileNotFoundError) as error:
-        parser.exit(1, f"Error: {error}\n")
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"Error: {' '.join(str(error).split())}\n")
     print(f"Picture: {out}")
 
 

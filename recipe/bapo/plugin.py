@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaded by verl in every process (entry point ``verl.plugins``), and usable as ``external_lib``.
+"""For ``actor_rollout_ref.model.external_lib=recipe.bapo.plugin``: registers the loss, and on a CPU the platform.
 
-Registers the policy loss ``bapo`` and, only where ``VERL_PLATFORM=cpu`` asks for it, the CPU
-platform.
+Nothing needs it where ``policy_loss._target_`` names our config, which does the same; runs that name it go on working.
 """
 
-import os
-
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    from recipe.bapo.cpu import platform
-
-    platform.install()
-
-from recipe.bapo import policy_loss  # noqa: E402, F401
+import recipe.bapo.cpu  # noqa: F401
+import recipe.bapo.policy_loss  # noqa: F401

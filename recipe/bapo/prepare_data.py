@@ -4,7 +4,7 @@
     .venv/bin/python -m recipe.bapo.prepare_data dapo_math_17k              # from the hub to data/dapo_math_17k.parquet
     .venv/bin/python -m recipe.bapo.prepare_data aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
 
-`--source` takes a file or a folder of what the hub has. Rows are read and written in pieces; the output appears
+`--source` takes a file or a folder of what the hub has; without it, and only then, the hub is asked. The output appears
 complete or not at all, with a count of what was left out and why.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,21 +22,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.dataset
-import pyarrow.parquet
+from datasets import Dataset, Features, IterableDataset, List, Value, disable_progress_bars
+from datasets.exceptions import DatasetsError
 from tqdm import tqdm
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-ROWS_AT_A_TIME = 2000
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("source", pa.string())])),
-    ]
+ROWS_AT_A_TIME = 1000
+TEXT = Value("string")
+FEATURES = Features(
+    {
+        "data_source": TEXT,
+        "prompt": List({"role": TEXT, "content": TEXT}),
+        "ability": TEXT,
+        "reward_model": {"style": TEXT, "ground_truth": TEXT},
+        "extra_info": {"split": TEXT, "index": Value("int64"), "source": TEXT},
+    }
 )
 
 
@@ -69,7 +70,6 @@ DATA_SETS = {
     "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", "test", rows=30),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500", "test", rows=500),
 }
-QUESTION, ANSWER = ("problem", "question"), ("answer",)
 
 
 def files_of(source: Path | None, data_set: DataSet) -> list[Path]:
@@ -91,40 +91,62 @@ def files_of(source: Path | None, data_set: DataSet) -> list[Path]:
     if source.is_file():
         return [source]
     pattern = Path(data_set.files).name
-    found = sorted(source.rglob(pattern))
-    if not found:
+    files = sorted(source.rglob(pattern))
+    if not files:
         raise ValueError(f"--source {source} holds no {pattern}: give the file, or a folder with it.")
-    return found
+    return files
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """The rows of a parquet, JSON-lines or JSON file, in pieces.
+    """The rows of a parquet, JSON-lines or JSON file.
 
     Raises:
         ValueError: the file is empty, truncated, or of another kind.
     """
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty.")
     try:
+        if path.stat().st_size == 0:
+            raise ValueError("it is empty")
         if path.suffix == ".parquet":
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(ROWS_AT_A_TIME):
-                yield from batch.to_pylist()
+            # In pieces, as a row group may be the whole file. Not by load_dataset, which tells a server of its use.
+            stream = IterableDataset.from_parquet(str(path), batch_size=ROWS_AT_A_TIME).with_format("arrow")
+            for table in stream.iter(ROWS_AT_A_TIME):
+                yield from table.to_pylist()
         elif path.suffix in (".jsonl", ".json"):
-            with open(path, encoding="utf-8") as file:
-                rows = (
-                    json.load(file) if path.suffix == ".json" else (json.loads(line) for line in file if line.strip())
-                )
-                for row in rows:
-                    if not isinstance(row, dict):
-                        raise ValueError(f"a row is {row!r}, not an object")
-                    yield row
+            yield from read_json(path)
         else:
             raise ValueError("it is neither .parquet nor .jsonl nor .json")
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: its values are nested too deep") from error
+    except (DatasetsError, OSError, ValueError) as error:  # Arrow's errors are of these, too
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def prompt_of(row: dict, path: Path) -> str:
+def read_json(path: Path) -> Iterator[dict]:
+    """The rows of a list in a ``.json`` file, or of the lines of a ``.jsonl`` file.
+
+    datasets' own reader of JSON is not used: it ends the process at a line that says ``null``, and it turns the answer
+    "007" into 7 where another row's answer is a number.
+    """
+    with open(path, encoding="utf-8") as file:
+        rows = json.load(file) if path.suffix == ".json" else _read_lines(file)
+        if path.suffix == ".json" and not isinstance(rows, list):
+            raise ValueError(f"it holds {reprlib.repr(rows)}, not a list of rows")
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} is {reprlib.repr(row)}, not an object")
+            yield row
+
+
+def _read_lines(file):
+    for number, line in enumerate(file, 1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from error
+
+
+def question_of(row: dict) -> str:
     """The text of the user's message; empty if there is none.
 
     Raises:
@@ -135,13 +157,13 @@ def prompt_of(row: dict, path: Path) -> str:
         if messages is None or messages == []:
             return ""
         if not isinstance(messages, list) or not isinstance(messages[-1], dict) or "content" not in messages[-1]:
-            raise ValueError(f"{path}: prompt is {str(messages)[:60]!r}, not a list of role and content.")
-        return (messages[-1]["content"] or "").strip()
-    text = (_column(row, QUESTION, path) or "").strip()
-    return f"{text}\n\n{BOXED}" if text else ""
+            raise ValueError(f"prompt is {reprlib.repr(messages)}, not a list of role and content")
+        return _text("the content of prompt", messages[-1]["content"])
+    question = _text(*_column(row, ("problem", "question")))
+    return f"{question}\n\n{BOXED}" if question else ""
 
 
-def answers_of(row: dict, path: Path) -> list[str]:
+def answers_of(row: dict) -> list[str]:
     """The answers that count as right; Skywork writes a JSON list of them.
 
     Raises:
@@ -150,25 +172,32 @@ def answers_of(row: dict, path: Path) -> list[str]:
     if "reward_model" in row:
         model = row["reward_model"]
         if not isinstance(model, dict) or "ground_truth" not in model:
-            raise ValueError(f"{path}: reward_model is {str(model)[:60]!r}, not a struct with ground_truth.")
-        answer = model["ground_truth"]
+            raise ValueError(f"reward_model is {reprlib.repr(model)}, not a struct with ground_truth")
+        name, answer = "reward_model.ground_truth", model["ground_truth"]
     else:
-        answer = _column(row, ANSWER, path)
-    text = "" if answer is None else str(answer).strip()
-    if "####" in text:  # GSM8K: the way to the answer, and it
+        name, answer = _column(row, ("answer",))
+    text = str(answer) if isinstance(answer, int | float) else _text(name, answer)
+    if "####" in text:  # GSM8K writes the way to the answer, and then the answer.
         text = text.rpartition("####")[2].strip().replace(",", "")
-    with suppress(json.JSONDecodeError):
+    with suppress(ValueError, RecursionError):
         answers = json.loads(text)
         if isinstance(answers, list) and all(isinstance(one, str) for one in answers):  # [-2,7] is an interval
             return [one.strip() for one in answers]
     return [text] if text else []
 
 
-def _column(row, names, path):
-    for key, value in row.items():
-        if key.lower() in names:
-            return value
-    raise ValueError(f"{path} lacks the column {' or '.join(names)}: it has {', '.join(row)}.")
+def _column(row, names):
+    """Name and value of the first of these columns, in any case, that has a value."""
+    there = {key: value for key, value in row.items() if key.lower() in names}
+    if not there:
+        raise ValueError(f"it lacks the column {' or '.join(names)}: it has {', '.join(row)}")
+    return next((item for item in there.items() if item[1] is not None), (names[0], None))
+
+
+def _text(name, value):
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not text")
+    return (value or "").strip()
 
 
 def convert(name: str, files: list[Path], dropped: Counter) -> Iterator[dict]:
@@ -180,8 +209,11 @@ def convert(name: str, files: list[Path], dropped: Counter) -> Iterator[dict]:
     data_set = DATA_SETS[name]
     seen: set[bytes] = set()
     for path in files:
-        for row in read_rows(path):
-            prompt, answers = prompt_of(row, path), answers_of(row, path)
+        for number, row in enumerate(read_rows(path), 1):
+            try:
+                prompt, answers = question_of(row), answers_of(row)
+            except ValueError as error:
+                raise ValueError(f"{path}, row {number}: {error}") from error
             digest = hashlib.sha256(prompt.encode()).digest()
             reason = None
             if not prompt:
@@ -198,7 +230,9 @@ def convert(name: str, files: list[Path], dropped: Counter) -> Iterator[dict]:
             seen.add(digest)
             if data_set.data_source == "lighteval/MATH" and "\\boxed" not in prompt:
                 prompt = f"{prompt}\n\n{BOXED}"
-            answer = str(int(answers[0])) if name.startswith("aime") and answers[0].isdigit() else answers[0]
+            answer = answers[0]
+            if name.startswith("aime") and answer.isdecimal():  # verl's scorer compares 7 with "7", not with "007".
+                answer = answer.lstrip("0") or "0"
             yield {
                 "data_source": data_set.data_source,
                 "prompt": [{"role": "user", "content": prompt}],
@@ -207,73 +241,40 @@ def convert(name: str, files: list[Path], dropped: Counter) -> Iterator[dict]:
                 "extra_info": {
                     "split": data_set.split,
                     "index": len(seen) - 1,
-                    "source": str(row.get("data_source") or data_set.hub),
+                    "source": _text("data_source", row.get("data_source")) or data_set.hub,
                 },
             }
-
-
-def write_parquet(rows: Iterator[dict], out: Path) -> int:
-    """Write the rows to ``out``, which appears complete or not at all. Returns how many there were.
-
-    Raises:
-        ValueError: there were none.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    count, piece = 0, []
-    try:
-        with pyarrow.parquet.ParquetWriter(unfinished, SCHEMA) as writer:
-            for row in rows:
-                piece.append(row)
-                count += 1
-                if len(piece) == ROWS_AT_A_TIME:
-                    writer.write_table(pa.Table.from_pylist(piece, SCHEMA))
-                    piece = []
-            writer.write_table(pa.Table.from_pylist(piece, SCHEMA))
-        if count == 0:
-            raise ValueError("no row was left.")
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return count
 
 
 def prepare(name: str, source: Path | None, out: Path) -> str:
     """Make ``out`` of the data set ``name``; returns what was kept and what was dropped.
 
     Raises:
-        ValueError: ``out`` exists, or the source cannot be read.
+        ValueError: ``out`` exists or cannot be written, the source cannot be read, or no row is left.
     """
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
-    files = files_of(source, DATA_SETS[name])
     dropped: Counter = Counter()
-    total = sum(pyarrow.parquet.read_metadata(path).num_rows for path in files if _is_parquet(path)) or None
-    with tqdm(total=total, unit=" rows", desc=name, disable=None) as bar:
-
-        def counted():
-            for row in convert(name, files, dropped):
-                bar.update(row["extra_info"]["index"] + 1 + sum(dropped.values()) - bar.n)
-                yield row
-
-        try:
-            kept = write_parquet(counted(), out)
-        except ValueError as error:
-            reasons = f" Dropped: {dict(dropped)}." if dropped else ""
-            raise ValueError(f"{out} was not written: {error}{reasons}") from error
-    lines = [f"{out}: {kept:,} rows kept of {kept + sum(dropped.values()):,}."]
+    rows = convert(name, files_of(source, DATA_SETS[name]), dropped)
+    kept = list(tqdm(rows, unit=" rows", desc=f"{name}, kept", disable=None))
+    if not kept:
+        raise ValueError(f"{out} was not written: no row was left. Dropped: {dict(dropped)}.")
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(kept, features=FEATURES).to_parquet(unfinished)
+        os.replace(unfinished, out)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error}): choose another file.") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+    lines = [f"{out}: {len(kept):,} rows kept of {len(kept) + dropped.total():,}."]
     lines += [f"  dropped {count:,}: {reason}" for reason, count in dropped.most_common()]
     expected = DATA_SETS[name].rows
-    if expected is not None and kept != expected:
-        lines.append(f"Warning: {name} has {expected} problems, and {kept} were found.")
+    if expected is not None and len(kept) != expected:
+        lines.append(f"Warning: {name} has {expected} problems, and {len(kept)} were found.")
     return "\n".join(lines)
-
-
-def _is_parquet(path):
-    try:
-        return path.suffix == ".parquet" and pyarrow.parquet.read_metadata(path) is not None
-    except (pa.ArrowException, OSError):
-        return False  # read_rows names it
 
 
 def main():
@@ -283,10 +284,11 @@ def main():
     parser.add_argument("--source", type=Path, help="a file or folder (default: the hub)")
     parser.add_argument("--out", type=Path, help="the parquet file (default: data/NAME.parquet)")
     arguments = parser.parse_args()
+    disable_progress_bars()  # those of datasets; the bar of the rows is ours
     try:
         print(prepare(arguments.name, arguments.source, arguments.out or Path("data") / f"{arguments.name}.parquet"))
     except ValueError as error:
-        sys.exit(f"Error: {error}")
+        sys.exit("Error: " + " ".join(str(error).split()))
 
 
 if __name__ == "__main__":

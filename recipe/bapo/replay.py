@@ -68,8 +68,20 @@ def table(report: dict, config: BAPOConfig) -> str:
 
 
 def switches_of(about: dict[str, str]) -> BAPOConfig | None:
-    """Those of the run that made the dump; None where it does not say."""
-    return BAPOConfig(**json.loads(about["switches"])) if "switches" in about else None
+    """Those of the run that made the dump; None where it does not say.
+
+    Raises:
+        ValueError: they are not those of this version.
+    """
+    if "switches" not in about:
+        return None
+    try:
+        return BAPOConfig(**json.loads(about["switches"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"switches={about['switches']} in the dump's metadata are not those of this version: {error}. Dump the "
+            "tokens anew."
+        ) from error
 
 
 def report_on(
@@ -95,7 +107,7 @@ def report_on(
     """
     about = about_dump(folder)
     own = switches_of(about)
-    searches = own is not None and own.lower_steps + own.upper_steps > 0
+    searches = own is not None and not own.fixed
     config = replace(own if searches else BAPOConfig(), **(ranges or {}))
     for target in targets:
         replace(config, positive_contribution_target=target)

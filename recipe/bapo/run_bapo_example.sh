@@ -27,8 +27,29 @@ done
 script=$(realpath "$0")
 cd "$(dirname "$script")/../.."
 
-fail() { echo "Error: $*" >&2; exit 1; }
-positive() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
+preflight='' json=''
+for argument in "$@"; do
+    case $argument in
+    --preflight) preflight=1 ;;
+    --json) json=1 ;;
+    -h | --help) sed -n '3,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$script"; exit 0 ;;
+    esac
+done
+fail() {
+    echo "Error: $*" >&2
+    if [ -n "$json" ]; then
+        local detail
+        detail=$(tr -d '[:cntrl:]' <<<"$*" | sed 's/[\\"]/\\&/g')
+        printf '[{"name": "environment", "status": "failed", "detail": "%s"}]\n' "$detail"
+    fi
+    exit 1
+}
+# Before any arithmetic with it: bash would run a command that stands in a value.
+positive() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
+for name in NNODES GPUS_PER_NODE ROLLOUT_GPUS_PER_NODE; do
+    [ -z "${!name:-}" ] || positive "$name" "${!name}"
+done
+[[ ${OUTPUT_DIR:-} != *'${'* ]] || fail "OUTPUT_DIR=$OUTPUT_DIR is not usable: name a folder without \${."
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever it says
@@ -60,19 +81,21 @@ rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
     train_gpus=${GPUS_PER_NODE:-$((gpus - ${ROLLOUT_GPUS_PER_NODE:-$((gpus / 2))}))}
     rollout_gpus=${ROLLOUT_GPUS_PER_NODE:-$((gpus - train_gpus))}
-    [ "$train_gpus" -ge 1 ] && [ "$rollout_gpus" -ge 1 ] && [ $((train_gpus + rollout_gpus)) -le "$gpus" ] || fail \
-        "CONFIG=separate_async with GPUS_PER_NODE=$train_gpus to train and ROLLOUT_GPUS_PER_NODE=$rollout_gpus to sample, and there are $gpus: lower them, or choose CONFIG=partial_rollout."
+    on_this_node=$((train_gpus + rollout_gpus))
+    if [ "${NNODES:-1}" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]]; then  # each pool may have nodes of its own
+        on_this_node=$((train_gpus > rollout_gpus ? train_gpus : rollout_gpus))
+    fi
+    [ "$train_gpus" -ge 1 ] && [ "$rollout_gpus" -ge 1 ] && [ "$on_this_node" -le "$gpus" ] || fail \
+        "CONFIG=separate_async with GPUS_PER_NODE=$train_gpus to train and ROLLOUT_GPUS_PER_NODE=$rollout_gpus to sample on each node, and this node has $gpus: lower them, train and sample on different nodes of a cluster (RAY_ADDRESS), or choose CONFIG=partial_rollout."
     gpus=$train_gpus
 fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
-positive NNODES "$NNODES"
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
-positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
 [ -z "${TRAIN_FILE:-}" ] || default=cpu_own_data
 [ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
 SIZE=${SIZE:-$default}
-choose() { [ -f "$3/$2.yaml" ] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
+choose() { [[ $2 =~ ^[A-Za-z0-9_]+$ && -f $3/$2.yaml ]] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
 choose SIZE "$SIZE" configs/size
 [[ $CONFIG != paper_* || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
@@ -82,6 +105,7 @@ if [ "${VERL_PLATFORM:-}" != cpu ]; then
     done
 fi
 for name in TRAIN_FILE TEST_FILE; do
+    [ ! -d "${!name:-}" ] || fail "$name=${!name} is a folder: give a parquet file in verl's schema."
     [ -z "${!name:-}" ] || [ -f "${!name}" ] || fail "$name=${!name} does not exist: give a parquet file in verl's schema."
 done
 
@@ -109,14 +133,12 @@ export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"
     trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE")
 if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
-    ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flash_attn") is None)'; then
-    echo "flash-attn is not installed: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
+    ! "$python" -c 'import flash_attn' 2>/dev/null; then
+    echo "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
     arguments+=(platform=gpu_without_flash_attn)
 fi
-given=() preflight=
-for argument in "$@"; do
-    if [ "$argument" = --preflight ]; then preflight=1; else given+=("$argument"); fi
-done
+given=()
+for argument in "$@"; do [ "$argument" = --preflight ] || given+=("$argument"); done
 [ -z "$preflight" ] || exec "$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}"
 train=("$python" -m recipe.bapo.launch "${arguments[@]}" "${given[@]}")
 if [[ ${RAY_ADDRESS:-} == http* ]]; then

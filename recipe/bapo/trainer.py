@@ -1,43 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's PPO trainer with our worker, for each of its modes, and the Ray task that runs it."""
+"""verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
+
+Mini-batches of whole groups, the mark that saves the search its pass, the staleness metrics. The worker that finds the
+bounds does not come from here but with the loss's config (``policy_loss.py``).
+"""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import ray
 import torch
 import transfer_queue as tq
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
-from recipe.bapo.checks.other_runs import claim_cluster
-from recipe.bapo.records import METRICS, VALIDATION, keep_earlier, validation
-from recipe.bapo.records.leftovers import remove_on_every_node
-from recipe.bapo.records.messages import tell
-from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM, bapo_worker_for
+from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
+from recipe.bapo.worker import RATIOS_START_AT_1
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 
 class _BAPOTrainer:
-    """Mixed into the trainer class of verl's mode; the mode keeps its name, since verl compares it in many places."""
-
-    def _build_replay_buffer(self):
-        buffer = super()._build_replay_buffer()
-        poll_interval = self.config.trainer.v1.sampler.sampler_kwargs.get("poll_interval")
-        if poll_interval is not None:
-            buffer.poll_interval = poll_interval
-        return buffer
-
-    def _init_resource_pool_mgr(self):
-        super()._init_resource_pool_mgr()
-        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
-            if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = bapo_worker_for(self.role_worker_mapping[role])
+    """What ours adds to each of verl's trainers."""
 
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses as they ended, short ones first, and keeps that order within each rank. In the order of
@@ -80,12 +62,6 @@ class _BAPOTrainer:
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
         batch.extra_info[TRAINED_FROM] = trained_from
 
-    def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs):
-        accuracies = reward_extra_infos_dict.get("acc", reward_extra_infos_dict["reward"])
-        summary = validation.summarise(data_sources, sample_uids, accuracies)
-        validation.write(Path(self.config.run_dir) / VALIDATION, self.global_steps, summary)
-        return super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *args, **kwargs)
-
 
 def cut_fraction(tags: list[dict]) -> float:
     """Share of the responses that were cut at an update and resumed under other weights, from verl's tags on them."""
@@ -93,46 +69,30 @@ def cut_fraction(tags: list[dict]) -> float:
     return sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in real) / len(real)
 
 
-def bapo_trainer_for(mode: str) -> type:
-    """verl's trainer class of ``mode`` (``sync``, ``colocate_async``, ``separate_async``) with our worker."""
-    parent = get_trainer_cls(mode)
-    return type(f"BAPO{parent.__name__}", (_BAPOTrainer, parent), {})
+class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):
+    """Rollout and updates take turns."""
+
+
+class BAPOTrainerColocateAsync(_BAPOTrainer, PPOTrainerColocateAsync):
+    """Partial rollouts on the devices that train."""
+
+
+class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
+    """Rollout on devices of its own."""
+
+
+# verl compares the modes' names in many places, so they stay, and ours take the places of verl's trainers.
+TRAINERS = {
+    "sync": BAPOTrainerSync,
+    "colocate_async": BAPOTrainerColocateAsync,
+    "separate_async": BAPOTrainerSeparateAsync,
+}
 
 
 class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
-    """verl's task runner with our trainer in the place of verl's, and a metrics file in the run's folder."""
+    """verl's task runner with our trainers in the place of verl's."""
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
-        mode = config.trainer.v1.trainer_mode
-        TRAINER_REGISTRY[mode] = bapo_trainer_for(mode)  # in this process only
-        claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
-        try:
-            super().run(config)
-        finally:
-            del claim
-            remove_on_every_node()  # now, while those are there who hold it
-
-
-class TaskRunnerOnThisNode:
-    """Stands for the task runner's Ray class in ``run_ppo``: starts it on the node that submits the job.
-
-    The metrics file, which the console follows, is then on this machine.
-    """
-
-    def __init__(self, **options):
-        self._options = options
-
-    def options(self, **options):
-        """As of a Ray actor class."""
-        return TaskRunnerOnThisNode(**{**self._options, **options})
-
-    def remote(self):
-        """Start the task runner; Ray is up by now."""
-        context, url = ray.get_runtime_context(), ray.init(ignore_reinit_error=True).dashboard_url
-        mode = os.environ.get("RAY_AUTH_MODE", "disabled")  # a Ray of our own has set it
-        environment = {"RAY_API_SERVER_ADDRESS": f"http://{url}", "RAY_AUTH_MODE": mode}
-        tell("ray", (context.get_job_id(), context.get_node_id(), environment))
-        here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
-        return ray.remote(BAPOTaskRunner).options(scheduling_strategy=here, **self._options).remote()
+        TRAINER_REGISTRY.update(TRAINERS)  # in this process only
+        super().run(config)

@@ -1,36 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's worker: finds the clip bounds once per optimizer update, the same for all micro-batches and ranks."""
+"""The actor's worker: finds the clip bounds once per optimizer update, the same for all micro-batches and ranks.
+
+verl makes it in the place of its own training worker wherever a config of ``recipe.bapo.policy_loss`` is used, in any
+trainer and with any entry point. Change here how an update comes to its bounds; the loss that uses them is in
+``policy_loss.py``. With any other policy loss it does what verl's worker does, bit for bit.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
-import ray
 import torch
+from tensordict import TensorDict
 
-from bapo import collect_clip_statistics, find_clip_bounds, search_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from
+from bapo import (
+    BAPOConfig,
+    ClipBounds,
+    Diagnostics,
+    collect_clip_statistics,
+    diagnose,
+    read_values,
+    search_clip_bounds,
+)
+from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
-from recipe.bapo.records.tokens import noting
-from verl.experimental.separation.engine_workers import DetachActorWorker
+from recipe.bapo.token_dump import TRAINED_FROM, dump_micro_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-# Set on a batch by the trainer: its old log-probs were recomputed by the current weights, so that in the first update
+logger = logging.getLogger(__name__)
+
+# Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
-# Set where tokens are dumped: the version of the weights that sampled each response, and of those that the first update
-# starts from.
-SAMPLED_BY, TRAINED_FROM = "bapo_sampled_by", "bapo_trained_from"
 SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
+
+# The bounds of the update whose loss is being computed. verl looks a policy loss up by name and hands it nothing of
+# ours, but it calls the loss in the thread that trains.
+FoundBounds = tuple[ClipBounds, Diagnostics]  # and the diagnostics of the tokens that they were found from
+_current_bounds: ContextVar[FoundBounds | None] = ContextVar("current_bounds", default=None)
+
+
+@contextmanager
+def using_bounds(found: FoundBounds | None) -> Iterator[None]:
+    """Within this context the loss ``bapo`` clips with these bounds; None: the worker finds them in the forward."""
+    token = _current_bounds.set(found)
+    try:
+        yield
+    finally:
+        _current_bounds.reset(token)
+
+
+def current_bounds() -> FoundBounds | None:
+    """The bounds of the update whose loss is being computed; None outside our worker."""
+    return _current_bounds.get()
 
 
 class BAPOTrainingWorker(TrainingWorker):
-    """verl's training worker whose every update begins with the search for its bounds.
+    """verl's training worker, which finds the bounds of each update before verl trains with them.
 
     The statistics come from a forward without gradient over the mini-batch, and without a forward where every ratio is
     known to be 1; where the mini-batch is one micro-batch, or with ``bound_scope=micro_batch``, from the training
@@ -39,48 +76,118 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def __init__(self, config):
         super().__init__(config)
+        self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
+        self.bapo_config: BAPOConfig | None = None
+        self.token_dump_dir = None
         self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
+        self.trainer_version = None
         self.record_file = None
+        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch
+        self.warn_again: dict[str, int] = {}  # by kind of warning: not before this update
 
     def set_loss_fn(self, loss_fn):
-        """Take verl's loss, a partial that carries the actor's config, and with it ours."""
-        self.actor_config = loss_fn.keywords["config"]
-        self.loss_config: BAPOPolicyLossConfig = self.actor_config.policy_loss
-        super().set_loss_fn(loss_fn if self.loss_config.token_dump_dir is None else partial(_noting_planes, loss_fn))
+        """Take verl's loss function and, where its config is one of ours, wrap it.
+
+        Raises:
+            ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which
+                the bounds would be wrong or the search would fail.
+        """
+        config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
+        policy_loss = getattr(config, "policy_loss", None)
+        self.bapo_config = policy_loss if isinstance(policy_loss, BAPOConfig) else None
+        self.token_dump_dir = getattr(policy_loss, "token_dump_dir", None)
+        if self.bapo_config is None and self.token_dump_dir is None:
+            super().set_loss_fn(loss_fn)
+            return
+        if loss_fn.func is not ppo_loss:
+            raise ValueError(
+                f"actor_rollout_ref.actor.policy_loss._target_={type(policy_loss).__qualname__} is not usable with the "
+                f"loss function {loss_fn.func.__qualname__}: it needs verl's ppo_loss (distillation.enabled=false)."
+            )
+        self.actor_config = config
+        if self.bapo_config is not None:
+            refuse_unusable_settings(config, self.model_config)
+        super().set_loss_fn(partial(self._compute_loss, loss_fn))
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch."""
         self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
-        version = tu.pop(data, key=TRAINED_FROM, default=None)
-        with noting(**({} if version is None else {"trainer_version": version})):
-            return super().train_mini_batch(data)
+        self.trainer_version = tu.pop(data, key=TRAINED_FROM, default=None)
+        output = super().train_mini_batch(data)
+        if self.bapo_config is not None and self.rank == 0:
+            self._warn(tu.get(output, "metrics"))
+        return output
 
     def train_batch(self, data):
-        """One optimizer update: find the bounds, then let verl train with them."""
-        self._set_defaults(data)
-        bounds = self._find_bounds(data)
-        found_in_loss = []
-
-        def search_in_loss(*tensors):
-            clip_ratio_c = self.actor_config.clip_ratio_c
-            found_in_loss.append(find_clip_bounds(*tensors, self.loss_config, self._group(), clip_ratio_c))
-            return found_in_loss[-1]
-
-        finder = search_in_loss if bounds is None else lambda *tensors: bounds
-        with bounds_from(finder), noting(update=self.updates_on_batch):
+        """One optimizer update."""
+        found = None if self.bapo_config is None else self._find_bounds(data)
+        with using_bounds(found):
             output = super().train_batch(data)
-        if self.loss_config.bounds_record_dir is not None:  # else these reads by the host would be for nothing
-            for bounds in found_in_loss:
-                self._record(bounds.read(), "loss")
         self.ratios_are_1 = False
         self.updates += 1
         self.updates_on_batch += 1
         return output
 
-    def _group(self):
-        return self.engine.get_data_parallel_group()
+    def _warn(self, metrics):
+        """Log what a search that changes nothing says of the target, each kind once in ``WINDOW`` rollout batches."""
+        of_search = {name: values for name, values in metrics.items() if name.startswith(("actor/bapo/", "actor/pg_"))}
+        self.steps.append({name: fmean(values) for name, values in of_search.items()})
+        del self.steps[:-WINDOW]
+        for kind, text in health_warnings(self.steps, bounds_can_move=not self.bapo_config.fixed).items():
+            if self.updates >= self.warn_again.get(kind, 0):
+                logger.warning("BAPO: %s", text)
+                self.warn_again[kind] = self.updates + WINDOW * self.updates_on_batch
+
+    def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
+        """verl's loss of one micro-batch, which finds the bounds of its update in ``current_bounds``."""
+        entropy = model_output.get("entropy")
+        if entropy is not None and self.actor_config.entropy_coeff == 0:
+            # verl subtracts 0 times the entropy, whose backward would hold a plane of tokens times vocabulary.
+            model_output = {**model_output, "entropy": entropy.detach()}
+        if self.token_dump_dir is not None:
+            tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
+            about = (self.actor_config, self.updates_on_batch, self.trainer_version)
+            dump_micro_batch(self.token_dump_dir, tokens, model_output, data, *about)
+        found = current_bounds()
+        if self.bapo_config is not None and found is None:
+            found = self._find_bounds_in_forward(model_output["log_probs"], data)
+        with using_bounds(found):
+            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+    def _find_bounds(self, data):
+        """The bounds of this update; None where the training forward finds them."""
+        if self.bapo_config.bound_scope == "micro_batch":
+            return None
+        self._set_defaults(data)
+        # Known ratios come first: on a tie a real forward rounds otherwise, and what is logged would depend on the
+        # micro-batch size.
+        if self.ratios_are_1:
+            statistics, source = self._collect_at_ratio_1(data), "ratio 1"
+        elif self._is_one_micro_batch(data):
+            return None
+        else:
+            statistics, source = self._collect_by_forward(data), "pass"
+        found = self._search(statistics)
+        self._record(read_values(*found), source)  # raises before the first training forward, on all ranks together
+        return found
+
+    def _find_bounds_in_forward(self, log_probs, data):
+        """The bounds of a micro-batch, or of an update that is one micro-batch, from its training forward."""
+        tokens = _tokens_of(data, no_padding_2_padding(log_probs.detach(), data))
+        found = self._search(self._statistics_of(tokens))
+        if self.bapo_config.bounds_record_dir is not None:  # the loss reads them with its metrics, in one transfer
+            self._record(read_values(*found), "loss")
+        return found
+
+    def _search(self, statistics):
+        statistics = statistics.all_reduce(self.engine.get_data_parallel_group())
+        bounds = search_clip_bounds(statistics, self.bapo_config)
+        return bounds, diagnose(statistics, bounds)
+
+    def _statistics_of(self, tokens):
+        return collect_clip_statistics(**tokens, config=self.bapo_config, clip_ratio_c=self.actor_config.clip_ratio_c)
 
     def _set_defaults(self, data):
         # As verl's train_batch does, but before our forward, which must cut the mini-batch as training will.
@@ -93,21 +200,6 @@ class BAPOTrainingWorker(TrainingWorker):
         )
         tu.assign_non_tensor(data, **{key: value for key, value in defaults.items() if key not in data.keys()})
 
-    def _find_bounds(self, data):
-        """The bounds of this update; None where the loss finds them."""
-        if self.loss_config.bound_scope == "micro_batch":
-            return None
-        # First: on a tie a real forward rounds otherwise, and what is logged would depend on the micro-batch size.
-        if self.ratios_are_1:
-            statistics, source = self._collect_at_ratio_1(data), "ratio 1"
-        elif self._is_one_micro_batch(data):
-            return None
-        else:
-            statistics, source = self._collect_by_forward(data), "pass"
-        bounds = search_clip_bounds(statistics.all_reduce(self._group()), self.loss_config)
-        self._record(bounds.read(), source)  # raises before the first training forward, on all ranks together
-        return bounds
-
     def _is_one_micro_batch(self, data):
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             return len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
@@ -119,14 +211,14 @@ class BAPOTrainingWorker(TrainingWorker):
         return all(sum(lengths[first : first + rows]) <= limit for first in range(0, len(lengths), rows))
 
     def _collect_at_ratio_1(self, data):
-        return self._statistics_of(data.select(*SEARCHED).to(get_device_id()))
+        return self._statistics_of(_tokens_of(data.select(*SEARCHED).to(get_device_id())))
 
     def _collect_by_forward(self, data):
         collected = []
 
         def collect(model_output, data, dp_group=None):
             log_prob = no_padding_2_padding(model_output.pop("log_probs"), data)
-            collected.append(self._statistics_of(data, log_prob))
+            collected.append(self._statistics_of(_tokens_of(data, log_prob)))
             return log_prob.new_zeros(()), {}
 
         view = data.copy()  # shallow: what the pass sets does not reach the update
@@ -140,21 +232,8 @@ class BAPOTrainingWorker(TrainingWorker):
             self.engine.infer_batch(view, loss_function=collect)
         return sum(collected[1:], start=collected[0])
 
-    def _statistics_of(self, data, log_prob=None):
-        """Of one micro-batch; ``log_prob`` ``(B, T)`` is None where it equals the old one."""
-        fields = data.select(*SEARCHED).to_padded_tensor()
-        old_log_prob = fields["old_log_probs"]
-        return collect_clip_statistics(
-            old_log_prob,
-            old_log_prob if log_prob is None else log_prob,
-            fields["advantages"],
-            fields["response_mask"],
-            self.loss_config,
-            clip_ratio_c=self.actor_config.clip_ratio_c,
-        )
-
     def _record(self, values, source):
-        folder = self.loss_config.bounds_record_dir
+        folder = self.bapo_config.bounds_record_dir
         if folder is None:
             return
         if self.record_file is None:
@@ -164,40 +243,69 @@ class BAPOTrainingWorker(TrainingWorker):
             file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
 
 
-def _noting_planes(loss_fn, model_output, data, dp_group=None):
-    """verl's loss, whose dump then holds the entropy and the version of the weights, where they are known."""
-    planes = {}
-    if model_output.get("entropy") is not None:
-        planes["entropy"] = no_padding_2_padding(model_output["entropy"], data)
-    if SAMPLED_BY in data.keys():
-        width = data.select("response_mask").to_padded_tensor()["response_mask"].shape[1]
-        planes["version"] = data[SAMPLED_BY].view(-1, 1).expand(-1, width)
-    with noting(**planes):
-        return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+def _tokens_of(data: TensorDict, log_prob=None) -> dict:
+    """What the search and a dump read of a micro-batch, ``(B, T)`` each, by the names of their arguments.
+
+    ``log_prob`` is None where it equals the old one.
+    """
+    padded = data.select(*SEARCHED).to_padded_tensor()
+    old_log_prob = padded["old_log_probs"]
+    return {
+        "old_log_prob": old_log_prob,
+        "log_prob": old_log_prob if log_prob is None else log_prob,
+        "advantages": padded["advantages"],
+        "response_mask": padded["response_mask"],
+    }
 
 
-class BAPOActorRolloutRefWorker(ActorRolloutRefWorker):
-    """For the modes in which trainer and rollout share their devices."""
+def refuse_unusable_settings(actor_config, model_config) -> None:
+    """Refuse settings under which the bounds would be wrong or the search would fail.
 
-    actor_worker_cls = BAPOTrainingWorker
-
-
-class BAPODetachActorWorker(DetachActorWorker):
-    """For ``separate_async``, which saves and restores weights between updates."""
-
-    actor_worker_cls = BAPOTrainingWorker
-
-
-_REPLACEMENT = {ActorRolloutRefWorker: BAPOActorRolloutRefWorker, DetachActorWorker: BAPODetachActorWorker}
-
-
-def bapo_worker_for(actor_class):
-    """The Ray actor class of ours that takes the place of the one verl's trainer mode chose.
+    Args:
+        actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``.
 
     Raises:
-        TypeError: it is neither of the two that verl 0.9.1 uses.
+        ValueError: names the field, its value and the fix.
     """
-    chosen = actor_class.__ray_metadata__.modified_class.__mro__[1]  # Ray derives a class of its own
-    if chosen not in _REPLACEMENT:
-        raise TypeError(f"verl chose the worker {chosen.__qualname__}, which BAPO does not know: use verl 0.9.1.")
-    return ray.remote(_REPLACEMENT[chosen])
+    if actor_config.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(
+            f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
+            "fsdp or fsdp2, for which it is written. (In pipelines, for one, only the last stage calls the loss, and "
+            "the collective of its search would hang.)"
+        )
+    parallel = actor_config.engine.ulysses_sequence_parallel_size
+    attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
+    if parallel > 1 and not attention.startswith("flash_attention"):
+        raise ValueError(
+            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
+            f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
+            "each GPU would attend to its own part without a word. Install flash-attn, or set it to 1."
+        )
+    if model_config.enable_activation_offload and actor_config.policy_loss.bound_scope == "mini_batch":
+        raise ValueError(
+            "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
+            "offloading counts on a backward after every forward, and the search makes one without. Set it to false; "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true saves the memory of activations, too."
+        )
+
+
+def use_for_actors() -> None:
+    """Have verl make a ``BAPOTrainingWorker`` for every actor of this process.
+
+    verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config.
+
+    Raises:
+        TypeError: a subclass of verl's worker in this process brings an actor's worker of its own.
+    """
+    others = [ActorRolloutRefWorker]
+    for known in others:
+        others += known.__subclasses__()
+    for other in others[1:]:
+        own = vars(other).get("actor_worker_cls", BAPOTrainingWorker)
+        if not issubclass(own, BAPOTrainingWorker):
+            raise TypeError(
+                f"{other.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
+                "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker, or use verl's "
+                "ActorRolloutRefWorker."
+            )
+    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker

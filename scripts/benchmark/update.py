@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch
+from tests.support.actor import free_port, make_actor, make_mini_batch
 
 SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers x hidden size
 ROWS, LONGEST, MICRO = 32, 200, 8

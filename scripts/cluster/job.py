@@ -51,10 +51,11 @@ def connect() -> JobSubmissionClient:
     address = os.environ.get("RAY_ADDRESS", "http://127.0.0.1:8265")
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError) as error:
-        sys.exit(f"Error: RAY_ADDRESS={address} takes no jobs: start scripts/cluster/ray.sh head there. {error}")
     except AuthenticationError as error:
         sys.exit(f"Error: RAY_ADDRESS={address} wants the token of scripts/cluster/ray.sh head. {error}")
+    except Exception as error:  # of Ray, or of the libraries by which it connects
+        said = " ".join(str(error).split())
+        sys.exit(f"Error: RAY_ADDRESS={address} takes no jobs: give http://HEAD:8265 of scripts/cluster/ray.sh. {said}")
 
 
 def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:

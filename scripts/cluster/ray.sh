@@ -12,7 +12,8 @@
 # head and join set up the environment, run until they are ended (Ctrl-C or SIGTERM) and take their node's Ray with them.
 # OPTIONS go to `ray start`. From the environment:
 #   RAY_ADDRESS           of the head's dashboard (http://127.0.0.1:8265), for wait, follow and stop
-#   RAY_AUTH_TOKEN_PATH   the secret that all nodes share (~/.ray/auth_token); head makes it if it is missing
+#   RAY_AUTH_TOKEN_PATH   the secret that all nodes share (~/.ray/auth_token); head makes it if it is missing, and head
+#                         and join take it from everybody but its owner
 #   WAIT_SECONDS          how long wait waits (600)
 #   BAPO_VENV, VERL_PLATFORM, GPUS_PER_NODE   as for the run script; GPUS_PER_NODE on a CPU only: logical slots (1)
 set -euo pipefail
@@ -42,14 +43,24 @@ need_venv() {
 start() {  # start OPTIONS...: this node, until it is ended
     unset RAY_ADDRESS
     "$ray" start --block --disable-usage-stats "${platform[@]}" "$@" &
-    local pid=$! status=0
-    trap 'kill $pid 2>/dev/null' INT TERM
+    local pid=$! status=0 ended=
+    trap 'ended=1; kill $pid 2>/dev/null' INT TERM
     wait $pid || status=$?
     while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done  # the first wait ends with the signal
     # Ray leaves its address behind, and the next ray.init() on this machine would look for it there.
     local file=/tmp/ray/ray_current_cluster
     [ ! -s $file ] || "$ray" health-check --address "$(cat $file)" >/dev/null 2>&1 || rm -f $file
+    [ -z "$ended" ] || status=0  # as it was asked to
     exit "$status"
+}
+
+close_token() {  # Ray makes this file readable by everybody where it starts on one machine
+    local mode
+    mode=$(stat -Lc %a "$RAY_AUTH_TOKEN_PATH")
+    [[ $mode != *00 ]] || return 0
+    chmod go-rwx "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || fail \
+        "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH can be used by others (mode $mode), who could submit jobs: chmod 600 it, or give a file of your own."
+    echo "$RAY_AUTH_TOKEN_PATH could be used by others (mode $mode); only its owner can use it now. If anyone may have read it, remove it on every node and start the head again." >&2
 }
 
 need_token() {
@@ -65,12 +76,14 @@ head)
         mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
         (umask 077; "$venv/bin/python" -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
     fi
+    close_token
     echo "Other nodes need the file $RAY_AUTH_TOKEN_PATH and: bash scripts/cluster/ray.sh join IP:6379 (or the port you gave)"
     start --head "$@"
     ;;
 join)
     [[ ${1:-} == *:* ]] || fail "join ${1:-} is not usable: give the head's address as IP:PORT."
     need_token
+    close_token
     need_venv
     address=$1; shift
     start --address="$address" "$@"

@@ -25,7 +25,14 @@ export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
 address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
 step=(srun --overlap --mem=0 --cpu-bind=none)
 finish() {
-    kill $(jobs -p) 2>/dev/null
+    # Each step's ray.sh ends its Ray and exits with 0. SIGTERM, or ending srun, would log the steps as cancelled.
+    scancel --quiet --signal=INT "$SLURM_JOB_ID" || true
+    [ -z "${waiting:-}" ] || kill "$waiting" 2>/dev/null || true
+    for _ in {1..60}; do
+        [ -n "$(jobs -rp)" ] || break
+        sleep 1
+    done
+    kill $(jobs -rp) 2>/dev/null || true
     wait
     "${step[@]}" --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster  # the address of a Ray that is gone
 }
@@ -33,11 +40,14 @@ trap finish EXIT
 "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
     bash scripts/cluster/ray.sh head --node-ip-address="$address" --port="$port" --dashboard-port="${RAY_ADDRESS##*:}" &
 WAIT_SECONDS=600 bash scripts/cluster/ray.sh wait 1 &
+waiting=$!
 wait -n || { echo "Error: the head did not start." >&2; exit 1; }
 if [ "$nodes" -gt 1 ]; then
     "${step[@]}" --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$SLURMD_NODENAME" \
         bash scripts/cluster/ray.sh join "$address:$port" &
 fi
 bash scripts/cluster/ray.sh wait "$nodes" &
+waiting=$!
 wait -n || { echo "Error: not all nodes joined." >&2; exit 1; }
+waiting=
 bash recipe/bapo/run_bapo_example.sh "$@"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from bapo import BAPOConfig
 from scripts.study.loop import Settings, train
+from scripts.study.methods import config_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "example_loop.jsonl"
@@ -41,11 +42,8 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
     sizes = [ROOT / "configs" / "size" / f"{name}.yaml" for name in ("cpu", "cpu_example")]
     config = OmegaConf.merge(*map(OmegaConf.load, (primary, *sizes)))
     actor = config.actor_rollout_ref.actor
-    switches = {
-        field.name: actor.policy_loss[field.name] for field in fields(BAPOConfig) if field.name in actor.policy_loss
-    }
     mini_batches = config.data.train_batch_size // actor.ppo_mini_batch_size
-    return BAPOConfig(**switches), Settings(
+    return config_of("cpu_example"), Settings(
         mini_batches=mini_batches,
         epochs=actor.ppo_epochs,
         updates=config.trainer.total_training_steps * actor.ppo_epochs * mini_batches,

@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss
+from bapo.search import reaches_target, search_path
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-9  # of bapo's search: a test holds the two searches equal
 M2PO_BUDGET = 0.04  # mean squared log-ratio (arXiv 2510.01161)
 
 # Losses of verl 0.9.1's registry with their published settings. The advantages are GRPO's for all of them.
@@ -132,30 +132,19 @@ def verl_loss(method: str, tokens: Tokens) -> Tensor:
 def config_of(method: str) -> BAPOConfig:
     """The switches of a method that configs/method has."""
     name, _, switches = method.partition("@")
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "method" / f"{name}.yaml"))
-    values.pop("loss_mode", None)
+    files = ["bapo", name]  # every other file inherits that one
+    values = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "method" / f"{file}.yaml") for file in files))
+    values = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
     for switch in filter(None, switches.split(",")):
         key, _, value = switch.rpartition("=")
         values[key or "positive_contribution_target"] = float(value)
     return BAPOConfig(**values)
 
 
-def grid(config: BAPOConfig, side: str) -> Tensor:
-    """The points of one bound, float64; the last one is exactly the maximum."""
-    start, end, step = (getattr(config, f"ratio_{side}_{part}") for part in ("start", "max", "step"))
-    steps = max(0, round((end - start) / step + 0.499)) if end > start else 0
-    return torch.tensor([start + k * step for k in range(steps)] + [end], dtype=torch.float64)
-
-
 def path_of(config: BAPOConfig) -> tuple[Tensor, Tensor]:
     """The candidates of the search in its order: lower and upper bounds, both ``(candidates,)`` float64."""
-    low, high = grid(config, "lower"), grid(config, "upper")
-    if config.search_order == "upper_first":
-        index = [(0, k) for k in range(len(high))] + [(k, len(high) - 1) for k in range(1, len(low))]
-    else:
-        index = [(k, 0) for k in range(len(low))] + [(len(low) - 1, k) for k in range(1, len(high))]
-    lower, upper = torch.tensor(index).T
-    return low[lower], high[upper]
+    upper, lower = search_path(config)
+    return config.lower.points()[lower], config.upper.points()[upper]
 
 
 def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
@@ -166,7 +155,7 @@ def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[st
     if base == "topr" or base in VERL:
         return fixed_bounds(0.0, torch.inf, runs)
     config = config_of(method)
-    if len(path_of(config)[0]) == 1:
+    if config.fixed:
         return fixed_bounds(config.ratio_lower_start, config.ratio_upper_start, runs)
     return search(tokens, config, dual_clip)
 
@@ -201,13 +190,12 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
     P and N at every candidate of the path, then the first candidate that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
-    low, high = path_of(config)
-    p = {bound: _positive_sum(ratio, positive, bound, config.contribution) for bound in set(high.tolist())}
-    n = {bound: _negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in set(low.tolist())}
-    p = torch.stack([p[bound] for bound in high.tolist()])
-    n = torch.stack([n[bound] for bound in low.tolist()])
-    target = config.positive_contribution_target
-    reached = (1 - target) * p - target * n >= -TOLERANCE * (p + n)
+    low, high = config.lower.points(), config.upper.points()
+    p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
+    n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
+    upper, lower = search_path(config)
+    p, n, low, high = p[upper], n[lower], low[lower], high[upper]
+    reached = reaches_target(p, n, config.positive_contribution_target)
     saturated = ~reached.any(0)
     chosen = torch.where(saturated, len(high) - 1, reached.int().argmax(0))
     rho = torch.where(p + n > 0, p / (p + n), 0.0)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
+from support.actor import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 8
 STEPS = 2  # updates before the checkpoint, and after it

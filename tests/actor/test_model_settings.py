@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
+from support.actor import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 PADDED = {  # the same micro-batches as without any setting
     "none": [],
     "offload": [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
-    "gradient checkpointing": [f"{MODEL}.enable_gradient_checkpointing=true"],
+    "no gradient checkpointing": [f"{MODEL}.enable_gradient_checkpointing=false"],
     "remove-padding": [f"{MODEL}.use_remove_padding=true"],
     "fused kernels": [f"{MODEL}.use_fused_kernels=true"],
     "fused kernels, remove-padding": [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.use_remove_padding=true"],

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
+from support.actor import free_port, make_actor, make_mini_batch, run_update
 from tensordict import NonTensorData, TensorDict
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, read_values
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
-from scripts.benchmark.actor_process import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 CUTS = {
@@ -140,22 +140,27 @@ def updates_of_rank(rank, size, port, task, folder):
     results["marked"] = marked_updates(rank, size, port, task)
     results["versions"] = dump_of_versions(rank, size, port, task)
     results["tools"] = updates_with_tool_tokens(rank, size, port, task)
-    results["plain"] = plain_updates(rank, size, port, task)
+    results["stock"] = stock_updates(rank, size, port, task, folder)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
 
-def plain_updates(rank, size, port, task):
-    """Bounds and gradient of an update by verl's own worker with our loss."""
+def stock_updates(rank, size, port, task, folder):
+    """Updates by verl's own config plus the two lines: bounds as recorded, and the gradient."""
     found = {}
-    for name in ("whole", "gradient, whole", "micro_batch scope"):
-        cut = [part.format(whole=ROWS // size) for part in CUTS[name]]
-        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut]
-        actor = make_actor(overrides, rank, size, port, plain=True)
-        metrics, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
-        bounds = [
-            [value.hex() for value in metrics[f"actor/bapo/clip_{side}"][rank].values] for side in ("low", "high")
+    for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
+        cut = [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
+        record = f"{folder}/stock/{name}"
+        overrides = [
+            f"actor_rollout_ref.model.path={task}/model",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
+            "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+            f"+actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut)),
         ]
-        found[name] = {"bounds": bounds, "gradient": gradient}
+        actor = make_actor(overrides, rank, size, port, stock=True)
+        _, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
+        lines = Path(record, f"rank{rank}.jsonl").read_text().splitlines()
+        found[name] = {"record": [json.loads(line) for line in lines], "gradient": gradient}
     return found
 
 
@@ -172,13 +177,13 @@ def marked_updates(rank, size, port, task):
         actor.ratios_are_1 = marked
         whole = data.copy()
         actor._set_defaults(data)
-        values = actor._find_bounds(data).read()
+        values = read_values(*actor._find_bounds(data))
         counter.stop()
         found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
         tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
         actor._set_defaults(whole)
-        bounds = actor._find_bounds(whole)  # None: the loss finds them
-        found[marked]["as one micro-batch"] = None if bounds is None else bounds.read()
+        of_worker = actor._find_bounds(whole)  # None: the loss finds them
+        found[marked]["as one micro-batch"] = None if of_worker is None else read_values(*of_worker)
 
         mark = {RATIOS_START_AT_1: True} if marked else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
@@ -218,7 +223,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.worker import SAMPLED_BY, TRAINED_FROM
+    from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
@@ -246,11 +251,11 @@ def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
 
     worker, seen = object.__new__(BAPOTrainingWorker), []
     monkeypatch.setattr(TensorDict, "to", lambda data, device: seen.append(set(data.keys())) or data)
-    monkeypatch.setattr(worker, "_statistics_of", lambda data: set(data.keys()))
+    monkeypatch.setattr(worker, "_statistics_of", lambda tokens: sorted(tokens))
     names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
-    needed = {"response_mask", "old_log_probs", "advantages"}
-    assert worker._collect_at_ratio_1(TensorDict({name: torch.zeros(2, 1) for name in names}, [2])) == needed
-    assert seen == [needed]
+    tokens = worker._collect_at_ratio_1(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
+    assert tokens == ["advantages", "log_prob", "old_log_prob", "response_mask"]
+    assert seen == [{"response_mask", "old_log_probs", "advantages"}]
 
 
 def dropout_update(rank, port, task, folder):
@@ -402,10 +407,10 @@ def test_every_path_logs_the_same_metrics(ranks):
     assert len(keys[0]) == 15 and all(other == keys[0] for other in keys)
 
 
-def test_verls_own_worker_finds_the_bounds_of_ours_in_both_scopes(ranks):
+def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks):
     for rank in ranks:
-        for name, found in rank["plain"].items():
-            assert found["bounds"] == [[line[side] for line in rank[name]["record"]] for side in ("low", "high")]
+        for name, found in rank["stock"].items():
+            assert found["record"] == rank[name]["record"], name
             torch.testing.assert_close(found["gradient"], rank[name]["gradient"], rtol=1e-5, atol=1e-7)
 
 

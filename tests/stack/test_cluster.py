@@ -175,8 +175,8 @@ class Waiter:
 
 waiter = Waiter.remote()
 task = waiter.wait_a_while.remote()
-dog = Watchdog(Path("."), None, 60, 0)
-dog.ray_is_up(job, node, {"RAY_API_SERVER_ADDRESS": f"http://{url}"})
+dog = Watchdog(Path("."), None, 60, 60, 0)
+dog.connect_ray(job, node, {"RAY_API_SERVER_ADDRESS": f"http://{url}"})
 until = time.monotonic() + 50
 while "ray::Waiter.wait_a_while" not in dog.processes().values() and time.monotonic() < until:
     assert dog.find_reason() is None

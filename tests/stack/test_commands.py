@@ -19,7 +19,11 @@ RECIPE = ROOT / "recipe" / "bapo"
     "override, message",
     [
         ("data.train_batch_size=abc", "data.train_batch_size='abc' is not usable"),
-        ("actor_rollout_ref.actor.policy_loss.positive_contribution=0.4", "'positive_contribution' is not in struct"),
+        (
+            "actor_rollout_ref.actor.policy_loss.positive_contribution=0.4",
+            "use actor_rollout_ref.actor.policy_loss.positive_contribution_target.",
+        ),
+        ("actor_rollout_ref.actor.ppo_epochs=0", "actor_rollout_ref.actor.ppo_epochs=0 is not usable"),
     ],
 )
 def test_a_wrong_key_or_value_ends_the_run_before_ray_starts(override, message, tmp_path):
@@ -67,6 +71,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
             f"data.val_files={task}/test.parquet",
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=-1",
+            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",  # of the example's data
         ],
         cwd=tmp_path / "tree",
         env={**os.environ, "PYTHONPATH": f"{tmp_path}/tree:{tmp_path}/installed"},

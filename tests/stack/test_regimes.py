@@ -98,15 +98,19 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
 def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     run = run_example(tmp_path / "run", "actor_rollout_ref.rollout.val_kwargs.n=4", CONFIG="evaluate")
     assert run.returncode == 0, explain(run, tmp_path / "run")
-    found = json.loads((tmp_path / "run" / "validation" / "step_0.json").read_text())["sources"]["bapo/guess"]
-    assert (found["problems"], found["n"]) == (288, 4) and found["std"] > 0
-    assert 0 < found["lowest"] <= found["mean"] <= found["highest"] < 1
-    assert re.search(rf"^bapo/guess +288 +4 +{found['mean']:.4f} ", run.stdout, re.M)
+    ((_, metrics),) = read_metrics(tmp_path / "run")
+    (variable,) = {key.split("/")[-2] for key in metrics if re.fullmatch(r"val-core/bapo/guess/\w+/mean@4", key)}
+    mean, std = metrics[f"val-core/bapo/guess/{variable}/mean@4"], metrics[f"val-aux/bapo/guess/{variable}/std@4"]
+    assert 0 < mean < 1 and std > 0
+    assert re.search(rf"^bapo/guess +4 +{mean:.4f} +{std:.4f}$", run.stdout, re.M)
     assert not (tmp_path / "run" / "bounds").exists()
 
 
 def run_verls_own(tmp_path, task, *overrides):
-    """One step of verl's own entry point, in whose environment the package is installed; returns its metrics."""
+    """Two steps of verl's own entry point, in whose environment the package is installed; returns their metrics.
+
+    Mini-batches of 16 sequences in micro-batches of 4.
+    """
     with removing_what_others_leave() as folders:
         run = subprocess.run(
             [
@@ -114,7 +118,6 @@ def run_verls_own(tmp_path, task, *overrides):
                 "-m",
                 "verl.trainer.main_ppo",
                 *("--config-dir", ROOT / "recipe/bapo/config", "+platform=cpu"),
-                *overrides,
                 f"actor_rollout_ref.model.path={task}/model",
                 f"data.train_files={task}/train.parquet",
                 f"data.val_files={task}/test.parquet",
@@ -127,15 +130,16 @@ def run_verls_own(tmp_path, task, *overrides):
                 "actor_rollout_ref.rollout.max_model_len=64",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
                 "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",
                 "reward.custom_reward_function.name=compute_score",
                 "trainer.n_gpus_per_node=1",
-                "trainer.total_training_steps=1",
+                "trainer.total_training_steps=2",
                 "trainer.val_before_train=false",
                 "trainer.logger=[file]",
                 f"trainer.default_local_dir={tmp_path}/checkpoints",
                 f"hydra.run.dir={tmp_path}/hydra",
+                *overrides,
             ],
             cwd=tmp_path,
             env={**os.environ, **cpu_environment(), **folders, "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl"},
@@ -145,22 +149,66 @@ def run_verls_own(tmp_path, task, *overrides):
             timeout=600,
         )
     assert run.returncode == 0, (tmp_path / "train.log").read_text()[-4000:]
-    ((_, data),) = read_metrics(tmp_path)
-    return data
+    return [data for _, data in read_metrics(tmp_path) if "training/global_step" in data]
 
 
-def test_any_verl_run_can_use_the_loss(tmp_path, task):
-    ours = (f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig")
-    data = run_verls_own(tmp_path, task, *ours, f"+{LOSS}.positive_contribution_target=0.45")
-    assert 0.6 <= data["actor/bapo/clip_low"] <= 0.9 and 1.2 <= data["actor/bapo/clip_high"] <= 3.0
+TWO_LINES = (f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig")
+
+
+def check_exact_bounds(tmp_path, data, ranks=1):
+    """Every update's bounds come from one search over its mini-batch, and all ranks have the same."""
+    assert all(set(metrics) >= METRICS for metrics in data)
+    records = [(tmp_path / "bounds" / f"rank{rank}.jsonl").read_text() for rank in range(ranks)]
+    assert all(record == records[0] for record in records)
+    lines = [json.loads(line) for line in records[0].splitlines()]
+    assert [line["update"] for line in lines] == list(range(4)) and {line["source"] for line in lines} == {"pass"}
+    for step, metrics in enumerate(data):  # what is logged is the mean over the step's updates
+        bounds = [float.fromhex(line["high"]) for line in lines[2 * step : 2 * step + 2]]
+        assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(bounds) / 2)
+
+
+def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
+    lines = re.findall(r"^actor_rollout_ref\.actor\.policy_loss\.\S+$", (ROOT / "README.md").read_text(), re.M)
+    assert tuple(lines) == TWO_LINES
+    check_exact_bounds(tmp_path, run_verls_own(tmp_path, task, *lines, f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"))
 
 
 @pytest.mark.slow
-def test_any_verl_run_can_dump_its_own_loss(tmp_path, task):
-    dump = (f"{LOSS}.loss_mode=dump", f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig")
-    data = run_verls_own(tmp_path, task, *dump, f"+{LOSS}.token_dump_dir={tmp_path}/dump")
-    assert not any(key.startswith("actor/bapo/") for key in data)
-    report, _ = report_on(tmp_path / "dump", updates_per_rollout_batch=2)
-    assert report["dump"]["updates"] == 2 and report["masked"][0]["what"] == "[0.8, 1.2], fixed"
-    clipped = report["masked"][0]["tokens"]["all"]
-    assert clipped == pytest.approx(data["actor/pg_clipfrac"] + data["actor/pg_clipfrac_lower"], abs=0.02)
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    {
+        "dynamic batches": (
+            1,
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=true",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96",
+                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+            ],
+        ),
+        "two ranks": (2, []),
+        "colocate_async": (1, ["trainer.v1.trainer_mode=colocate_async"]),
+        "separate_async": (
+            1,
+            [
+                "trainer.v1.trainer_mode=separate_async",
+                "trainer.v1.separate_async.parameter_sync_step=2",
+                "actor_rollout_ref.rollout.nnodes=1",
+                "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            ],
+        ),
+    }.values(),
+    ids=["dynamic batches", "two ranks", "colocate_async", "separate_async"],
+)
+def test_the_two_lines_are_exact_with(ranks, overrides, tmp_path, task):
+    record = f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"
+    data = run_verls_own(tmp_path, task, *TWO_LINES, record, f"trainer.n_gpus_per_node={ranks}", *overrides)
+    check_exact_bounds(tmp_path, data, ranks)
+
+
+@pytest.mark.slow
+def test_two_lines_dump_the_tokens_of_any_loss(tmp_path, task):
+    dump = (f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
+    data = run_verls_own(tmp_path, task, f"{LOSS}.loss_mode=gspo", *dump)
+    assert not any(key.startswith("actor/bapo/") for metrics in data for key in metrics)
+    report, _ = report_on(tmp_path / "dump")
+    assert report["dump"]["updates"] == 4

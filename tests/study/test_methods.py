@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bapo import clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
-from scripts.study.methods import M2PO_BUDGET, VERL, Tokens, config_of, find_bounds, grid, loss_of, search
+from scripts.study.methods import M2PO_BUDGET, VERL, Tokens, config_of, find_bounds, loss_of, search
 from scripts.study.plan import LABELS
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
@@ -98,13 +98,6 @@ def test_the_search_is_the_projects_own(method, dual_clip):
                 assert getattr(bounds, name).item() == pytest.approx(found[name][run].item(), abs=1e-12)
             ways.add((bounds.search_steps.item() > 0, bounds.saturated.item()))
     assert len(ways) >= 2
-
-
-def test_a_grid_ends_at_its_maximum():
-    config = config_of("bapo@0.4,ratio_upper_max=1.33")
-    assert grid(config, "upper").tolist() == pytest.approx([1.2, 1.25, 1.3, 1.33])
-    assert grid(config_of("grpo"), "upper").tolist() == [1.2]
-    assert len(grid(config_of("bapo@0.4"), "upper")) == 37 and len(grid(config_of("bapo@0.4"), "lower")) == 16
 
 
 def test_topr_by_hand():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random configs and batches for the tests."""
+"""Random configs and batches for the tests, and what a search finds on them."""
 
 import torch
 from hypothesis import strategies as st
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, find_clip_bounds, read_values
 
 
 @st.composite
@@ -42,6 +42,11 @@ def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=
     advantages[torch.rand(rows, generator=generator) < zero_advantage] = 0
     mask = torch.rand(rows, columns, generator=generator) >= masked
     return old.to(dtype), log_prob.to(dtype), advantages.to(dtype), mask
+
+
+def values_found(*batch_and_config, **settings):
+    """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
+    return read_values(*find_clip_bounds(*batch_and_config, **settings))
 
 
 def same_bits(a, b):

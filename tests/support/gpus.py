@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import struct
 from types import SimpleNamespace
 
 from recipe.bapo.checks import machine, size
@@ -11,6 +12,7 @@ from recipe.bapo.checks import machine, size
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
     "1.5B": (1536, 28, 8960, 12, 2, 151936, True),
+    "3B": (3072, 28, 8192, 24, 8, 128256, True),
     "7B": (3584, 28, 18944, 28, 4, 152064, False),
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
@@ -32,7 +34,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine, "why_no_flash_attn", lambda: None)
     monkeypatch.setattr(machine, "version_of", lambda *names: f"{names[0]} {machine.VERL}")
     monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * machine.GIB))
     monkeypatch.setattr(size, "CGROUP_LIMITS", ())
@@ -40,7 +42,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
 
 
 def write_model(task, folder, name):
-    """A folder with the config of such a Qwen2 and the task's tokenizer, and no weights."""
+    """A folder with the config of such a Qwen2, the task's tokenizer and one of its weights."""
     hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
     if not folder.exists():
         shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -50,4 +52,9 @@ def write_model(task, folder, name):
     config |= {"tie_word_embeddings": tied, "max_position_embeddings": 131072}
     config = {key: value for key, value in config.items() if key not in ("head_dim", "layer_types")}
     (folder / "config.json").write_text(json.dumps(config))
+    # A header without weights behind it: the file is sparse.
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [hidden], "data_offsets": [0, 4 * hidden]}})
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header.encode())
+        file.truncate(8 + len(header) + 4 * hidden)
     return folder

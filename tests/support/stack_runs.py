@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from recipe.bapo.records.leftovers import remove
+from recipe.bapo.launch.cleanup import remove
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"

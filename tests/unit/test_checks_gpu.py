@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model, write_nvidia_smi
 
-from recipe.bapo.checks import Concern, __main__, machine, other_runs, size, table
+from recipe.bapo.checks import Concern, __main__, machine, size, table
 from recipe.bapo.checks import config as checks
+from recipe.bapo.launch import locks
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -86,7 +87,7 @@ def test_no_gpu_is_a_warning_only_where_the_run_joins_a_cluster(config, monkeypa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ValueError, match="no GPU here, and the run needs 8"):
         machine.check_devices(config())
-    with pytest.raises(Concern, match="each node of the cluster needs 8"):
+    with pytest.raises(Concern, match="the cluster needs 8 a node to train on 2 nodes"):
         machine.check_devices(config(changes={"trainer.nnodes": 2}))
 
 
@@ -115,7 +116,7 @@ def test_a_config_that_cannot_be_composed_is_the_only_line(monkeypatch, task, ca
         (["staleness=7"], "staleness"),
         (["trainer.no_such_key=1"], "no_such_key"),
         (circle, "Recursive interpolation"),
-        (["trainer.project_name='${foo'"], "full_key: trainer.project_name"),
+        (["trainer.project_name='${foo'"], "trainer.project_name"),
     ):
         monkeypatch.setattr(sys, "argv", ["checks", "--json", "--config-dir", str(ROOT / "configs"), *base, *overrides])
         assert __main__.main() == 1
@@ -128,7 +129,7 @@ def test_too_few_visible_gpus_are_named(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="asks for 8 GPUs, and there are 2 .CUDA_VISIBLE_DEVICES=2,5."):
+    with pytest.raises(ValueError, match="this node has 2 GPUs .CUDA_VISIBLE_DEVICES=2,5., and the config asks for 8"):
         machine.check_devices(config())
 
 
@@ -138,14 +139,54 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted)
         assert machine.check_devices(config(changes=changes)).startswith(f"{wanted} x NVIDIA H100")
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted - 1)
-        with pytest.raises(ValueError, match=f"asks for {wanted} GPUs, and there are {wanted - 1}"):
+        with pytest.raises(ValueError, match=f"this node has {wanted - 1} GPUs"):
             machine.check_devices(config(changes=changes))
+
+
+def test_in_a_cluster_each_pool_has_nodes_of_its_own(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path)
+    apart = {**SEPARATE, f"{ROLLOUT}.n_gpus_per_node": 8}
+    with pytest.raises(ValueError, match="n_gpus_per_node .GPUS_PER_NODE.=8 and .*n_gpus_per_node .ROLLOUT.*=8 is not"):
+        machine.check_devices(config(changes=apart))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    text = machine.check_devices(config(changes=apart))
+    assert text.endswith("8 a node to train on 1 node and 8 a node to sample on 1 node")
+    with pytest.raises(ValueError, match="^actor_rollout_ref.rollout.n_gpus_per_node .ROLLOUT_GPUS_PER_NODE.=9 is not"):
+        machine.check_devices(config(changes={**apart, f"{ROLLOUT}.n_gpus_per_node": 9}))
 
 
 def test_a_containers_64_megabytes_of_shared_memory_fail_on_gpus(config, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: type("", (), {"free": 64 << 20}))
     with pytest.raises(ValueError, match="/dev/shm has 0.06 GiB free, and NCCL and vLLM need it: docker run --shm-si"):
         machine.check_shared_memory(config())
+
+
+def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="cannot be imported .undefined symbol.*platform=gpu_without_flash_attn"):
+        machine.check_flash_attn(config())
+
+
+def test_a_c_compiler_and_pythons_headers_are_looked_for(config, monkeypatch, tmp_path):
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh")
+    compiler.chmod(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ValueError, match="Python.h does not exist.* install this Python's headers .python3"):
+        machine.check_compiler(config())
+    (tmp_path / "Python.h").touch()
+    assert machine.check_compiler(config()) == f"{compiler}, {tmp_path}/Python.h"
+    monkeypatch.setenv("CC", "no-such-cc")
+    with pytest.raises(ValueError, match="no C compiler here .CC=no-such-cc.*install gcc, or set CC"):
+        machine.check_compiler(config())
+    monkeypatch.delenv("CC")
+    compiler.unlink()
+    with pytest.raises(ValueError, match="no C compiler here .gcc or clang."):
+        machine.check_compiler(config())
+    assert machine.check_compiler(config(changes={"trainer.device": "cpu"})) == "not used on a CPU"
 
 
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
@@ -156,7 +197,7 @@ def test_sequence_parallelism_without_flash_attention_is_refused_by_name(config,
 
 
 def test_without_flash_attn_the_platform_for_it_is_named(config, monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "why_no_flash_attn", lambda: "not installed")
     with pytest.raises(ValueError, match="flash_attention_2 needs it: set platform=gpu_without_flash_attn"):
         machine.check_flash_attn(config())
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
@@ -353,6 +394,14 @@ def test_what_gradient_checkpointing_keeps(config):
     assert size.phases_of_a_gpu(chosen, model, 0.0)["update"]["activations"] == 0.5
 
 
+def test_the_backward_of_a_layer_counts_where_it_is_more_than_the_logits(config):
+    for vocabulary, larger in ((1 << 10, "the backward of a layer"), (1 << 20, "logits")):
+        model = size.Model(0, 0, 4, 1024, vocabulary, False, feed_forward=1 << 14)
+        update = size.phases_of_a_gpu(config(), model, 0.0)["update"]
+        assert larger in update and len({"logits", "the backward of a layer"} & update.keys()) == 1
+    assert size.layer_of(size.Model(0, 0, 0, 1024, 1 << 18, False, 1 << 14), 1 << 15) == 9 + 1
+
+
 def test_tokens_of_a_micro_batch(config):
     lengths = {"data.max_prompt_length": 100, "data.max_response_length": 500}
     dynamic = {f"{ACTOR}.ppo_max_token_len_per_gpu": 7000, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9000}
@@ -365,15 +414,20 @@ def test_tokens_of_a_micro_batch(config):
     assert size.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
 
 
+CHUNKS = {f"{ACTOR}.entropy_from_logits_with_chunking": True, f"{ACTOR}.entropy_checkpointing": True}
+CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
+
+
 @pytest.mark.parametrize(
     "changes, update, log_probs",
     [
-        ({}, 2, 3),
-        ({f"{ROLLOUT}.temperature": 0.6}, 3, 4),
-        ({f"{ACTOR}.calculate_entropy": True}, 4, 3),
-        ({f"{ACTOR}.calculate_entropy": True, f"{ACTOR}.entropy_checkpointing": True}, 2, 3),
-        ({f"{ACTOR}.calculate_entropy": True, f"{ACTOR}.entropy_from_logits_with_chunking": True}, 2, 1),
-        ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 3),
+        ({}, 1, 5),  # the gradient takes the place of the logits
+        ({f"{ROLLOUT}.temperature": 0.6}, 2, 6),
+        ({f"{ACTOR}.calculate_entropy": True}, 5, 5),
+        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS}, 2, 1.75),  # 64 of 512 tokens: three float32 planes of them
+        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
+        ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
+        ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
         ({"actor_rollout_ref.model.use_fused_kernels": True}, 0, 0),
     ],
 )
@@ -448,8 +502,8 @@ def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))
 def test_every_shipped_config_gives_a_full_table_on_eight_gpus(task, models, monkeypatch, tmp_path, name):
     pretend_gpus(monkeypatch, tmp_path)
-    monkeypatch.setattr(other_runs, "SOCKETS", tmp_path)  # whatever else runs on this machine
-    monkeypatch.setattr(other_runs, "FIRST_JOB", "a test's")
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setattr(checks.CheckpointEngineRegistry, "get", lambda backend: backend)  # nccl's needs CUDA
     large, separate = name.endswith("32b"), name == "separate_async"
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
@@ -457,10 +511,12 @@ def test_every_shipped_config_gives_a_full_table_on_eight_gpus(task, models, mon
         monkeypatch.setenv(variable, str(file))
     monkeypatch.setenv("TEST_FILE", f"{task}/test.parquet")
     nodes = [f"trainer.nnodes={8 if large else 1}", f"trainer.n_gpus_per_node={4 if separate else 8}"]
-    chosen = compose_in_groups(f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run", *nodes)
+    reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # of the task's data
+    groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
+    chosen = compose_in_groups(*groups, *reward, *nodes)
     OmegaConf.resolve(chosen)
     lines = {line.name: line for line in table.run(chosen)}
-    assert list(lines) == [check for check, _ in (*table.CHECKS, *table.CHECKS_OF_THE_MODEL)]
+    assert list(lines) == [check for check, _ in (*table.FIRST, *table.CHECKS, *table.CHECKS_OF_THE_MODEL, *table.LAST)]
     unusual = {line for line in lines if lines[line].status != "ok"}
     # Half of the GPUs of the node train: 7 billion weights just fit. The paper has no dual clip.
     bypassed = chosen.algorithm.rollout_correction.bypass_mode and name.startswith("paper_")

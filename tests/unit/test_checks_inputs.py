@@ -9,8 +9,15 @@ import pytest
 import torch
 from support.configs import composed
 
-from recipe.bapo.checks.inputs import check_checkpoint, check_model, check_train_data, tokenizer_of
+from recipe.bapo.checks.inputs import check_checkpoint, check_files
+from recipe.bapo.checks.model import check_model, check_tokenizer, model_of
 from recipe.bapo.main_bapo import choose_cluster
+
+
+def check_train_data(config):
+    """What is said of the training data, for any number of rows."""
+    config.data.train_batch_size = 1
+    return check_files(config)
 
 
 def row(**changes):
@@ -68,7 +75,7 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
     config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
-    assert check_train_data(config) == "2 rows"
+    assert check_train_data(config).startswith("rows: 2 to train")
 
 
 def test_a_prompt_may_just_fill_the_length(task, tmp_path):
@@ -82,9 +89,9 @@ def test_a_prompt_may_just_fill_the_length(task, tmp_path):
     def config(*overrides):
         return composed(task, f"data.train_files={path}", f"actor_rollout_ref.model.path={model}", *overrides)
 
-    text = tokenizer_of(config()).apply_chat_template(messages, tokenize=False)
-    length = len(tokenizer_of(config()).encode(text + "777"))
-    assert check_train_data(config(f"data.max_prompt_length={length}")) == "1 rows"
+    text = model_of(config()).tokenizer.apply_chat_template(messages, tokenize=False)
+    length = len(model_of(config()).tokenizer.encode(text + "777"))
+    assert check_train_data(config(f"data.max_prompt_length={length}")).startswith("rows: 1 to train")
     with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens, and data.max_prompt_length"):
         check_train_data(config(f"data.max_prompt_length={length - 1}"))
 
@@ -92,13 +99,15 @@ def test_a_prompt_may_just_fill_the_length(task, tmp_path):
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(reward_model={"style": "model", "ground_truth": None})]).to_parquet(path)
-    assert check_train_data(composed(task, f"data.train_files={path}")) == "1 rows"
+    assert check_train_data(composed(task, f"data.train_files={path}")).startswith("rows: 1 to train")
 
 
 def test_the_prompts_column_is_the_configs(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row()]).rename(columns={"prompt": "question"}).to_parquet(path)
-    assert check_train_data(composed(task, f"data.train_files={path}", "data.prompt_key=question")) == "1 rows"
+    assert check_train_data(
+        composed(task, f"data.train_files={path}", f"data.val_files={path}", "data.prompt_key=question")
+    ).startswith("rows: 1 to train")
     with pytest.raises(ValueError, match="lacks the columns .'prompt'."):
         check_train_data(composed(task, f"data.train_files={path}"))
 
@@ -107,7 +116,7 @@ def test_repeated_prompts_are_counted(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row()] * 3).to_parquet(path)
     text = check_train_data(composed(task, f"data.train_files={path}"))
-    assert text == "3 rows, 2 of them with a prompt that was there before"
+    assert text.endswith("; 2 to train have a prompt that was there before")
 
 
 def test_a_file_of_which_the_middle_is_gone_is_named(task, tmp_path):
@@ -242,13 +251,13 @@ def test_a_tokenizer_without_an_end_or_a_template_is_named(task, model):
 def test_the_vocabulary_may_just_hold_the_tokens(task, model):
     folder, change = model
     config = composed(task, f"actor_rollout_ref.model.path={folder}")
-    tokenizer = tokenizer_of(config)
+    tokenizer = model_of(config).tokenizer
     tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
     change("config.json", vocab_size=tokens)
-    check_model(config)
+    check_tokenizer(config, model_of(config))
     change("config.json", vocab_size=tokens - 1)
     with pytest.raises(ValueError, match=f"uses token {tokens - 1}, and the model's vocabulary ends at {tokens - 2}"):
-        check_model(config)
+        check_tokenizer(config, model_of(config))
 
 
 def test_a_response_may_just_fill_the_positions(task):

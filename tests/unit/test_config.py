@@ -8,7 +8,7 @@ from bapo import BAPOConfig
 
 def test_the_defaults_make_52_candidates():
     config = BAPOConfig()
-    assert config.upper_steps == 36 and config.lower_steps == 15
+    assert config.upper.steps == 36 and config.lower.steps == 15 and not config.fixed
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,12 @@ def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
 
 def test_start_equal_to_max_fixes_a_bound():
     config = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
-    assert config.upper_steps == 0 and config.lower_steps == 0
+    assert config.lower.fixed and config.upper.fixed and config.fixed
+    assert config.lower.points().tolist() == [0.8] and config.upper.points().tolist() == [1.28]
+    one = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8)
+    assert one.lower.fixed and not one.upper.fixed and not one.fixed
 
 
 def test_the_last_step_ends_at_the_maximum_when_the_width_is_no_multiple():
     config = BAPOConfig(ratio_upper_start=1.2, ratio_upper_max=1.5, ratio_upper_step=0.2)
-    assert config.upper_steps == 2
+    assert config.upper.steps == 2 and config.upper.points().tolist() == [1.2, 1.2 + 0.2, 1.5]

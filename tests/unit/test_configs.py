@@ -91,23 +91,51 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
     assert config.trainer.experiment_name.startswith(name)
 
 
+def documented_methods():
+    """The table of methods in the documents: the switches of each by its name."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    header = (
+        "| `method=` | target | `c_low` | `c_high` | `contribution` | `token_weight` | `search_order` | `bound_scope` |"
+    )
+    rows = text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
+    found = {}
+    for row in rows:
+        name, target, lower, upper, *others = (cell.strip().strip("`") for cell in row.strip("|").split("|"))
+        found[name] = {"positive_contribution_target": float(target)}
+        for side, cell in (("lower", lower), ("upper", upper)):
+            start, *rest = re.findall(r"[\d.]+", cell)
+            maximum, step = rest if rest else (start, None)
+            found[name] |= {f"ratio_{side}_start": float(start), f"ratio_{side}_max": float(maximum)}
+            if step is not None:
+                found[name][f"ratio_{side}_step"] = float(step)
+        found[name] |= dict(zip(("contribution", "token_weight", "search_order", "bound_scope"), others, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_composes(method):
-    loss = check(compose_in_groups("experiment=example", "size=gpu", f"method={method}"))
-    if method in FIXED:
-        assert (loss.ratio_lower_start, loss.ratio_upper_start) == FIXED[method]
-        assert (loss.ratio_lower_max, loss.ratio_upper_max) == FIXED[method]
+def test_a_method_is_what_the_table_says_under_every_size(method, size):
+    loss = check(compose_in_groups("experiment=example", f"size={size}", f"method={method}"))
+    documented = documented_methods()[method]
+    found = {name: getattr(loss, name) for name in documented}
+    found["positive_contribution_target"] = round(found["positive_contribution_target"], 4)
+    assert found == documented
 
 
-FIXED = {"grpo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "widest": (0.9, 3.0)}
-FIXED |= {"low_only": (0.9, 1.2), "high_only": (0.8, 3.0), "figure7_low": (0.5, 1.2), "figure7_high": (0.8, 1.5)}
-
-
-def test_methods_differ_in_switches_of_the_search_alone():
+def test_methods_set_switches_of_the_search_alone_and_all_of_them():
+    assert documented_methods().keys() == set(METHODS)
+    switches = {*BAPOConfig.__dataclass_fields__, "loss_mode"}
     for method in METHODS:
         text = (ROOT / f"configs/method/{method}.yaml").read_text()
         assert text.startswith("# @package actor_rollout_ref.actor.policy_loss\n")
-        assert set(OmegaConf.create(text)) <= {*BAPOConfig.__dataclass_fields__, "loss_mode"}
+        shown = set(OmegaConf.create(text))
+        assert shown == switches if method == "bapo" else shown <= {*switches, "defaults"}
+
+
+def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
+    on_cpu, on_gpu = (check(compose_in_groups("experiment=example", f"size={size}")) for size in ("cpu_example", "gpu"))
+    assert replace(on_cpu, bounds_record_dir=None) == loss_of("cpu_example")
+    assert on_gpu == loss_of("bapo") == loss_of("paper") == BAPOPolicyLossConfig()
 
 
 def test_another_method_on_the_command_line_wins_over_the_experiments():

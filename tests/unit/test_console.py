@@ -4,7 +4,7 @@
 import json
 import re
 
-from recipe.bapo.launch.console import first_error, step_line, summary
+from recipe.bapo.launch.console import evaluation, first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics
 
@@ -62,9 +62,9 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert "10 steps, mean of the first and the last 2" in text
     assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
     told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.M))
-    assert told["updates that met the target as they came"] == "50%"
-    assert told["updates that met it with moved bounds"] == "30%"  # the rest
-    assert told["updates that missed it at the widest bounds"] == "20%"
+    assert told["updates with the target already met"] == "50%"
+    assert told["updates with the target met by moving bounds"] == "30%"  # the rest
+    assert told["updates with the target out of reach"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 before, 0.500 after the search"
 
 
@@ -91,3 +91,22 @@ ValueError: not a worker's
     log = f"{of_vllm}    raise RuntimeError('no room')\n{of_vllm}RuntimeError: no room for these weights\n"
     assert first_error(log) == "RuntimeError: no room for these weights (vLLMHttpServer)"
     assert first_error("nothing went wrong") is None
+
+
+def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path):
+    metrics = {
+        "val-core/aime_2024/acc/mean@16": 0.25,
+        "val-aux/aime_2024/acc/std@16": 0.4,
+        "val-aux/aime_2024/reward/mean@16": -0.5,  # not the core variable
+        "val-core/aime_2024/acc/best@16/mean": 0.6,
+        "val-core/a/b/reward/mean@1": 0.5,  # a source with a slash, one response: no spread
+    }
+    (tmp_path / "metrics.1.jsonl").write_text(record(9, **{"val-core/old/acc/mean@16": 1.0}))  # an earlier run's
+    (tmp_path / "metrics.jsonl").write_text(record(0, **metrics))
+    rows = [line.split() for line in evaluation(tmp_path).splitlines()]
+    assert rows[:3] == [
+        ["data", "source", "n", "mean@n", "std@n"],
+        ["aime_2024", "16", "0.2500", "0.4000"],
+        ["a/b", "1", "0.5000", "-"],
+    ]
+    assert len(rows) == 5

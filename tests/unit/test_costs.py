@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
+from support.actor import actor_config
 from support.costs import PeakMemory, counted
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import actor_config, make_batch, measure_all, table
+from scripts.benchmark.loss import bounds_for, make_batch, measure_all, table
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 
@@ -22,11 +23,11 @@ CONFIGS = [
 
 
 def search_and_loss(old, log_prob, advantages, mask, config):
-    bounds = find_clip_bounds(old, log_prob, advantages, mask, config, clip_ratio_c=3.0)
+    bounds, diagnostics = find_clip_bounds(old, log_prob, advantages, mask, config, clip_ratio_c=3.0)
     leaf = log_prob.detach().requires_grad_()
     loss = clipped_surrogate_loss(old, leaf, advantages, mask, bounds.low, bounds.high, 3.0, torch.ones_like(old)).loss
     loss.backward()
-    return bounds, loss
+    return bounds, diagnostics, loss
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -35,9 +36,14 @@ def test_the_search_and_the_loss_never_read_the_host(config, dtype):
     # Fake tensors have no values: whatever needs one on the host, such as item() or a boolean mask, raises.
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         batch = [torch.empty(4, 1000, dtype=kind) for kind in (dtype, dtype, dtype, torch.bool)]
-        bounds, loss = search_and_loss(*batch, config)
-        assert all(value.fake_mode is mode for value in vars(bounds).values())
-        for read in (loss.item, bounds.read, lambda: batch[0][batch[3]], lambda: bool(loss > 0)):
+        bounds, diagnostics, loss = search_and_loss(*batch, config)
+        assert all(value.fake_mode is mode for found in (bounds, diagnostics) for value in vars(found).values())
+        for read in (
+            loss.item,
+            lambda: read_values(bounds, diagnostics),
+            lambda: batch[0][batch[3]],
+            lambda: bool(loss > 0),
+        ):
             with pytest.raises((DataDependentOutputException, Exception)) as raised:
                 read()
             assert "data" in str(raised.type).lower() or "dynamic" in str(raised.type).lower()
@@ -47,15 +53,15 @@ def test_a_call_costs_one_host_read_and_vanilla_three():
     batch = make_batch(4, 100, torch.float32, "cpu")
     for loss_fn, policy_loss, reads in (
         (compute_policy_loss_vanilla, PolicyLossConfig(), 3),
-        (compute_policy_loss_bapo, BAPOPolicyLossConfig(bound_scope="micro_batch"), 1),
+        (compute_policy_loss_bapo, BAPOPolicyLossConfig(), 1),
     ):
-        with counted() as counts:
+        with counted() as counts, bounds_for(policy_loss, batch):
             loss_fn(*batch, "token-mean", actor_config(policy_loss))
         assert counts == {"collectives": 0, "host_reads": reads}
 
 
 def test_the_memory_beyond_the_inputs():
-    batch = make_batch(64, 4096, torch.float32, "cpu")
+    batch = make_batch(128, 4096, torch.float32, "cpu")
     plane = batch[0].nbytes
     with PeakMemory() as search:
         find_clip_bounds(*batch, BAPOConfig(), clip_ratio_c=3.0)
@@ -63,12 +69,12 @@ def test_the_memory_beyond_the_inputs():
 
     def peak_of(loss_fn, policy_loss):
         leaf = batch[1].detach().requires_grad_()
-        with PeakMemory() as memory:
+        with PeakMemory() as memory, bounds_for(policy_loss, batch):
             loss_fn(batch[0], leaf, *batch[2:], "token-mean", actor_config(policy_loss))[0].backward()
         return memory.peak
 
     vanilla = peak_of(compute_policy_loss_vanilla, PolicyLossConfig())
-    assert peak_of(compute_policy_loss_bapo, BAPOPolicyLossConfig(bound_scope="micro_batch")) <= vanilla
+    assert peak_of(compute_policy_loss_bapo, BAPOPolicyLossConfig()) <= vanilla
 
 
 def test_the_benchmark_compares_with_vanilla():

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.batches import make_batch
+from support.batches import make_batch, values_found
 
-from bapo import BAPOConfig, collect_clip_statistics, find_clip_bounds
+from bapo import BAPOConfig, collect_clip_statistics
 
 CONFIGS = [
     BAPOConfig(positive_contribution_target=0.45),
@@ -27,19 +27,24 @@ def bounds_of_rank(rank, size, folder):
             rows = slice(sum(split[:rank]), sum(split[: rank + 1]))
             part = [tensor[rows] for tensor in make_batch(seed, rows=8)]
             for config in CONFIGS:
-                bounds = find_clip_bounds(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
-                found.append([value.hex() for value in bounds.read().values()])
+                values = values_found(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
+                found.append([value.hex() for value in values.values()])
     # A rank's own statistics stay its own.
     own = collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0])
-    before = own.vector.clone()
+    before = [tensor.clone() for tensor in own.tensors]
     total = own.all_reduce(dist.group.WORLD)
-    assert torch.equal(own.vector, before) and (size == 1 or not torch.equal(total.vector, before))
+    assert all(map(torch.equal, own.tensors, before))
+    # The total of every sum is that of all ranks, added up here from their batches.
+    of_ranks = [collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0]) for rank in range(size)]
+    expected = sum(of_ranks[1:], start=of_ranks[0])
+    for reduced, added in zip(total.tensors, expected.tensors, strict=True):
+        torch.testing.assert_close(reduced, added, rtol=1e-12, atol=0)
     # One rank's bad data is every rank's error.
     part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
     if rank == size - 1:
-        part[1][0, 0] = float("nan")
+        part[0][0, :3] = part[1][0, 3] = part[2][0, 4:6] = float("nan")
     try:
-        find_clip_bounds(*part, CONFIGS[0], process_group=dist.group.WORLD).read()
+        values_found(*part, CONFIGS[0], process_group=dist.group.WORLD)
         error = None
     except ValueError as raised:
         error = str(raised)
@@ -53,13 +58,13 @@ def test_every_rank_holds_the_bounds_of_one_process(size, tmp_path):
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     assert all(rank == ranks[0] for rank in ranks)
     found, error = ranks[0]
-    assert "1 in log_prob." in error
+    assert "3 in old_log_prob, 1 in log_prob, 2 in advantages." in error
 
     alone = iter(found)
     for seed in SEEDS:
         for _ in SPLITS[size]:
             for config in CONFIGS:
-                expected = find_clip_bounds(*make_batch(seed, rows=8), config, clip_ratio_c=3.0).read()
+                expected = values_found(*make_batch(seed, rows=8), config, clip_ratio_c=3.0)
                 low, high, *rest = next(alone)
                 assert (low, high) == (expected["low"].hex(), expected["high"].hex())
                 others = [float.fromhex(value) for value in rest]

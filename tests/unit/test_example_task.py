@@ -114,24 +114,3 @@ def test_the_bounds_do_their_work_in_the_seeds_and_all_of_them_learn(seeds):
     assert ways["at_once"] > 0 and ways["on_the_way"] >= 1 / 8 and 0 < ways["out_of_reach"] <= 1 / 3
     assert sum(row["lift"] for row in seeds) / len(seeds) >= 0.01
     assert min(row["final_reward"] - row["rewards"][0] for row in seeds) > 0.1
-
-
-def test_the_readme_says_what_the_seeds_show(seeds):
-    text = (ROOT / "README.md").read_text()
-
-    def mean(name):
-        return sum(row[name] for row in seeds) / len(seeds)
-
-    last, first = [row["final_reward"] for row in seeds], sum(row["rewards"][0] for row in seeds) / len(seeds)
-    learned = f"{first:.3f}  ->    {mean('final_reward'):.3f}     ({min(last):.2f} to {max(last):.2f} at the end)"
-    target = seeds[0]["switches"]["positive_contribution_target"]
-    rho = f"{mean('rho_start'):.3f} before, {mean('rho_start') + mean('lift'):.3f} after the search (target {target:g})"
-    rows = {
-        "training reward, first step and end": learned,
-        "updates that met the target as they came": f"{mean('at_once'):.0%}",
-        "updates that met it with moved bounds": f"{mean('on_the_way'):.0%}",
-        "updates that missed it at the widest bounds": f"{mean('out_of_reach'):.0%}",
-        "positive contribution (rho)": rho,
-    }
-    for name, value in rows.items():
-        assert re.search(f"{re.escape(name)} +{re.escape(value)}\n", text), name

@@ -1,31 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check.sh without a GPU: the rehearsal of its first stage, and that it sees what is wrong."""
+"""scripts/gpu_check.sh and tests/gpu without a GPU: the first stage rehearsed, and that they see what is wrong."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
-import torch
+import pytest
+from support import gpu_update
+from support.configs import compose_in_groups
 
-from bapo import BAPOConfig
-from scripts.gpu_check import one_update, torch_alone
-from scripts.gpu_check.table import Table, main
+from recipe.bapo.checks import config as checks
 
 ROOT = Path(__file__).parents[2]
 
 
-def call(*arguments, folder, gpus=0, **environment):
-    """The script on a machine whose ``nvidia-smi`` lists ``gpus``."""
+def environment_of(folder, gpus=0, **variables):
+    """Of a machine whose ``nvidia-smi`` lists ``gpus``."""
     tool = folder / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + 'echo "GPU 0: NVIDIA H100"\n' * gpus)
     tool.chmod(0o755)
-    given = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "BAPO_VENV": sys.prefix, **environment}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "BAPO_VENV": sys.prefix, **variables}
+
+
+def call(*arguments, folder, gpus=0, **variables):
     command = ["bash", "scripts/gpu_check.sh", "--out", str(folder / "out"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=600)
+    environment = environment_of(folder, gpus, **variables)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def report_of(folder):
+    return [json.loads(line) for line in (folder / "out" / "report.jsonl").read_text().splitlines()]
 
 
 def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
@@ -39,53 +49,89 @@ def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
 
 def test_the_first_stage_rehearsed(tmp_path):
     done = call("--rehearse", "1", folder=tmp_path)
-    assert done.returncode == 0 and "nothing here was run on a GPU" in done.stdout, done.stderr
-    found = json.loads((tmp_path / "out" / "stage1.json").read_text())
-    assert found["rehearsal"] and found["stage"] == "1" and found["commit"] and found["date"]
-    assert {row["ok"] for row in found["rows"]} == {True, None} and len(found["rows"]) > 10
-    assert f"| {found['rows'][1]['what']} |" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    machine, *tests = report_of(tmp_path)
+    assert machine["rehearsal"] and machine["commit"] and machine["torch"]
+    assert {test["outcome"] for test in tests} == {"passed", "skipped"} and len(tests) > 8
+    assert any("search and loss in multiples of vanilla" in test.get("told", {}) for test in tests)
+    assert "<testsuite " in (tmp_path / "out" / "junit.xml").read_text()
 
 
-def test_the_first_stage_needs_torch_alone():
+def test_pytest_alone_skips_with_the_reason():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "tests/gpu/test_1_torch.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and re.search(r"SKIPPED .* no GPU that torch \S+ .* can use", done.stdout), done.stdout
+
+
+def test_the_first_stage_needs_torch_and_pytest_alone():
     code = (
-        "import sys; from scripts.gpu_check import torch_alone; "
-        "print([name for name in ('verl', 'ray', 'hydra', 'tensordict', 'pandas') if name in sys.modules])"
+        "import runpy, sys; sys.path.insert(0, '.'); runpy.run_path('tests/gpu/conftest.py'); "
+        "runpy.run_path('tests/gpu/test_1_torch.py'); "
+        "print([name for name in ('verl', 'ray', 'hydra', 'tensordict', 'hypothesis') if name in sys.modules])"
     )
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
 
 
-def test_a_wrong_bound_and_a_wrong_gradient_are_seen(monkeypatch, capsys):
-    right, calls = torch_alone.search, []
+FAILS_AND_HANGS = """
+import os, time
 
-    def wrong_every_other_time(batch, config=None):
-        calls.append(batch)
-        return right(batch, config if len(calls) % 2 else BAPOConfig(positive_contribution_target=0.01))
+def test_one(tell):
+    tell("what", 1.5)
 
-    monkeypatch.setattr(torch_alone, "search", wrong_every_other_time)
-    assert main("1", [torch_alone.the_bounds_are_those_of_the_cpu], ["--rehearse"]) == 1
-    gradients = []
+def test_two(device):
+    raise RuntimeError("an illegal memory access")
 
-    def wrong_gradient(batch, low, high):
-        gradients.append(batch[1] * (1 + 0.1 * len(gradients)))
-        return torch.zeros(()), gradients[-1]
-
-    monkeypatch.setattr(torch_alone, "loss_and_gradient", wrong_gradient)
-    assert main("1", [torch_alone.the_loss_and_its_gradient_are_those_of_the_cpu], ["--rehearse"]) == 1
-    assert capsys.readouterr().out.count("| NO |") >= 4
+def test_three():
+    time.sleep(600)
+"""
 
 
-def test_a_check_that_raises_fails_and_the_others_run(tmp_path):
-    def breaks(table):
-        raise RuntimeError("an illegal memory access")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_loses_nothing_that_was_seen(tmp_path, end):
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
+    (folder / "test_it.py").write_text(FAILS_AND_HANGS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a test's\n")
+    report = tmp_path / "out" / "report.jsonl"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--rehearse", "--report", str(report)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (report.exists() and len(report.read_text().splitlines()) == 3):
+        time.sleep(0.1)
+    process.send_signal(end)
+    process.wait(60)
+    _, one, two = report_of(tmp_path)
+    assert one["outcome"] == "passed" and one["told"] == {"what": 1.5}
+    assert two["outcome"] == "failed" and "an illegal memory access" in two["why"]
 
-    def tells(table):
-        table.tell("after it", "told")
 
-    assert main("1", [breaks, tells], ["--rehearse", "--json", str(tmp_path / "table.json")]) == 1
-    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert rows[-2]["seen"] == "RuntimeError: an illegal memory access" and rows[-2]["ok"] is False
-    assert rows[-1]["what"] == "after it"
+def test_a_wrong_bound_and_a_wrong_gradient_are_seen(tmp_path):
+    """The first stage on a search and on a loss that are off every other time."""
+    text = (ROOT / "tests/gpu/test_1_torch.py").read_text()
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
+    wrong = (
+        "\ncalls, right_search, right_loss = [], search, loss_and_gradient\n"
+        "def search(batch, config=None):\n"
+        "    calls.append(1)\n"
+        "    return right_search(batch, config if len(calls) % 2 else BAPOConfig(positive_contribution_target=0.01))\n"
+        "def loss_and_gradient(batch, low, high):\n"
+        "    calls.append(1)\n"
+        "    loss, gradient = right_loss(batch, low, high)\n"
+        "    return loss, gradient * (1 + 0.1 * (len(calls) % 2))\n"
+    )
+    (folder / "test_it.py").write_text(text + wrong)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers = gpu: a test's\npythonpath = {ROOT}\n")
+    report = tmp_path / "out" / "report.jsonl"
+    chosen = "bounds_are_those or gradient_are_those or two_searches"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--rehearse", "--report", str(report), "-k", chosen]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout
+    assert {test["outcome"] for test in report_of(tmp_path)[1:]} == {"failed"}
 
 
 def test_whose_code_waits_for_the_gpu():
@@ -98,7 +144,7 @@ def test_whose_code_waits_for_the_gpu():
     def wait():
         warnings.warn(message, stacklevel=1)
 
-    with one_update.waits(on_gpu=False) as counts:
+    with gpu_update.waits_for_the_gpu(on_gpu=False) as counts:
         for nested in (found["ours"], found["verls"]):
             nested(wait)
         found["verls"](lambda: found["ours"](wait))  # the innermost decides
@@ -107,18 +153,16 @@ def test_whose_code_waits_for_the_gpu():
     assert counts == {"ours": 2, "verl": 1, "other": 1}
 
 
-def test_other_bounds_of_one_rank_are_seen():
-    def seen(low, rho=0.4):
-        line = {"low": low, "high": 1.5, "search_steps": 6, "positive_contribution_start": rho}
-        return {"record": [{name: float(value).hex() for name, value in line.items()}], "waits": {}}
-
-    for ranks, failures in (([seen(0.6)], 0), ([seen(0.6), seen(0.62)], 1), ([seen(0.6, rho=0.45)], 1)):
-        table = Table("2", rehearsal=True)
-        one_update.compare(table, "offload", ranks, {"four micro-batches": [seen(0.6)]}, tolerance=1e-4)
-        assert len(table.failed()) == failures
-    table = Table("2", rehearsal=True)
-    one_update.compare(table, "offload", [{"error": "OutOfMemoryError"}], {}, tolerance=1e-4)
-    assert table.failed()[0]["seen"] == "OutOfMemoryError"
+def test_the_third_stage_starts_on_one_gpu(monkeypatch, task):
+    """verl's default is tensor parallelism 2, and only the CPU platform sets 1."""
+    for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
+        monkeypatch.setenv(name, str(value))
+    text = (ROOT / "tests/gpu/test_3_stack.py").read_text()
+    (setting,) = re.findall(r'"(actor_rollout_ref\.rollout\.tensor_model_parallel_size=\d)"', text)
+    groups = ("experiment=example", "size=cpu", "platform=gpu", "trainer.n_gpus_per_node=1")
+    assert checks.check_parallel(compose_in_groups(*groups, setting))
+    with pytest.raises(ValueError, match="tensor_model_parallel_size"):
+        checks.check_parallel(compose_in_groups(*groups))
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path):
@@ -130,10 +174,10 @@ def test_wheels_are_installed_beside_what_is_there(tmp_path):
     given = {"BAPO_VENV": "", "BAPO_PYTHON": str(python), "CALLS": str(tmp_path / "calls")}
     done = call("--wheels", str(wheels), "2", folder=tmp_path, gpus=1, **given)
     assert done.returncode == 0 and "Not in" in done.stderr and "tensordict" not in done.stderr
-    install, _, stage = (tmp_path / "calls").read_text().splitlines()
+    install, *_, stage = (tmp_path / "calls").read_text().splitlines()
     assert "--no-index --no-deps" in install and f"{wheels}/tensordict-0.10.0-" in install
     target = re.search(r"--target (\S+)", install)[1]
-    assert stage.startswith(target) and "-m scripts.gpu_check.one_update" in stage and not Path(target).exists()
+    assert stage.startswith(target) and stage.endswith("tests/gpu/test_2_worker.py") and not Path(target).exists()
 
 
 def test_the_wheels_of_the_second_stage_are_pinned():
@@ -141,11 +185,3 @@ def test_the_wheels_of_the_second_stage_are_pinned():
     names = re.search(r"^wheels_of_stage_2=\(([^)]*)\)", text, re.M)[1].split()
     pinned = {line.split("==")[0] for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()}
     assert {"verl", "ray", "tensordict", "hydra-core"} <= set(names) <= pinned
-
-
-def test_no_two_settings_of_the_second_stage_are_the_same():
-    groups = {name: overrides for group in ("float32", "fused") for name, overrides in one_update.GROUPS[group].items()}
-    settings = {name: dict(one.split("=", 1) for one in [*one_update.COMMON, *groups[name]]) for name in groups}
-    assert len({tuple(sorted(setting.items())) for setting in settings.values()}) == len(settings)
-    fused = {name for name in settings if settings[name]["actor_rollout_ref.model.use_fused_kernels"] == "true"}
-    assert fused == {"fused kernels"}

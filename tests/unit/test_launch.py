@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.bapo.launch import tree
-from recipe.bapo.launch.__main__ import LONGEST, scratch_folder
+from recipe.bapo.launch import process_tree
+from recipe.bapo.launch.__main__ import MAX_PARENT_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import sys, time
-from recipe.bapo.launch import __main__ as launch, tree
+from recipe.bapo.launch import __main__ as launch, process_tree
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
 {before}
 sys.exit(launch.main([]))
@@ -29,20 +29,20 @@ sys.exit(launch.main([]))
 TRAINING = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-from recipe.bapo.records.messages import tell, wait_to_be_ended
+from recipe.bapo.launch.messages import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
-def train(cluster=False, widest=1.0):
+def train(cluster=False, widest=1.0, run_dir=folder):
     print("ERROR in no worker")
-    watchdog = {"max_silence_s": None, "max_sync_s": 60, "grace_s": 0.5}
+    watchdog = {"max_silence_s": None, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
     start_max = {f"ratio_{side}_{end}": 1.0 for side in ("lower", "upper") for end in ("start", "max")}
     start_max["ratio_upper_max"] = widest
     actor = {"actor": {"policy_loss": {"positive_contribution_target": 0.5, **start_max}}}
-    saved = {"run_dir": str(folder), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
+    saved = {"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer, "actor_rollout_ref": actor}
     config.write_text(json.dumps(saved))
-    tell("training", (str(config), cluster))
-    tell("say", "it trains")
+    send("checked", (str(config), cluster))
+    send("info", "it trains")
 """
 
 
@@ -60,6 +60,7 @@ class Launched:
             [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
             env={**os.environ, "OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -113,7 +114,7 @@ def launch(monkeypatch):
 
 def test_what_is_wrong_with_the_config_is_on_the_console(launch):
     code, out, err = launch(
-        "tell('say', 'Warning: odd')\ntell('error', 'a is bad')\ntell('error', 'b too')\nsys.exit(1)"
+        "send('info', 'Warning: odd')\nsend('error', 'a is bad')\nsend('error', 'b too')\nsys.exit(1)"
     ).end()
     assert code == 1 and out == "Warning: odd\n"
     assert err.startswith("Error: a is bad\nError: b too\nThe whole output: ") and err.endswith("/run/train.log\n")
@@ -125,11 +126,47 @@ def test_where_nobody_said_what_is_wrong_the_end_of_the_log_does(launch):
     assert len(err.splitlines()) <= 8
 
 
+def test_a_library_that_asks_a_question_ends_the_run(launch):
+    """In its own process group training would be stopped when it reads from the terminal."""
+    run = launch("input('Run the custom code of this model? ')")
+    assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
+
+
 def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     (tmp_path / "run").write_text("a file")
     run = Launched(tmp_path, "")
     code, _, err = run.end()
     assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
+
+
+def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_well(launch):
+    began = time.monotonic()
+    code, out, err = launch("train()\nsend('trained')\ntime.sleep(60)").end()
+    assert code == 0 and not err and time.monotonic() - began < 30
+    assert "Training is done, but its process did not end within 2 s (watchdog.max_exit_s): it is killed." in out
+
+
+def test_an_interruption_after_training_is_one(launch):
+    run = launch("train()\nsend('trained')\n(folder / 'up').touch()\ntime.sleep(60)")
+    run.wait_for("up")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_shared_memory_of_a_killed_process_is_removed(launch):
+    code = """
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+(folder / "made").write_text(block.name)
+(folder / "up").touch()
+time.sleep(60)
+"""
+    run = launch(code)
+    run.wait_for("up")
+    block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
+    assert block.exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143 and not block.exists()
 
 
 def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
@@ -151,12 +188,12 @@ def test_bounds_that_could_move_and_do_not_are_worth_a_warning(launch, widest, w
         f"train(widest={widest})\n(folder / 'metrics.jsonl').write_text({records!r} + chr(10))"
     ).end()
     assert code == 0 and not err, err
-    assert ("Warning: 100% of the updates" in out) == warns
+    assert ("Warning: in 100% of the updates" in out) == warns
 
 
 def test_a_failure_is_named_with_the_first_error_of_the_log_and_the_way_on(launch):
     log = "(WorkerDict pid=7) RuntimeError: no room"
-    run = launch(f"train()\nprint({log!r})\ntell('error', 'RayTaskError: failed')\nwait_to_be_ended()")
+    run = launch(f"train()\nprint({log!r})\nsend('error', 'RayTaskError: failed')\nwait_for_final_check()")
     checkpoints = run.folder / "run" / "checkpoints"
     (checkpoints / "global_step_4").mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
@@ -177,6 +214,62 @@ def test_the_watchdogs_reason_ends_the_run(launch):
     assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
 
 
+def test_a_failure_is_explained_while_training_still_lives(launch):
+    """Ray, of which the watchdog asks what has died, ends with the training process."""
+    before = """
+from recipe.bapo.launch.watchdog import Watchdog
+def find_reason(self):
+    time.sleep(1)
+    lives = any(process.status() != "zombie" for process in process_tree.below())
+    return "a worker has died" if lives else "nobody can be asked"
+Watchdog.should_end, Watchdog.find_reason = lambda self: False, find_reason
+"""
+    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()\nos._exit(1)", before=before).end()
+    assert code == 1 and "Error: Training failed: a worker has died; of Ray. No checkpoint was saved." in err
+
+
+def test_a_console_that_is_gone_does_not_end_the_run(launch):
+    code = """
+train()
+(folder / 'up').touch()
+while not (folder / 'closed').exists():
+    time.sleep(0.05)
+send('info', 'nobody reads this')
+time.sleep(1)
+(folder / 'done').touch()
+time.sleep(0.5)
+sys.exit(1)
+"""
+    run = launch(code)
+    run.wait_for("up")
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    (run.folder / "run" / "closed").touch()
+    assert run.process.wait(60) == 1 and (run.folder / "run" / "done").exists()
+    assert "Traceback" not in run.process.stderr.read() and not run.left()
+
+
+def test_a_terminal_that_hangs_up_changes_neither_clean_up_nor_exit_code(launch):
+    before = """
+def hung_up(self):
+    raise OSError(5, "Input/output error")
+launch.console.StepPrinter.close = hung_up
+"""
+    run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=before)
+    run.wait_for("up")
+    run.process.stderr.close()
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(60) == 129 and not run.left()
+
+
+def test_the_folder_of_the_config_is_followed(launch):
+    record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
+    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
+    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
+    code, out, _ = run.end()
+    assert code == 0 and "step 1/2  reward 0.500" in out and f"Metrics, log and records: {run.folder}/run/other" in out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_ends_the_run(launch, number):
     run = launch("(folder / 'up').touch()\ntime.sleep(60)")
@@ -187,7 +280,7 @@ def test_an_interruption_ends_the_run(launch, number):
 
 
 def test_another_interruption_does_not_break_the_clean_up(launch):
-    slow = "end = tree.end_below\ntree.end_below = lambda: time.sleep(4) or end()"
+    slow = "end = process_tree.end_below\nprocess_tree.end_below = lambda: time.sleep(4) or end()"
     run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=slow)
     run.wait_for("up")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
@@ -208,7 +301,7 @@ def test_sigint_ends_a_run_that_was_started_in_the_background(launch):
 
 def test_nohup_keeps_its_meaning(launch):
     ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-    code = "(folder / 'up').touch()\ntime.sleep(2)\ntell('error', 'of its own')\nsys.exit(1)"
+    code = "(folder / 'up').touch()\ntime.sleep(2)\nsend('error', 'of its own')\nsys.exit(1)"
     run = launch(code, preexec_fn=ignore)
     run.wait_for("up")
     run.process.send_signal(signal.SIGHUP)
@@ -246,8 +339,9 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
-    """It removes what it leaves on other nodes."""
+@pytest.mark.parametrize("interrupt", [os.kill, os.killpg])
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch, interrupt):
+    """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
     code = """
 train(cluster=True)
 (folder / 'up').touch()
@@ -259,22 +353,22 @@ except KeyboardInterrupt:
 """
     run = launch(code)
     run.wait_for("up")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143 and (run.folder / "run" / "clean").exists()
+    interrupt(run.process.pid, signal.SIGINT)
+    assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
 
 
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
-    monkeypatch.setattr(tree, "below", list)
-    monkeypatch.setattr(tree.os, "waitpid", lambda *_: (0, 0))
+    monkeypatch.setattr(process_tree, "below", list)
+    monkeypatch.setattr(process_tree.os, "waitpid", lambda *_: (0, 0))
     began = time.monotonic()
-    tree.end_below(patience=0.5)
+    process_tree.end_below(patience=0.5)
     assert 0.5 <= time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
 def test_rays_sockets_find_room_for_their_names(monkeypatch, capsys, longer, there):
-    parent = tempfile.mkdtemp(prefix="x" * (LONGEST + longer - len("/tmp/") - 8), dir="/tmp")
-    assert len(parent) == LONGEST + longer
+    parent = tempfile.mkdtemp(prefix="x" * (MAX_PARENT_LENGTH + longer - len("/tmp/") - 8), dir="/tmp")
+    assert len(parent) == MAX_PARENT_LENGTH + longer
     monkeypatch.setattr(tempfile, "tempdir", parent)
     with scratch_folder() as scratch:
         assert (Path(scratch).parent == Path(parent)) == there
@@ -286,7 +380,16 @@ def test_rays_sockets_find_room_for_their_names(monkeypatch, capsys, longer, the
 
 @pytest.mark.parametrize("code, kept", [(0, False), (1, True)])
 def test_rays_logs_of_a_failure_are_kept(launch, code, kept):
-    logs = "logs = Path(os.environ['TMPDIR']) / 'ray' / 'session_latest' / 'logs'\nlogs.mkdir(parents=True)\n"
-    run = launch(f"train()\n{logs}(logs / 'gcs_server.out').write_text('a log')\nsys.exit({code})")
+    make_logs = """
+os.umask(0)
+logs = Path(os.environ["TMPDIR"], "ray", "session_latest", "logs")
+(logs / "old").mkdir(parents=True)  # with mode 0777, as Ray makes them
+(logs / "gcs_server.out").write_text("a log")
+"""
+    run = launch(f"train()\n{make_logs}\nsys.exit({code})")
     assert run.end()[0] == code
-    assert (run.folder / "run" / "ray_logs" / "gcs_server.out").exists() == kept
+    copy = run.folder / "run" / "ray_logs"
+    assert (copy / "gcs_server.out").exists() == kept
+    if kept:
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (copy, *copy.iterdir())}
+        assert modes == {"ray_logs": 0o755, "old": 0o755, "gcs_server.out": 0o644}

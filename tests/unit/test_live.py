@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from recipe.bapo.launch.live import WINDOW, StepPrinter, warnings_in
+from recipe.bapo.health import WINDOW, health_warnings
+from recipe.bapo.launch.console import StepPrinter
 
 
 def step(number, **changes):
@@ -29,7 +30,7 @@ QUIET = [step(i) for i in range(1, WINDOW + 1)]
     "history, kinds",
     [
         (QUIET, []),
-        ([step(i, **{"actor/bapo/saturated": 1.0}) for i in range(WINDOW)], ["saturated"]),
+        ([step(i, **{"actor/bapo/saturated": 1.0}) for i in range(WINDOW)], ["out_of_reach"]),
         # Fixed bounds: nothing is searched, so there is no target to miss.
         ([step(i, **{"actor/bapo/saturated": 1.0, "actor/bapo/search_steps": 0.0}) for i in range(WINDOW)], []),
         ([*QUIET[1:], step(11, **{"actor/entropy": 0.4})], ["entropy"]),
@@ -49,33 +50,33 @@ QUIET = [step(i) for i in range(1, WINDOW + 1)]
     ],
 )
 def test_what_deserves_a_look(history, kinds):
-    assert list(warnings_in(history)) == kinds
+    assert list(health_warnings(history)) == kinds
 
 
 def test_a_target_out_of_reach_comes_with_one_that_is_not():
     reached = [0.40, 0.41, 0.42, 0.43, 0.44, 0.448, 0.45, 0.46, 0.47, 0.48]
     missed = {"actor/bapo/saturated": 1.0}
     history = [step(i, **missed, **{"actor/bapo/positive_contribution": rho}) for i, rho in enumerate(reached)]
-    text = warnings_in(history)["saturated"]
+    text = health_warnings(history)["out_of_reach"]
     assert "They reached 0.444: positive_contribution_target=0.44 is in reach" in text  # not rounded up
 
 
-def at_once(number, share=0.96, clipped=0.01):
+def already_met(number, share=0.96, clipped=0.01):
     found = {"met_at_once": share, "positive_contribution_start": 0.441 + number / 1000, "clip_low": 0.6}
     searched = {f"actor/bapo/{name}": value for name, value in {**found, "clip_high": 1.2}.items()}
     return step(number, **searched, **{"actor/pg_clipfrac": clipped})
 
 
 def test_a_target_below_where_rho_comes_in_leaves_the_bounds_at_their_start():
-    text = warnings_in([at_once(i) for i in range(WINDOW)])["at_once"]
-    assert "96% of the updates" in text and "at their start [0.60, 1.20]" in text
-    assert "rho came at 0.446: with positive_contribution_target=0.45 bounds would move" in text  # not rounded down
+    text = health_warnings([already_met(i) for i in range(WINDOW)])["already_met"]
+    assert "in 96% of the updates" in text and "at their start [0.60, 1.20]" in text
+    assert "rho before the search was 0.446: with positive_contribution_target=0.45 bounds" in text  # not rounded down
 
 
 def test_it_is_no_news_where_bounds_move_or_matter_not():
-    assert not warnings_in([at_once(i, share=0.94) for i in range(WINDOW)])
-    assert not warnings_in([at_once(i, clipped=0.0) for i in range(WINDOW)])  # fresh data
-    assert not warnings_in([at_once(i) for i in range(WINDOW)], searches=False)
+    assert not health_warnings([already_met(i, share=0.94) for i in range(WINDOW)])
+    assert not health_warnings([already_met(i, clipped=0.0) for i in range(WINDOW)])  # fresh data
+    assert not health_warnings([already_met(i) for i in range(WINDOW)], bounds_can_move=False)
 
 
 def follow(tmp_path, out, steps):
@@ -96,6 +97,17 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert len([line for line in lines if line.startswith("step ")]) == 25
     # At step 10, and again at step 20.
     assert [i for i, line in enumerate(lines) if line.startswith("Warning: the target was out of reach")] == [10, 21]
+
+
+def test_the_metrics_of_an_earlier_run_are_not_shown(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "data": step(1)}) + "\n")
+    for since, shown in ((path.stat().st_mtime + 1, False), (path.stat().st_mtime, True)):
+        out = io.StringIO()
+        printer = StepPrinter(out, since=since)
+        printer.begin(tmp_path, 2)
+        printer.print_new()
+        assert ("step 1/2" in out.getvalue()) == shown
 
 
 def test_a_progress_bar_in_a_terminal(tmp_path):

@@ -7,9 +7,7 @@ import pytest
 import torch
 from support.batches import make_batch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics
-from bapo.search import search_clip_bounds
-from bapo.statistics import grid
+from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
 
 
 def test_three_tokens_by_hand():
@@ -164,7 +162,7 @@ def test_a_dual_clip_that_is_not_above_1_is_refused():
 
 def test_the_bounds_the_search_tries_are_around_1():
     config = BAPOConfig()
-    assert grid(config, "lower").max() < 1 < grid(config, "upper").min()
+    assert config.lower.points().max() < 1 < config.upper.points().min()
 
 
 def softmax_policy(seed):

@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from support.batches import configs
+from support.batches import configs, values_found
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 
 DUAL_CLIP = 3.0  # verl's default; verl refuses a run without one
 OLD_LOG_PROBS = [0.0, -1e-8, -0.7, -20.0, -1e4]
@@ -40,13 +40,13 @@ def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16))
 @settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(extreme_batches(), configs())
 def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
-    found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP).read()
+    found = values_found(*batch, config, clip_ratio_c=DUAL_CLIP)
     assert all(math.isfinite(value) for value in found.values())
     assert config.ratio_lower_start <= found["low"] <= config.ratio_lower_max
     assert config.ratio_upper_start <= found["high"] <= config.ratio_upper_max
     for name in ("positive_contribution", "positive_contribution_start", "clipfrac_positive", "clipfrac_negative"):
         assert 0 <= found[name] <= 1, name
-    assert found["saturated"] in (0, 1) and 0 <= found["search_steps"] <= config.upper_steps + config.lower_steps
+    assert found["saturated"] in (0, 1) and 0 <= found["search_steps"] <= config.upper.steps + config.lower.steps
 
 
 @settings(max_examples=4 * settings.default.max_examples, deadline=None)
@@ -70,10 +70,10 @@ def test_a_bad_token_is_the_named_error(batch, data):
     index = data.draw(st.integers(0, 2))
     row, column = data.draw(st.sampled_from(mask.nonzero().tolist()))
     batch[index][row, column] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    bounds = find_clip_bounds(*batch, data.draw(configs()), clip_ratio_c=DUAL_CLIP)
+    found = find_clip_bounds(*batch, data.draw(configs()), clip_ratio_c=DUAL_CLIP)
     name = ("old_log_prob", "log_prob", "advantages")[index]
     with pytest.raises(ValueError, match=rf": 1 in {name}\. No clip bounds were found"):
-        bounds.read()
+        read_values(*found)
 
 
 @settings(max_examples=settings.default.max_examples, deadline=None)
@@ -101,7 +101,7 @@ def test_log_ratios_beyond_20_count_as_20_and_carry_no_gradient():
     old, log_prob = torch.zeros(1, 3), torch.tensor([[0.0, -1e4, 1e4]], requires_grad=True)
     advantages, mask = torch.tensor([[2e8, 1.0, -1.0]]), torch.ones(1, 3)
     n = math.exp(20)
-    bounds = find_clip_bounds(old, log_prob, advantages, mask, BAPOConfig(token_weight="uniform"))
+    bounds, _ = find_clip_bounds(old, log_prob, advantages, mask, BAPOConfig(token_weight="uniform"))
     assert bounds.positive_contribution_start.item() == pytest.approx(2e8 / (2e8 + n), rel=1e-6)
     result = clipped_surrogate_loss(old, log_prob, advantages, mask, 0.9, 3.0)
     result.loss.backward()

@@ -6,8 +6,15 @@ import json
 import pytest
 from matplotlib import image
 
-from bapo import BAPOConfig
-from recipe.bapo.plot import PANELS, draw, marks_of, picture, series
+from recipe.bapo.plot import PANELS, draw, main, marks_of, picture, series
+
+SWITCHES = {
+    "positive_contribution_target": 0.4,
+    "ratio_upper_start": 1.2,
+    "ratio_upper_max": 3.0,
+    "ratio_lower_start": 0.6,
+    "ratio_lower_max": 0.9,
+}
 
 
 def make_run(folder, rewards):
@@ -37,68 +44,62 @@ def test_a_picture_of_several_methods(tmp_path):
     assert image.imread(tmp_path / "out.png").shape[0] > 500
 
 
-SHOWN = {  # of each panel: its metrics with their labels, and the lines of a run with the default switches
-    "Reward": ({"critic/rewards/mean": None}, []),
-    "Entropy": ({"actor/entropy": None}, []),
-    "Gradient norm": ({"actor/grad_norm": None}, []),
-    "Positive contribution": (
-        {"actor/bapo/positive_contribution_start": "start", "actor/bapo/positive_contribution": "at the bounds"},
-        ["target 0.5"],
-    ),
-    "Upper bound": ({"actor/bapo/clip_high": None}, ["start 1.2", "max 3"]),
-    "Lower bound": ({"actor/bapo/clip_low": None}, ["start 0.6", "max 0.9"]),
-    "Clipped tokens": (
-        {"actor/bapo/clipfrac_positive": "positive", "actor/bapo/clipfrac_negative": "negative"},
-        [],
-    ),
-    "Out of reach, resumed": (
-        {
-            "actor/bapo/saturated": "updates that missed the target",
-            "training/off_policy/cut_fraction": "responses cut and resumed",
-        },
-        [],
-    ),
-    "Staleness": (
-        {
-            "training/off_policy/updates_per_rollout_batch": "updates per rollout batch",
-            "training/off_policy/trajectory_staleness/mean": "weight versions behind",
-        },
-        [],
-    ),
-}
-
-
-def test_every_panel_shows_what_it_says(tmp_path):
-    metrics = [metric for curves, _ in SHOWN.values() for metric in curves]
-    values = {metric: [place + 0.1, place + 0.2] for place, metric in enumerate(metrics)}
+def test_the_curves_of_a_run_and_the_ranges_of_its_bounds(tmp_path):
+    curves = {"actor/bapo/positive_contribution_start": "start", "actor/bapo/positive_contribution": "at the bounds"}
+    values = {metric: [place + 0.1, place + 0.2] for place, metric in enumerate(["critic/rewards/mean", *curves])}
     steps = [{"training/global_step": n + 1, **{name: of[n] for name, of in values.items()}} for n in range(2)]
     lines = [json.dumps({"step": n, "data": data}) for n, data in enumerate(steps, 1)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    loss = {name: getattr(BAPOConfig(), name) for name in BAPOConfig.__dataclass_fields__}
-    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
-    axes = picture({"": [tmp_path]}).axes
-    assert [axis.get_title() for axis in axes] == list(SHOWN)
-    for axis, (curves, marks) in zip(axes, SHOWN.values(), strict=True):
-        drawn = [line for line in axis.lines if line.get_linestyle() != ":"]
-        named = [None if line.get_label().startswith("_") else line.get_label() for line in drawn]
-        assert dict(zip(named, (list(line.get_ydata()) for line in drawn), strict=True)) == {
-            label: values[metric] for metric, label in curves.items()
-        }
-        dotted = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == ":"]
-        assert [text.get_text() for text in axis.texts] == marks
+    (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": SWITCHES}}}))
+    panels = {axis.get_title(): axis for axis in picture({"": [tmp_path]}).axes}
+    axis = panels["Positive contribution"]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines if line.get_linestyle() != ":"}
+    assert drawn == {label: values[metric] for metric, label in curves.items()}
+    for title, marks in (("Positive contribution", ["target 0.4"]), ("Upper bound", ["start 1.2", "max 3"])):
+        assert [text.get_text() for text in panels[title].texts] == marks
+        dotted = [line.get_ydata()[0] for line in panels[title].lines if line.get_linestyle() == ":"]
         assert dotted == [float(mark.split()[1]) for mark in marks]
 
 
 def test_the_target_and_the_ranges_come_from_the_runs_config(tmp_path):
-    loss = {name: getattr(BAPOConfig(), name) for name in BAPOConfig.__dataclass_fields__}
+    loss = dict(SWITCHES)
     (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
     assert marks_of(tmp_path)["Upper bound"] == {"start": 1.2, "max": 3.0}
-    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.5}
+    assert marks_of(tmp_path)["Positive contribution"] == {"target": 0.4}
     assert marks_of(tmp_path / "none") == {}
     for side, bound in (("lower", 0.8), ("upper", 1.2)):
         loss |= {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
     (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": {"policy_loss": loss}}}))
     assert marks_of(tmp_path) == {"Upper bound": {"fixed": 1.2}, "Lower bound": {"fixed": 0.8}}
+
+
+def test_a_run_of_another_loss_has_no_ranges(tmp_path):
+    (tmp_path / "config.yaml").write_text("actor_rollout_ref: {actor: {policy_loss: {loss_mode: vanilla}}}")
+    assert marks_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("config.yaml", "x: [", "config.yaml is not the config of a run"),
+        ("config.yaml", "5", "config.yaml is not the config of a run"),
+        (
+            "config.yaml",
+            "actor_rollout_ref: {actor: {policy_loss: {positive_contribution_target: half}}}",
+            "config.yaml is not the config of a run",
+        ),
+        ("metrics.jsonl", "nonsense\n", "metrics.jsonl has a line that verl's file logger did not write"),
+        ("metrics.jsonl", "5\n", "metrics.jsonl has a line that verl's file logger did not write"),
+    ],
+)
+def test_a_broken_file_of_a_run_is_named_in_a_line(tmp_path, capsys, monkeypatch, file, text, message):
+    run = make_run(tmp_path / "run", [0.1, 0.2])
+    (run / file).write_text(text)
+    monkeypatch.setattr("sys.argv", ["plot", str(run)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and message in error and error.count("\n") == 1
 
 
 def test_a_run_without_metrics_is_named(tmp_path):

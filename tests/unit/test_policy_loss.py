@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss registered in verl: verl's own loss at fixed bounds, what it refuses, its metrics and its host reads."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +15,18 @@ from support.metrics import METRICS
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, find_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, bounds_from, compute_policy_loss_bapo
-from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
-from recipe.bapo.replay import switches_of
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, compute_policy_loss_bapo
+from recipe.bapo.token_dump import fixed_bounds_of_vanilla
+from recipe.bapo.worker import (
+    BAPOTrainingWorker,
+    current_bounds,
+    refuse_unusable_settings,
+    using_bounds,
+)
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
@@ -43,17 +52,22 @@ def with_batch_info(config, rows, dp_size=1, tokens=None):
 
 
 def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
+    """Loss, gradient and metrics of a micro-batch, with its own bounds where the config is ours."""
     old, log_prob, advantages, mask = batch
     log_prob = log_prob.clone().requires_grad_()
-    loss, metrics = loss_fn(
-        old_log_prob=old,
-        log_prob=log_prob,
-        advantages=advantages,
-        response_mask=mask,
-        loss_agg_mode=mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
+    bounds = None
+    if isinstance(config.policy_loss, BAPOConfig):
+        bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c)
+    with using_bounds(bounds):
+        loss, metrics = loss_fn(
+            old_log_prob=old,
+            log_prob=log_prob,
+            advantages=advantages,
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=config,
+            rollout_is_weights=weights,
+        )
     loss.backward()
     return loss.detach(), log_prob.grad, metrics
 
@@ -84,15 +98,9 @@ def test_the_registered_loss_with_the_authors_config_gives_the_authors_figures(c
     torch.testing.assert_close(gradient, golden_gradient(case), rtol=1e-5, atol=1e-7)
 
 
-def test_the_metrics_have_the_same_keys_on_every_path():
-    batch = make_batch(1)
+def test_the_metrics():
     config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
-    assert set(run_loss(compute_policy_loss_bapo, config, batch)[2]) == METRICS
-    bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=3.0)
-    with bounds_from(lambda *tensors: bounds):
-        given = run_loss(compute_policy_loss_bapo, config, batch)
-    found = run_loss(compute_policy_loss_bapo, config, batch)
-    assert given[2] == found[2] and torch.equal(given[1], found[1]) and torch.equal(given[0], found[0])
+    assert set(run_loss(compute_policy_loss_bapo, config, make_batch(1))[2]) == METRICS
 
 
 def test_how_the_target_was_met():
@@ -111,23 +119,10 @@ def of_target(target):
     return with_batch_info(actor_config(BAPOPolicyLossConfig(positive_contribution_target=target)), rows=5)
 
 
-def test_a_part_of_the_mini_batch_is_refused_without_our_worker():
-    config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10)
-    with pytest.raises(ValueError) as error:
-        run_loss(compute_policy_loss_bapo, config, make_batch(1))
-    for name in ("ppo_micro_batch_size_per_gpu=4", "main_bapo", "bound_scope=micro_batch"):
-        assert name in str(error.value)
-
-
-def test_an_unknown_mini_batch_is_refused():
+def test_a_call_by_another_worker_than_ours_is_refused():
     config = actor_config(BAPOPolicyLossConfig())
-    with pytest.raises(ValueError, match="needs the whole mini-batch"):
-        run_loss(compute_policy_loss_bapo, config, make_batch(1))
-
-
-def test_micro_batch_scope_needs_nothing():
-    config = actor_config(BAPOPolicyLossConfig(bound_scope="micro_batch"))
-    assert set(run_loss(compute_policy_loss_bapo, config, make_batch(1))[2]) == METRICS
+    with pytest.raises(ValueError, match="BAPOTrainingWorker finds them, and another worker trains here"):
+        compute_policy_loss_bapo(*make_batch(1), config=config)
 
 
 def test_a_loss_that_would_depend_on_the_padded_width_is_refused():
@@ -151,19 +146,9 @@ def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(ro
         run_loss(compute_policy_loss_bapo, config, make_batch(1), "seq-mean-token-sum-norm")
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni", "torchtitan"])
-@pytest.mark.parametrize("scope", ["mini_batch", "micro_batch"])
-def test_a_strategy_whose_search_could_hang_is_refused_without_our_worker(strategy, scope):
-    config = actor_config(BAPOPolicyLossConfig(bound_scope=scope), strategy=strategy)
-    with pytest.raises(
-        ValueError, match=f"strategy={strategy} is not usable .*: set it to fsdp or fsdp2, for which it is written"
-    ):
-        run_loss(compute_policy_loss_bapo, with_batch_info(config, rows=5), make_batch(1))
-
-
 def test_a_config_of_another_loss_is_refused():
     with pytest.raises(ValueError, match="_target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"):
-        run_loss(compute_policy_loss_bapo, actor_config(PolicyLossConfig(loss_mode="bapo")), make_batch(1))
+        compute_policy_loss_bapo(*make_batch(1), config=actor_config(PolicyLossConfig(loss_mode="bapo")))
     with pytest.raises(ValueError, match="loss_mode='vanilla'"):
         BAPOPolicyLossConfig(loss_mode="vanilla")
     with pytest.raises(TypeError, match="positive_contribution"):
@@ -180,49 +165,119 @@ def test_non_finite_input_is_an_error_of_the_loss():
         run_loss(compute_policy_loss_bapo, config, batch)
 
 
-def test_the_loss_takes_its_bounds_from_the_finder_while_it_is_set():
+def test_the_loss_clips_with_the_bounds_of_the_context_and_with_none_outside():
     config, batch = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10), make_batch(1)
-    fixed, seen = find_clip_bounds(*batch, BAPOConfig(**FIXED)), []
-
-    def find(*tensors):
-        seen.append(tensors)
-        return fixed
-
-    with pytest.raises(RuntimeError), bounds_from(find):
-        metrics = run_loss(get_policy_loss_fn("bapo"), config, batch)[2]
+    fixed = find_clip_bounds(*batch, BAPOConfig(**FIXED))
+    with pytest.raises(RuntimeError), using_bounds(fixed):
+        metrics = compute_policy_loss_bapo(*batch, config=config)[1]
         raise RuntimeError
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
-    assert [torch.equal(*pair) for pair in zip(seen[0], batch, strict=True)] == [True] * 4
-    with pytest.raises(ValueError, match="needs the whole mini-batch"):  # the finder is gone, after an error too
-        run_loss(compute_policy_loss_bapo, config, batch)
+    assert current_bounds() is None  # after an error too
 
 
-@pytest.mark.parametrize("module", ["policy_loss", "trainer"])
-def test_the_plugin_is_loaded_whatever_is_imported_first(module):
-    # Importing ours imports verl, which imports the plugin, which imports ours; verl swallows what goes wrong there.
-    code = f"import sys, recipe.bapo.{module}; sys.exit('recipe.bapo.plugin' not in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
+    for make in (BAPOPolicyLossConfig, lambda: DumpConfig(token_dump_dir=str(tmp_path))):
+        monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", TrainingWorker)
+        make()
+        assert ActorRolloutRefWorker.actor_worker_cls is BAPOTrainingWorker is DetachActorWorker.actor_worker_cls
+
+
+def test_a_worker_with_a_training_worker_of_its_own_is_named():
+    # In a process of its own: Python forgets no subclass.
+    code = (
+        "from verl.workers import engine_workers_tinker; from recipe.bapo.policy_loss import *; BAPOPolicyLossConfig()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "TypeError: TinkerActorRolloutRefWorker trains with a worker of its own" in done.stderr
+    assert "actor_worker_cls=TinkerTrainingWorker" in done.stderr
+
+
+def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform():
+    code = "import sys, verl; print(sorted(m for m in sys.modules if m.split('.')[0] in ('recipe', 'bapo')))"
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "['recipe', 'recipe.bapo', 'recipe.bapo.cpu']", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
-    "loss, low, bounds", [("vanilla", 0.2, (0.8, 1.28)), ("vanilla", 0.0, None), ("gspo", 0.2, None)]
+    "loss_mode, low, bounds", [("vanilla", 0.2, (0.8, 1.28)), ("vanilla", 0.0, None), ("gspo", 0.2, None)]
 )
-def test_a_loss_of_verls_is_dumped_and_left_as_it_is(tmp_path, loss, low, bounds):
-    batch = make_batch(3)
-    settings = dict(rows=5, tokens=batch[3].sum())
-    plain = with_batch_info(replace(actor_config(PolicyLossConfig()), clip_ratio_low=low), **settings)
-    expected = run_loss(get_policy_loss_fn(loss), plain, batch)
-    dumping = DumpConfig(dumped_loss=loss, token_dump_dir=str(tmp_path))
-    config = with_batch_info(replace(actor_config(dumping), clip_ratio_low=low), **settings)
-    found = run_loss(get_policy_loss_fn("dump"), config, batch)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and found[2] == expected[2]
-
-    ((tokens,),) = read_dump(tmp_path)
-    assert all(torch.equal(tokens[name], tensor[batch[3]]) for name, tensor in zip(TENSORS, batch, strict=False))
-    switches = switches_of(about_dump(tmp_path))
+def test_a_dump_names_the_fixed_bounds_of_vanilla(loss_mode, low, bounds):
+    config = replace(actor_config(PolicyLossConfig(loss_mode=loss_mode)), clip_ratio_low=low)
+    switches = fixed_bounds_of_vanilla(config)
     assert (switches and (switches.ratio_lower_max, switches.ratio_upper_start)) == bounds
+
+
+USABLE = SimpleNamespace(override_config={}, enable_activation_offload=False)
+
+
+@pytest.mark.parametrize("scope", ["mini_batch", "micro_batch"])
+@pytest.mark.parametrize(
+    "actor, model, message",
+    [
+        ({"strategy": "megatron"}, {}, "actor.strategy=megatron is not usable .*: set it to fsdp or fsdp2"),
+        ({"strategy": "veomni"}, {}, "actor.strategy=veomni is not usable .*: set it to fsdp or fsdp2"),
+        (
+            {"ulysses": 2},
+            {"override_config": {"attn_implementation": "sdpa"}},
+            "ulysses_sequence_parallel_size=2 is not usable with attn_implementation=sdpa: .* or set it to 1",
+        ),
+        ({"ulysses": 2}, {}, None),
+        ({"strategy": "fsdp"}, {}, None),
+    ],
+)
+def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, model, message):
+    settings = SimpleNamespace(
+        strategy=actor.get("strategy", "fsdp2"),
+        engine=SimpleNamespace(ulysses_sequence_parallel_size=actor.get("ulysses", 1)),
+        policy_loss=BAPOPolicyLossConfig(bound_scope=scope),
+    )
+    model = SimpleNamespace(**{**vars(USABLE), **model})
+    if message is None:
+        refuse_unusable_settings(settings, model)
+        return
+    with pytest.raises(ValueError, match=message):
+        refuse_unusable_settings(settings, model)
+
+
+@pytest.mark.parametrize("scope, refused", [("mini_batch", True), ("micro_batch", False)])
+def test_activation_offload_is_refused_where_the_search_makes_a_forward_without_a_backward(scope, refused):
+    settings = actor_config(BAPOPolicyLossConfig(bound_scope=scope))
+    model = SimpleNamespace(override_config={}, enable_activation_offload=True)
+    if not refused:
+        refuse_unusable_settings(settings, model)
+        return
+    with pytest.raises(ValueError, match="enable_activation_offload=true is not usable .*: .* Set it to false"):
+        refuse_unusable_settings(settings, model)
 
 
 def test_a_dump_without_a_folder_is_refused():
     with pytest.raises(ValueError, match="policy_loss.token_dump_dir is not set"):
         DumpConfig()
+
+
+def step_of(**changes):
+    """The search's metrics of a rollout batch of two updates, as verl's ``train_mini_batch`` gives them."""
+    values = {name: 0.0 for name in METRICS} | {"actor/pg_clipfrac": 0.1} | changes
+    return {name: [value, value] for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    "step, text",
+    [
+        (step_of(**{"actor/bapo/met_at_once": 1.0}), "the target was already met"),
+        (step_of(**{"actor/bapo/saturated": 1.0, "actor/bapo/search_steps": 51.0}), "the target was out of reach"),
+        (step_of(), None),
+    ],
+)
+def test_a_target_that_does_nothing_reaches_the_workers_log_once_in_ten_rollout_batches(step, text, caplog):
+    worker = object.__new__(BAPOTrainingWorker)
+    worker.bapo_config, worker.steps, worker.warn_again = BAPOConfig(), [], {}
+    worker.updates, worker.updates_on_batch = 0, 2
+    warned = []
+    for number in range(25):
+        worker.updates += 2
+        worker._warn(step)
+        warned += [number for record in caplog.records if text and text in record.getMessage()]
+        caplog.clear()
+    assert warned == ([] if text is None else [9, 19])

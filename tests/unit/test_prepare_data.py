@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from recipe.bapo import prepare_data
 from recipe.bapo.checks.inputs import check_data
 from recipe.bapo.example.task import make_tokenizer
-from recipe.bapo.prepare_data import DATA_SETS, SCHEMA, prepare
+from recipe.bapo.prepare_data import DATA_SETS, FEATURES, prepare
 
 
 def verl_row(content, truth, source, **extra):
@@ -116,7 +116,7 @@ def test_rows_are_kept_and_dropped_by_reason(made):
         assert f"dropped {count:,}: {reason}" in report
     assert "Warning" not in report
     table = pyarrow.parquet.read_table(out)
-    assert table.schema.equals(SCHEMA) and table.num_rows == kept
+    assert table.schema.equals(FEATURES.arrow_schema) and table.num_rows == kept
     data = {"prompt_key": "prompt", "max_prompt_length": 4096, "filter_overlong_prompts": True}
     check_data(OmegaConf.create({"data": data}), str(out), "data.train_files")
     assert not list(out.parent.glob("*.unfinished"))
@@ -265,7 +265,7 @@ def truncate(folder):
     [
         ("dapo_math_17k", lambda folder: None, "holds no \\*.parquet"),
         ("dapo_math_17k", truncate, "dapo-math-17k.parquet cannot be read"),
-        ("dapo_math_17k", lambda folder: (folder / "a.parquet").touch(), "a.parquet is empty"),
+        ("dapo_math_17k", lambda folder: (folder / "a.parquet").touch(), "a.parquet cannot be read: it is empty"),
         (
             "dapo_math_17k",
             lambda folder: pyarrow.parquet.write_table(pa.table({"text": ["x"]}), folder / "a.parquet"),
@@ -283,7 +283,11 @@ def truncate(folder):
             ),
             "reward_model is '5', not a struct",
         ),
-        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"\n'), "a.jsonl cannot be read"),
+        (
+            "aime_2025",
+            lambda folder: (folder / "a.jsonl").write_text('{"problem": "x", "answer": "1"}\n{"problem": "x"\n'),
+            "a.jsonl cannot be read: line 2, column 1",
+        ),
         ("aime_2025", lambda folder: (folder / "a.jsonl").write_text("[1, 2]\n"), "not an object"),
         ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"}\n'), "lacks the column answer"),
         (
@@ -300,6 +304,55 @@ def test_bad_files_are_named_and_leave_nothing(tmp_path, name, make, message):
     with pytest.raises(ValueError, match=message):
         prepare(name, source, tmp_path / "out.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("a.json", "42", "a.json cannot be read: it holds 42, not a list of rows"),
+        ("a.json", '{"problem": "x", "answer": "1"}', "it holds {.*}, not a list of rows"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "a.json cannot be read: its values are nested too deep"),
+        ("a.jsonl", "null\n", "row 1 is None, not an object"),
+        (
+            "a.jsonl",
+            '{"problem": "x", "answer": "1"}\n{"problem": 5, "answer": "1"}\n',
+            "row 2: problem is 5, not text",
+        ),
+        ("a.jsonl", '{"problem": "x", "answer": [[1]]}\n', r"row 1: answer is \[\[1\]\], not text"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n',
+            "the content of prompt is 5, not text",
+        ),
+        ("a.jsonl", '{"reward_model": {"ground_truth": {}}, "problem": "x"}\n', "reward_model.ground_truth is {}, not"),
+        ("a.jsonl", '{"problem": "x", "answer": "1", "data_source": 5}\n', "data_source is 5, not text"),
+        ("a.csv", "problem,answer\n", "a.csv cannot be read: it is neither .parquet nor .jsonl nor .json"),
+    ],
+)
+def test_a_row_of_another_kind_is_named_in_a_line(tmp_path, file, text, message):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        prepare("aime_2025", tmp_path / file, tmp_path / "out.parquet")
+    assert len(str(raised.value)) < 300 and not (tmp_path / "out.parquet").exists()
+
+
+@pytest.mark.parametrize("answer", ["[" * 100_000, "9" * 5000])
+def test_an_answer_is_text_whatever_json_makes_of_it(tmp_path, answer):
+    (row,) = rows_made(tmp_path, "aime_2025", [{"problem": "x", "answer": answer}])
+    assert row["reward_model"]["ground_truth"] == answer
+
+
+def test_text_and_numbers_as_answers_of_one_file(tmp_path):
+    made = rows_made(tmp_path, "math_500", [{"problem": "x", "answer": 7}, {"problem": "y", "answer": "007"}])
+    assert [row["reward_model"]["ground_truth"] for row in made] == ["7", "007"]
+
+
+@pytest.mark.parametrize("out", ["file/out.parquet", "file/folder/out.parquet"])
+def test_an_output_that_cannot_be_written_is_named(tmp_path, out):
+    aime_2025(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"--out .*{out} cannot be written .*: choose another file"):
+        prepare("aime_2025", tmp_path, tmp_path / out)
 
 
 def test_a_missing_problem_is_warned_about(tmp_path):

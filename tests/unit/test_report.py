@@ -254,7 +254,7 @@ def test_the_verdict_is_about_the_runs_own_bounds(tmp_path):
         "stops the search on its way in 100 % of the updates, more than any other: BAPO can adapt here."
     )
     bapo, _ = report_on(tmp_path / "bapo")
-    assert bapo["verdict"][0].startswith("This run's own bounds (BAPO, gradient, uniform, target 0.5) clip 44 %")
+    assert bapo["verdict"][0].startswith("This run's own bounds (BAPO, gradient, uniform, target 0.4) clip 44 %")
     # 10 / 14 = 0.714 at the start, 15 / 19 from c_high = 1.3: every target between them is met on the way.
     assert (
         "rho (gradient, uniform) starts at 0.714" in bapo["verdict"][2] and "BAPO can adapt here" in bapo["verdict"][2]

@@ -80,6 +80,7 @@ STAND_INS = {
     "python": """echo "python $*" >>"$CALLS"
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin" ;;
+    *get_paths*) echo "${INCLUDE:-$STAND_INS}" ;;
     *"import flash_attn"*) exit "${IMPORT_FAILS:-0}" ;;
 esac""",
     "uv": """echo "uv $* archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" >>"$CALLS"
@@ -108,6 +109,7 @@ def set_up(tmp_path):
     for name, text in STAND_INS.items():
         (stand_ins / name).write_text("#!/bin/sh\n" + text + "\n")
         (stand_ins / name).chmod(0o755)
+    (stand_ins / "Python.h").touch()
 
     def run(code=0, **variables):
         calls = tmp_path / "calls"
@@ -128,8 +130,9 @@ def set_up(tmp_path):
             timeout=60,
         )
         assert done.returncode == code, done.stdout
-        # Without the first, which asks whether the Python will do.
-        return done.stdout, [call for call in calls.read_text().splitlines() if "ensurepip" not in call]
+        # Without those that ask whether the Python will do, and where its headers are.
+        questions = ("ensurepip", "get_paths")
+        return done.stdout, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
 
     return run
 
@@ -186,6 +189,23 @@ def test_without_flash_attn_it_says_why_and_what_follows(set_up, tmp_path, varia
     assert set_up(**GPUS)[0] == ""  # not tried for an hour at every start
     (tmp_path / ".venv-cuda" / "complete").unlink()
     assert "WARNING" not in set_up(**GPUS)[0]
+
+
+@pytest.mark.parametrize(
+    "variables, said",
+    [({"CC": "no-such-cc"}, "no C compiler (no-such-cc)"), ({"INCLUDE": "/none"}, "/none/Python.h does")],
+)
+def test_what_triton_compiles_with_is_looked_for_before_anything_is_made(set_up, tmp_path, variables, said):
+    output, calls = set_up(code=1, **GPUS | variables)
+    assert said in output and calls == [] and not (tmp_path / ".venv-cuda").exists()
+    set_up(**variables)  # without a GPU nothing is compiled
+
+
+def test_a_flash_attn_that_cannot_be_imported_is_taken_away(set_up):
+    _, calls = set_up(**GPUS, BAPO_FLASH_ATTN_WHEEL="/wheels/flash_attn.whl", IMPORT_FAILS="1")
+    assert any("uninstall" in call and " flash-attn " in call for call in calls)
+    _, calls = set_up(**GPUS, BAPO_FLASH_ATTN_WHEEL="/wheels/flash_attn.whl")
+    assert not any("uninstall" in call for call in calls)
 
 
 def test_a_ready_wheel_of_flash_attn_needs_no_compiler(set_up):

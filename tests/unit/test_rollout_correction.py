@@ -6,15 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.batches import make_batch
+from support.actor import actor_config
+from support.batches import make_batch, values_found
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 import verl.trainer.ppo.v1.trainer_base as trainer_base
-from bapo import BAPOConfig, find_clip_bounds
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, bounds_from, compute_policy_loss_bapo
-from recipe.bapo.records.tokens import read_dump
-from scripts.benchmark.loss import actor_config
+from bapo import BAPOConfig, find_clip_bounds, read_values
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
+from recipe.bapo.records.tokens import read_dump, write_dump
+from recipe.bapo.worker import using_bounds
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
@@ -31,19 +32,14 @@ def corrected(batch, **settings):
     return data.batch["response_mask"].bool(), weights
 
 
-def loss_of(batch, weights=None, **switches):
+def loss_of(batch, weights=None):
     """Our loss, and the bounds that it used."""
-    used = []
-
-    def finder(*tensors):
-        used.append(find_clip_bounds(*tensors, CONFIG, clip_ratio_c=3.0))
-        return used[-1]
-
-    with bounds_from(finder):
+    found = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
+    with using_bounds(found):
         loss, _ = compute_policy_loss_bapo(
-            *batch, config=actor_config(BAPOPolicyLossConfig(**switches)), rollout_is_weights=weights
+            *batch, config=actor_config(BAPOPolicyLossConfig()), rollout_is_weights=weights
         )
-    return loss.item(), used[0].read()
+    return loss.item(), read_values(*found)
 
 
 def test_nothing_set_changes_nothing():
@@ -61,7 +57,7 @@ def test_weights_change_the_loss_and_not_the_bounds(level):
     weighted, same = loss_of(batch, weights)
     assert weighted != pytest.approx(plain, rel=1e-3) and same == bounds
     assert bounds["search_steps"] > 0  # a search that the weights could have moved
-    moved = find_clip_bounds(batch[0], batch[1], batch[2] * weights, mask, CONFIG, clip_ratio_c=3.0).read()
+    moved = values_found(batch[0], batch[1], batch[2] * weights, mask, CONFIG, clip_ratio_c=3.0)
     assert moved["positive_contribution"] != pytest.approx(bounds["positive_contribution"], rel=1e-3)
 
 
@@ -121,6 +117,6 @@ def test_in_bypass_mode_the_ratio_is_against_the_sampler_and_there_are_no_weight
 def test_a_dump_holds_the_weights(tmp_path):
     batch = make_batch(3)
     _, weights = corrected(batch, rollout_is="token")
-    loss_of(batch, weights, token_dump_dir=str(tmp_path))
+    write_dump(tmp_path, *batch, {}, rollout_is_weights=weights)
     ((tokens,),) = read_dump(tmp_path)
     assert torch.equal(tokens["rollout_is_weights"], weights[batch[3]])

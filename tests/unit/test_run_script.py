@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run script names what is missing or wrong in its environment in a line, before it sets anything up."""
 
+import json
 import os
 import subprocess
 
@@ -18,6 +19,8 @@ from support.gpus import write_nvidia_smi
         ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
         ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
         ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
+        ({"TRAIN_FILE": "/tmp"}, [], "Error: TRAIN_FILE=/tmp is a folder: give a parquet file"),
+        ({"CONFIG": "../size/cpu"}, [], "Error: CONFIG=../size/cpu is not usable: choose from"),
         ({"NNODES": "2", "VERL_PLATFORM": ""}, [], "Error: NNODES=2 but this machine has no GPU"),
         (
             {"RAY_ADDRESS": "http://h:1", "VERL_PLATFORM": ""},
@@ -33,11 +36,38 @@ def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 
+def test_nothing_in_the_environment_is_run_and_json_stays_json(tmp_path):
+    value = f"gpus[$(touch {tmp_path}/ran)]"
+    for arguments in ((), ("--preflight", "--json")):
+        run = run_script(*arguments, CONFIG="separate_async", GPUS_PER_NODE=value, VERL_PLATFORM="cpu")
+        assert run.returncode == 1 and f"Error: GPUS_PER_NODE={value} is not usable" in run.stderr
+    (line,) = json.loads(run.stdout)
+    assert line["status"] == "failed" and value in line["detail"] and not (tmp_path / "ran").exists()
+    run = run_script("--preflight", "--json", OUTPUT_DIR='/tmp/${x}\\ "quoted"')
+    (line,) = json.loads(run.stdout)
+    assert line["detail"].startswith('OUTPUT_DIR=/tmp/${x}\\ "quoted" is not usable: name a folder without ${')
+
+
+def test_help_is_the_scripts_header():
+    run = run_script("--help")
+    assert run.returncode == 0 and "--preflight [--json]" in run.stdout and "GPUS_PER_NODE" in run.stdout
+
+
+def test_those_that_train_and_sample_may_be_different_nodes_of_a_cluster(tmp_path):
+    write_nvidia_smi(tmp_path, gpus=8)
+    gpus = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CONFIG": "separate_async"}
+    apart = {**gpus, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8"}
+    alone = run_script(**apart)
+    assert "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=8 to sample on each node, and this" in alone.stderr
+    joined = run_script(**apart, RAY_ADDRESS="http://10.0.0.1:8265")
+    assert "Error: MODEL_PATH is not set" in joined.stderr  # the next thing that is asked for
+
+
 def test_gpus_that_cuda_is_told_to_leave_are_not_counted(tmp_path):
     write_nvidia_smi(tmp_path, gpus=8)
     chosen = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}
     run = run_script(CONFIG="separate_async", ROLLOUT_GPUS_PER_NODE="3", **chosen)
-    assert run.returncode == 1 and "ROLLOUT_GPUS_PER_NODE=3 to sample, and there are 2" in run.stderr
+    assert run.returncode == 1 and "ROLLOUT_GPUS_PER_NODE=3 to sample on each node, and this node has 2" in run.stderr
 
 
 @pytest.mark.parametrize("platform", ["gpu", "huawei"])
@@ -86,7 +116,7 @@ def test_a_machine_with_amd_gpus_does_not_train_the_toy_task(tmp_path):
         (
             1,
             {"CONFIG": "separate_async"},
-            "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample, and there are 1",
+            "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample on each node, and this node has 1",
         ),
         (8, {"CONFIG": "separate_async", "GPUS_PER_NODE": "8"}, "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=0"),
         (8, {"CONFIG": "separate_async", "ROLLOUT_GPUS_PER_NODE": "9"}, "ROLLOUT_GPUS_PER_NODE=9 to sample"),

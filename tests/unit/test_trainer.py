@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the polling interval."""
+"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the order of a batch."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,9 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
+from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
+from recipe.bapo.worker import RATIOS_START_AT_1
 
 
 class Parent:
@@ -24,7 +24,6 @@ class Parent:
                 "data": {"train_batch_size": 32},
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2, "policy_loss": {}}},
                 "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
-                "trainer": {"v1": {"sampler": {"sampler_kwargs": {"poll_interval": 0.25}}}},
             }
         )
 
@@ -34,12 +33,6 @@ class Parent:
 
     def _balance_batch(self, batch, metrics, logging_prefix="global_seqlen"):
         return list(batch.keys)
-
-    def _build_replay_buffer(self):
-        return SimpleNamespace(poll_interval=2.0)
-
-    def _val_metrics_update(self, data_sources, sample_uids, reward_extra_infos_dict):
-        return {"val-core/a/acc/mean@2": 0.75}
 
 
 class Trainer(_BAPOTrainer, Parent):
@@ -118,28 +111,6 @@ def test_verl_keeps_the_order_within_each_ranks_share():
     for ranks in (1, 2, 4):
         parts = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
         assert all(part == sorted(part) for part in parts)
-
-
-@pytest.mark.parametrize(
-    "scores, mean",
-    [
-        ({"acc": [1.0, 0.0, 1.0, 1.0], "reward": [1.0, -1.0, 1.0, 1.0]}, 0.75),  # AIME's reward is -1 where it is wrong
-        ({"reward": [1.0, 0.0, 0.5, 0.5]}, 0.5),
-    ],
-)
-def test_a_validation_is_averaged_over_accuracies_where_there_are_any(tmp_path, scores, mean):
-    trainer = Trainer("sync", False, 0)
-    trainer.config.run_dir, trainer.global_steps = str(tmp_path), 7
-    metrics = trainer._val_metrics_update(["a"] * 4, ["p", "p", "q", "q"], scores)
-    assert metrics == {"val-core/a/acc/mean@2": 0.75}  # verl's own stay
-    (path,) = tmp_path.rglob("*.json")
-    found = json.loads(path.read_text())
-    assert path.name == "step_7.json" and found["step"] == 7
-    assert found["sources"]["a"]["mean"] == mean and found["sources"]["a"]["n"] == 2
-
-
-def test_the_polling_interval_is_the_configs():
-    assert Trainer("sync", False, 0)._build_replay_buffer().poll_interval == 0.25
 
 
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():

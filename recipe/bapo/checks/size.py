@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import sequence_parallel
-from recipe.bapo.checks.inputs import hf_config_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
-from verl.utils.model import get_hf_auto_model_class
+from recipe.bapo.checks.model import empty_model_of, hf_config_of
 from verl.utils.torch_dtypes import PrecisionType
 
 # Versions 2 and 1.
@@ -33,7 +31,8 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes; ``largest`` is the number of weights of its largest tensor."""
+    """A model's sizes; ``largest`` is the number of weights of its largest tensor, ``feed_forward`` the width of a
+    layer's."""
 
     weights: int
     largest: int
@@ -41,17 +40,15 @@ class Model:
     hidden: int
     vocabulary: int
     tied: bool
+    feed_forward: int = 0
 
 
 def model_of(config) -> Model:
     """The run's model, counted without loading it."""
-    hf_config = hf_config_of(config)
-    trust = bool(config.actor_rollout_ref.model.get("trust_remote_code", False))
-    with torch.device("meta"):
-        empty = get_hf_auto_model_class(hf_config).from_config(hf_config, trust_remote_code=trust)
+    hf_config, empty = hf_config_of(config), empty_model_of(config)
     sizes, text = [parameter.numel() for parameter in empty.parameters()], hf_config.get_text_config()
     shape = (text.num_hidden_layers, text.hidden_size, text.vocab_size, bool(text.tie_word_embeddings))
-    return Model(sum(sizes), max(sizes), *shape)
+    return Model(sum(sizes), max(sizes), *shape, getattr(text, "intermediate_size", None) or 0)
 
 
 def bytes_of_a_weight(config) -> tuple[int, int, int]:
@@ -89,12 +86,15 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
     asleep = 0.0 if rollout.free_cache_engine else serving
     tokens, log_prob_tokens = tokens_of_a_gpu(config)
     checkpoints = 2 * tokens * model.layers * model.hidden / GIB  # what gradient checkpointing keeps; more without it
+    logits, layer = logits_of(config, model, tokens, update=True), layer_of(model, tokens)
+    gathered = 2 * model.vocabulary * model.hidden / GIB  # FSDP's copy of the largest tensor, in bfloat16
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
         "log-probs": {"weights": weights, "AdamW": kept, "vLLM": asleep}
-        | {"logits": logits_of(config, model, log_prob_tokens, update=False)},
+        | {"gathered": gathered, "logits": logits_of(config, model, log_prob_tokens, update=False)},
         "update": {"weights and gradients": weights + gradients, "AdamW": adamw, "vLLM": asleep}
-        | {"activations": checkpoints, "logits": logits_of(config, model, tokens, update=True)},
+        | {"activations": checkpoints, "gathered": gathered}
+        | ({"logits": logits} if logits > layer else {"the backward of a layer": layer}),  # one after the other
     }
     if config.algorithm.rollout_correction.bypass_mode:
         del phases["log-probs"]
@@ -112,19 +112,38 @@ def tokens_of_a_gpu(config) -> tuple[int, int]:
 
 
 def logits_of(config, model, tokens, *, update) -> float:
-    """GiB of a micro-batch's logits and what is as large: planes of 2 bytes a token and word of the vocabulary."""
+    """GiB of a micro-batch's logits and what is as large: planes of 2 bytes a token and word of the vocabulary.
+
+    Held against torch's memory tracker in ``tests/memory``.
+    """
     actor = config.actor_rollout_ref.actor
     if config.actor_rollout_ref.model.use_fused_kernels:
         return 0.0  # a chunk of 512 tokens at a time
     planes = 1 + (config.actor_rollout_ref.rollout.temperature != 1)  # verl divides into a copy
-    measured = not update or actor.calculate_entropy or actor.entropy_coeff != 0
-    if measured and not (actor.entropy_from_logits_with_chunking or (update and actor.entropy_checkpointing)):
-        planes += 2  # the entropy's softmax, in float32
-    if update:
-        planes += 1  # the gradient
-        attention = (config.actor_rollout_ref.model.get("override_config") or {}).get("attn_implementation")
-        planes += 2 * (attention not in (None, "flash_attention_2"))  # log-softmax in float32, not flash-attn's kernel
-    return 2 * planes * tokens * model.vocabulary / GIB
+    backward, chunk = planes, 0.0
+    if not update or actor.calculate_entropy or actor.entropy_coeff != 0:
+        backward = 2  # where the entropy is measured, the gradient does not take the place of the logits
+        if actor.entropy_from_logits_with_chunking and (actor.entropy_checkpointing or not update):
+            # Of a chunk: its copy, softmax and product in float32.
+            chunk = 3 * 4 * min(tokens, actor.fsdp_config.entropy_from_logits_chunk_size) * model.vocabulary / GIB
+        else:
+            planes += 4  # softmax and product of all tokens in float32
+        if update and actor.entropy_coeff != 0:
+            backward += 6  # the chunks are computed anew, all with their graphs
+    attention = (config.actor_rollout_ref.model.get("override_config") or {}).get("attn_implementation")
+    if update and attention not in (None, "flash_attention_2"):
+        backward = planes + 3  # not flash-attn's cross-entropy: log-softmax in float32, and the gradient
+    plane = 2 * tokens * model.vocabulary / GIB
+    return max(planes * plane + chunk, backward * plane if update else 0.0)
+
+
+def layer_of(model, tokens) -> float:
+    """GiB of a layer's activations and their gradients in the backward, and of the output layer's gradient in float32,
+    which FSDP reduces meanwhile.
+
+    9 is the number of planes of the feed-forward's width that torch's tracker finds for Qwen2 (``tests/memory``).
+    """
+    return (9 * 2 * tokens * model.feed_forward + 4 * model.vocabulary * model.hidden) / GIB
 
 
 def check_memory(config) -> str:
@@ -228,7 +247,8 @@ def _check_shared_weights(rollout, largest, all_weights):
 
 def _fits(needed, there, where, fix):
     if needed > there:
-        raise ValueError(f"{needed:.1f} GiB are needed, and {where}: use {fix}.")
+        amount = f"{needed:.1f} GiB" if needed >= 0.1 else f"{1024 * needed:.1f} MiB"
+        raise ValueError(f"{amount} are needed, and {where}: use {fix}.")
 
 
 def check_disk(config) -> str:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from recipe.bapo.checks import Concern, config, inputs, machine, other_runs, size
+from recipe.bapo.checks import Concern, config, inputs, machine, model, other_runs, size
+from recipe.bapo.checks.schema import problems
 
 
 @dataclass(frozen=True)
@@ -18,44 +20,64 @@ class Line:
 
 
 # A check takes the resolved config and returns what is fine, or raises Concern or ValueError.
+# With an engine or a number of these that cannot be used, the others would only say it again.
+FIRST = (("engine", config.check_engine), ("ranges", config.check_ranges))
 CHECKS = (
-    ("engine", config.check_engine),
-    ("Python", machine.check_python),
-    ("stack", machine.check_stack),
-    ("verl", machine.check_verl),
+    ("versions", machine.check_versions),
     ("plugin", machine.check_plugin),
     ("flash-attn", machine.check_flash_attn),
+    ("compiler", machine.check_compiler),
     ("devices", machine.check_devices),
     ("other runs", other_runs.check_other_runs),
+    ("open files", machine.check_open_files),
     ("shared memory", machine.check_shared_memory),
+    ("names", config.check_names),
     ("trainer", config.check_trainer),
     ("loss", config.check_loss),
-    ("watchdog", config.check_watchdog),
-    ("model", inputs.check_model),
-    ("training data", inputs.check_train_data),
-    ("validation data", inputs.check_val_data),
+    ("folders", config.check_folders),
+    ("reward", inputs.check_reward),
     ("checkpoint", inputs.check_checkpoint),
     ("batches", config.check_batches),
     ("ratio", config.check_ratio),
-    ("verl's rules", config.check_verls_rules),
+    ("model", model.check_model),
 )
 # They read the model, so they are left out where it cannot be read.
 CHECKS_OF_THE_MODEL = (
+    ("data", inputs.check_files),
     ("parallelism", config.check_parallel),
     ("memory", size.check_memory),
     ("disk", size.check_disk),
 )
+# Left out where batches or trainer have failed, of which it says some in verl's words.
+LAST = (("verl's rules", config.check_verls_dataclasses),)
 
 
-def run(config) -> list[Line]:
-    """Every check, each on its own; ``config`` is resolved. An engine that is refused is the only line."""
-    lines = [_line(*CHECKS[0], config)]
-    if lines[0].status == "failed":
-        return lines
-    lines += [_line(name, check, config) for name, check in CHECKS[1:]]
-    if not any(line.status == "failed" and line.name == "model" for line in lines):
+def run(config, groups: str | Path | None = None) -> list[Line]:
+    """Every check, each on its own.
+
+    Args:
+        config: resolved.
+        groups: the folder of the groups, to name the file in which an unknown key stands.
+    """
+    lines = [_line(*FIRST[0], config)]
+    if lines[0].status != "failed":
+        lines += [Line("keys", "failed", problem) for problem in problems(config, groups)]
+    for name, check in FIRST[1:]:
+        if _failed(lines):
+            return [line for line in lines if line.status == "failed"]
+        lines.append(_line(name, check, config))
+    if _failed(lines):
+        return lines[-1:]
+    lines += [_line(name, check, config) for name, check in CHECKS]
+    if lines[-1].status != "failed":
         lines += [_line(name, check, config) for name, check in CHECKS_OF_THE_MODEL]
+    if not {"batches", "trainer"} & {line.name for line in lines if line.status == "failed"}:
+        lines += [_line(name, check, config) for name, check in LAST]
     return lines
+
+
+def _failed(lines):
+    return any(line.status == "failed" for line in lines)
 
 
 def _line(name, check, config):

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes in its folder and reads back: the only home of the names of its files."""
+"""What a run writes in its folder and reads back: the only home of the names of its files.
+
+A name may be changed here alone; other people's scripts read ``metrics.jsonl``. Every other room may import this one,
+which imports none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config that was used
 PICTURE = "dynamics.png"
-VALIDATION = "validation"  # folder of step_<N>.json; recipe.bapo.records.validation
 STACKS = "stacks"  # folder of the stacks of a run that was ended for its silence
 RAY_LOGS = "ray_logs"  # folder of Ray's own logs of a run that failed
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run, step by step, as verl's file logger writes them."""
+"""The metrics of a run, step by step, as verl's file logger writes them.
+
+Console, pictures and scripts read metrics through these functions alone; the keys are verl's and the loss's.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,21 @@ from recipe.bapo.records import METRICS
 
 
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    """All ``(step, metrics)`` of a run in order; of a step that a resumed run repeated, the last one counts."""
+    """All ``(step, metrics)`` of a run in order; of a step that a resumed run repeated, the last one counts.
+
+    Raises:
+        ValueError: a line is none of verl's file logger.
+    """
     earlier = sorted(run_dir.glob(METRICS.replace(".", ".*.")), key=lambda path: int(path.suffixes[0][1:]))
     steps: dict[int, dict[str, float]] = {}
     for path in [*earlier, run_dir / METRICS]:
-        for step, data in parse_lines(path.read_text() if path.exists() else ""):
+        try:
+            records = parse_lines(path.read_text() if path.exists() else "")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path} has a line that verl's file logger did not write ({error}): remove it."
+            ) from error
+        for step, data in records:
             steps[step] = {**(steps.get(step, {}) if step == 0 else {}), **data}
     return sorted(steps.items())
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loss saw, token by token, for ``recipe.bapo.replay``: one safetensors file per call of the loss and rank."""
+"""What the loss saw, token by token, for ``recipe.bapo.replay``: one safetensors file per micro-batch and rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,23 +14,9 @@ from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
 PLANES = ("entropy", "version", "rollout_is_weights")  # of each token too, where there are any
-# Of a micro-batch: number of the update within its rollout batch, from 0; version of the weights before the first of
-# these updates.
-NUMBERS = ("update", "trainer_version")
-OTHERS = ("lengths", *NUMBERS)  # lengths: response tokens of each of its sequences
-SAME = ("clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
+OTHERS = ("lengths", "update", "trainer_version")  # lengths: response tokens of each of its sequences
+SAME = ("loss_mode", "clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
 _written: dict[Path, int] = {}  # files of this process by folder
-_noted: ContextVar[dict | None] = ContextVar("noted", default=None)
-
-
-@contextmanager
-def noting(**known: Tensor | int) -> Iterator[None]:
-    """Within this context dumps hold this as well: ``PLANES``, ``(B, T)`` each, and the numbers of ``NUMBERS``."""
-    token = _noted.set((_noted.get() or {}) | known)
-    try:
-        yield
-    finally:
-        _noted.reset(token)
 
 
 def write_dump(
@@ -41,7 +25,12 @@ def write_dump(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    about: dict,
+    about: Mapping,
+    entropy: Tensor | None = None,
+    version: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    update: int | None = None,
+    trainer_version: int | None = None,
 ) -> None:
     """Add a micro-batch to a dump: its response tokens, 12 bytes each, 16 with the entropy. This copies to the host.
 
@@ -49,7 +38,12 @@ def write_dump(
         folder: of the dump; a process starts with one that is empty of its rank's files.
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``.
         about: ``dp_size`` and ``global_batch_size`` of verl's batch, from which a reader knows which micro-batches made
-            an update, ``clip_ratio_c``, ``bound_scope``, and ``switches``, JSON of the run's; what is None is left out.
+            an update, ``loss_mode``, ``clip_ratio_c``, ``bound_scope``, and ``switches``, JSON of the run's; what is
+            None is left out.
+        entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of
+            the weights that sampled it, verl's rollout correction; None: not known.
+        update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights
+            before the first of these updates; None: not known.
 
     Raises:
         ValueError: the folder holds an earlier dump.
@@ -62,12 +56,13 @@ def write_dump(
     number = _written[folder] = _written.get(folder, -1) + 1
     path = folder / f"rank{rank}-{number:06d}.safetensors"
     mask = response_mask.bool()
-    noted = _noted.get() or {}
-    planes = dict(zip(TENSORS, (old_log_prob, log_prob, advantages), strict=True))
-    planes |= {name: noted[name] for name in PLANES if name in noted}
-    tensors = {name: tensor.detach()[mask].float().cpu().contiguous() for name, tensor in planes.items()}
+    planes = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
+    planes |= {"entropy": entropy, "version": version, "rollout_is_weights": rollout_is_weights}
+    known_planes = {name: plane for name, plane in planes.items() if plane is not None}
+    tensors = {name: plane.detach()[mask].float().cpu().contiguous() for name, plane in known_planes.items()}
     tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
-    tensors |= {name: torch.tensor([noted[name]]) for name in NUMBERS if name in noted}
+    numbers = {"update": update, "trainer_version": trainer_version}
+    tensors |= {name: torch.tensor([number]) for name, number in numbers.items() if number is not None}
     known = {key: str(value) for key, value in about.items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
@@ -181,6 +176,11 @@ def _read(path):
     if len(set(shapes.values())) > 1:
         raise ValueError(f"{path}: the shapes differ: {shapes}.")
     shape = tensors["log_prob"].shape
+    if not shape:
+        raise ValueError(f"{path}: log_prob is one number: give a tensor of tokens.")
+    for name in ("sequences", "global_batch_size", "dp_size"):
+        if not metadata.get(name, "1").isdecimal():
+            raise ValueError(f"{path}: {name}={metadata[name]} is not a whole number: dump the tokens anew.")
     if len(shape) > 1 and "lengths" not in tensors:
         mask = tensors.get("response_mask", torch.ones(shape)).bool()
         tensors["lengths"] = mask.flatten(0, -2).sum(-1, dtype=torch.int32)

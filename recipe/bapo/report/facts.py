@@ -11,8 +11,6 @@ import torch
 
 from bapo import BAPOConfig
 from bapo.search import candidates, reaches_target
-from bapo.statistics import TOKENS, grid
-from bapo.statistics import WAR as SUM_WAR
 from recipe.bapo.report.measure import (
     BOXES,
     COUNT,
@@ -82,7 +80,7 @@ def _rho(measured, config, definition, targets):
     config = replace(config, contribution=contribution, token_weight=token_weight)
     statistics = measured.statistics[definition]
     tried = [candidates(update, config) for update in statistics]
-    rho = [torch.where(c.p + c.n > 0, c.p / (c.p + c.n), 0.0) for c in tried]
+    rho = [c.positive_contribution for c in tried]
     start = [update[0].item() for update in rho]
     reached = [reaches_target(c.p, c.n, torch.tensor(CURVE, dtype=torch.float64)[:, None]) for c in tried]
     first, any_of = (torch.stack([f(update) for update in reached]) for f in (lambda x: x[:, 0], lambda x: x.any(1)))
@@ -180,7 +178,7 @@ def _masked(measured, total, config, targets, switches, clip_ratio_c):
     rows = []
     if switches is not None:
         own = BAPOConfig(**switches)
-        if own.lower_steps + own.upper_steps == 0:
+        if own.fixed:
             what = f"[{own.ratio_lower_start:g}, {own.ratio_upper_start:g}], fixed"
         else:
             what = f"BAPO, {own.contribution}, {own.token_weight}, target {own.positive_contribution_target:g}"
@@ -226,13 +224,17 @@ def _shares_of(taken, tokens, sizes):
 def _by_search(statistics, config):
     # Tokens and r*|A| that the bounds of every update's own search clip. statistics: of each update, by token weight.
     bounds = search([of_update[config.token_weight] for of_update in statistics], config)
-    high, low = grid(config, "upper").tolist(), grid(config, "lower").tolist()
+    high, low = config.upper.points().tolist(), config.lower.points().tolist()
     taken = torch.zeros(2, 2, dtype=torch.float64)
     for of_update, low_bound, high_bound in zip(statistics, bounds["low"], bounds["high"], strict=True):
-        sums = of_update["uniform"]
-        columns = [TOKENS, SUM_WAR]
-        taken[POSITIVE] += sums.positive[:, high.index(high_bound) + 1 :].sum(1)[columns]
-        taken[NEGATIVE] += sums.negative[:, : low.index(low_bound) + 1].sum(1)[columns]
+        tokens, sizes = of_update["uniform"].tokens, of_update["uniform"].contribution
+        above_high, below_low = slice(high.index(high_bound) + 1, None), slice(low.index(low_bound) + 1)
+        for column, positive, negative in (
+            (0, tokens.positive_tokens, tokens.negative_tokens),
+            (1, sizes.positive_weighted_ratio, sizes.negative_weighted_ratio),
+        ):
+            taken[POSITIVE, column] += positive[above_high].sum()
+            taken[NEGATIVE, column] += negative[below_low].sum()
     return taken
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, search_clip_bounds
+from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, diagnose, read_values, search_clip_bounds
 from bapo.ratio import log_ratio_of
-from bapo.statistics import COLLECTED
 from recipe.bapo.records.tokens import read_dump
 
 WEIGHTS = ("rollout_prob", "uniform")
@@ -177,10 +176,10 @@ def measure(
 
 
 def _measure_update(micro_batches, config, clip_ratio_c, own, found):
-    if own is not None and all(getattr(own, name) == getattr(config, name) for name in COLLECTED[1:]):
+    if own is not None and (own.lower, own.upper) == (config.lower, config.upper):
         own = config  # the same grids
     statistics = {
-        grids: {weight: ClipStatistics.zeros(replace(switches, token_weight=weight)) for weight in WEIGHTS}
+        grids: {weight: _of_no_tokens(replace(switches, token_weight=weight)) for weight in WEIGHTS}
         for grids, switches in {"config": config, "own": own}.items()
         if switches is not None and (grids == "config" or switches is not config)
     }
@@ -190,7 +189,7 @@ def _measure_update(micro_batches, config, clip_ratio_c, own, found):
     by_ratio, sums = _table(), torch.zeros(5, dtype=torch.float64)
     corrected = None
     if "rollout_is_weights" in micro_batches[0]:
-        corrected = ClipStatistics.zeros(replace(config, token_weight="uniform"))
+        corrected = _of_no_tokens(replace(config, token_weight="uniform"))
     largest, squares = 0.0, torch.zeros(6, int(LOG_LIMIT / M2PO_STEP) + 2, dtype=torch.float64)
     for tokens in micro_batches:
         found.lengths.add(tokens.get("lengths"), tokens["advantages"])
@@ -259,6 +258,10 @@ def _measure_update(micro_batches, config, clip_ratio_c, own, found):
     )
 
 
+def _of_no_tokens(config):
+    return collect_clip_statistics(*[torch.zeros(1, 0)] * 4, config)
+
+
 def _table():
     return torch.zeros(3, 2 * (len(EDGES) + 1), dtype=torch.float64)
 
@@ -276,8 +279,9 @@ def _masked_by_m2po(squares):
 
 
 def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, list[float]]:
-    """The values of ``ClipBounds.read`` for every update."""
-    values = [search_clip_bounds(update, config).read() for update in statistics]
+    """The values of ``bapo.read_values`` for every update."""
+    bounds = [search_clip_bounds(update, config) for update in statistics]
+    values = [read_values(found, diagnose(update, found)) for update, found in zip(statistics, bounds, strict=True)]
     return {key: [value[key] for value in values] for key in values[0]}
 
 

@@ -15,12 +15,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=False, platform="cpu"):
-    """The actor's worker as verl builds it, from our example's config with ``overrides``.
+def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform="cpu", stock=False):
+    """The actor's worker as verl's ``ActorRolloutRefWorker`` makes it, from our example's config with ``overrides``.
 
     Args:
-        plain: verl's worker in the place of ours.
         platform: a file of ``recipe/bapo/config/platform``; on GPUs each rank takes the one of its number.
+        stock: from verl's own config, as of ``verl.trainer.main_ppo``, in the place of ours.
     """
     from recipe.bapo.config import compose_config, cpu_environment
 
@@ -38,26 +38,48 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", plain=Fa
     import torch
 
     import verl  # noqa: F401
-    from recipe.bapo.worker import BAPOActorRolloutRefWorker
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     torch.manual_seed(0)
-    config = compose_config(
-        [
-            f"experiment={experiment}",
-            "size=cpu",
-            f"platform={platform}",
-            "actor_rollout_ref.actor.strategy=fsdp2",
-            "actor_rollout_ref.actor.optim.total_training_steps=100",
-            "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null",
-            *overrides,
-        ],
-        ROOT / "configs",
-    )
-    worker_class = ActorRolloutRefWorker if plain else BAPOActorRolloutRefWorker
-    worker = worker_class(config.actor_rollout_ref, role="actor")
+    common = ["actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.optim.total_training_steps=100"]
+    if stock:
+        config = compose_stock_config([f"+platform={platform}", *STOCK, *common, *overrides])
+    else:
+        groups = [f"experiment={experiment}", "size=cpu", f"platform={platform}"]
+        no_record = "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null"
+        config = compose_config([*groups, *common, no_record, *overrides], ROOT / "configs")
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
     worker.init_model()
     return worker.actor
+
+
+# What the example's config says of these besides, so that both configs make the same updates.
+STOCK = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+    "actor_rollout_ref.actor.optim.lr=7e-4",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    "actor_rollout_ref.actor.calculate_entropy=false",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+)
+
+
+def compose_stock_config(overrides):
+    """verl's own config, with the folder of our platforms beside it."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", ["hydra.searchpath=[pkg://recipe.bapo.config]", *overrides])
+
+
+def actor_config(policy_loss):
+    """verl's actor config with the whole batch as one mini-batch, for calls of a loss without a worker."""
+    from verl.workers.config import FSDPActorConfig
+
+    return FSDPActorConfig(
+        strategy="fsdp2", rollout_n=8, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss
+    )
 
 
 def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps two runs from mixing their weights or their samples, and a run from a Ray cluster that is not there.
+
+verl names its sockets after Ray's job number and its queue after nothing, so that two runs on a machine or a cluster
+would train on each other's data without a word. The checks look before the start, ``main_bapo`` claims the machine and
+the trainer the cluster: whoever changes a claim has to keep that two runs that start at once do not both get it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+import psutil
+
+from recipe.bapo.launch.cleanup import SOCKETS
+
+WAYS_OUT = f"wait for its end, or give each run a {SOCKETS} of its own: scripts/apart.sh, or a container."
+FIRST_JOB = "01000000"  # the number of the first job of every Ray
+
+
+def joins_a_cluster(config) -> bool:
+    """Whether the run uses a Ray that is up already; otherwise it starts one of its own."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
+
+
+def check_ray_address(address: str, timeout: float = 5.0) -> None:
+    """Connect to a Ray address; Ray itself would try for two minutes without a word.
+
+    Args:
+        address: as in ``RAY_ADDRESS``: ``HOST:PORT``, also with a scheme; what names no host is left to Ray.
+        timeout: seconds for the connection.
+
+    Raises:
+        ValueError: it is no such address, or nothing listens there.
+    """
+    if address in ("", "local", "auto"):
+        return
+    server = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = server.hostname, server.port
+    except ValueError:  # the port is no number
+        host = port = None
+    if not host or not port:
+        raise ValueError(f"RAY_ADDRESS={address} is not usable: give HOST:PORT of the cluster's head.")
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
+            "address of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
+        ) from error
+
+
+def claim_machine() -> int | None:
+    """Claim this machine for a run with a Ray of its own, until the descriptor is closed; None: another run has it.
+
+    Ray numbers the jobs of two such runs alike, and verl names the socket in ``/tmp`` over which it sends weights to
+    vLLM after that number: each run might get the other's weights. The claim is a lock on that folder, which leaves no
+    file, goes with the process, and holds between containers exactly if they share the folder.
+    """
+    claim = os.open(SOCKETS, os.O_RDONLY)
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(claim)
+        return None
+    return claim
+
+
+def servers_of_other_runs() -> dict[int, str]:
+    """vLLM's processes on this node that are served by verl under the job number that ours would have.
+
+    A run of verl's own entry point claims nothing, and would mix its weights with ours too.
+    """
+    servers = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            title = " ".join(process.cmdline()).strip()
+            if title.startswith("VLLM::") and process.environ().get("VERL_RAY_JOB_ID") == FIRST_JOB:
+                servers[process.pid] = title
+    return servers
+
+
+class _Claim:
+    """An actor that does nothing but have a name."""
+
+
+def claim_cluster(patience: float = 20):
+    """Claim a Ray cluster for this job, until the returned handle or the job ends.
+
+    verl's TransferQueue has one controller a cluster, by name: a second job would connect to it, put its samples to
+    those of the first and train on both. A job that has just ended keeps the names for some seconds.
+
+    Args:
+        patience: seconds to wait for an earlier job.
+
+    Raises:
+        ValueError: another verl run is on the cluster.
+    """
+    import ray  # the checks, which need the functions above, can do without
+
+    until = time.monotonic() + patience
+    while True:
+        try:
+            ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        except ValueError:  # there is none
+            with suppress(ValueError):  # the name is taken
+                return ray.remote(num_cpus=0)(_Claim).options(name="bapo", namespace="transfer_queue").remote()
+        if time.monotonic() > until:
+            raise ValueError(
+                "another verl run is on this Ray cluster, and verl would mix the samples of both: its TransferQueue "
+                "has one queue a cluster. Wait for that run's end, or give each run a cluster of its own."
+            )
+        time.sleep(1)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as its parent process sees it: starts training, follows it, says how it ended, and leaves nothing of it.
+
+``__main__`` calls ``poll`` until it returns False, then ``result``, and ``end`` whatever happens. A new kind of message
+from training belongs in ``handle_message``; a new reason to end a run belongs in the watchdog.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from recipe.bapo.launch import console, process_tree
+from recipe.bapo.launch.cleanup import remove, shared_memory, weight_sockets
+from recipe.bapo.launch.messages import PIPE
+from recipe.bapo.launch.watchdog import Watchdog
+from recipe.bapo.records.checkpoints import latest_checkpoint
+
+PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
+
+
+class Supervisor:
+    """Training as a child of this process, in a process group of its own: a terminal's signals do not reach it.
+
+    Args:
+        command: of the child.
+        run_dir: the run's folder.
+        log: the file for all that the child prints.
+        scratch: the folder for temporary files of everything below.
+    """
+
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Path, scratch: str):
+        self.run_dir, self.log = run_dir, log
+        self.errors: list[str] = []
+        self.config = self.watchdog = None  # until the checks have passed
+        self.cluster = self.trained = False
+        self.printer = console.StepPrinter(sys.stdout, since=time.time())
+        self.pipe, childs_end = Pipe(duplex=False)
+        with childs_end, open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "TMPDIR": scratch, PIPE: str(childs_end.fileno())},
+                pass_fds=(childs_end.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                preexec_fn=process_tree.end_with_parent,
+            )
+
+    def poll(self) -> bool:
+        """Show what is new. Returns False once training has ended, has failed or has to be ended."""
+        ended = self.process.poll() is not None  # before its last messages are read
+        with suppress(EOFError, OSError):  # training has closed the pipe, or the console is gone
+            while self.pipe.poll():
+                self.handle_message(*self.pipe.recv())
+            self.printer.print_new()
+        if ended or self.watchdog is None:
+            return not ended
+        if self.errors:
+            self.watchdog.final_check()
+            return False
+        if not self.watchdog.should_end():
+            return True
+        if not self.trained:
+            self.watchdog.write_stacks(self.process.pid)
+        return False
+
+    def handle_message(self, kind: str, content) -> None:
+        """What training sends; ``messages.send`` lists the kinds."""
+        if kind == "info":
+            self.printer.print(content)
+        elif kind == "error":
+            self.errors.append(content)
+        elif kind == "checked":
+            path, self.cluster = content
+            self.config = OmegaConf.load(path)
+            self.run_dir = Path(self.config.run_dir)  # the command line may name another one than OUTPUT_DIR
+            self.watchdog = Watchdog(self.run_dir, **self.config.watchdog)
+            switches = self.config.actor_rollout_ref.actor.policy_loss
+            bounds_can_move = any(
+                switches.get(f"ratio_{side}_start") != switches.get(f"ratio_{side}_max") for side in ("lower", "upper")
+            )
+            self.printer.begin(self.run_dir, self.config.trainer.total_training_steps, bounds_can_move)
+        elif kind == "ray":
+            self.watchdog.connect_ray(*content)
+        elif kind == "trained":
+            self.trained = True
+            self.watchdog.training_is_done()
+
+    def result(self, interruptions: list[signal.Signals]) -> tuple[str | None, int]:
+        """What went wrong, None if nothing did, and the exit code."""
+        exit_code = self.process.poll()
+        if exit_code == 0:
+            return None, 0
+        if interruptions:
+            return f"interrupted by {interruptions[0].name}. {self.way_on()}", 128 + interruptions[0]
+        if self.trained and exit_code is None:
+            limit = self.config.watchdog.max_exit_s
+            late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
+            self.printer.print(f"Training is done, but its process {late}: it is killed.")
+            return None, 0
+        log = self.log.read_text(errors="replace")
+        if self.watchdog is None:  # the config is not usable, or training did not come to its checks
+            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
+        first = console.first_error(log)
+        reasons = (
+            self.watchdog.reason,
+            self.full_disk(),
+            *self.errors,
+            None if self.errors or exit_code is None else f"the training process ended with code {exit_code}",
+            f"the first error in the log is {first}" if first else None,
+        )
+        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.way_on()}", 1
+
+    def way_on(self) -> str:
+        """The last checkpoint, and how to go on from it."""
+        folder = None
+        with suppress(ValueError):  # the last checkpoint is not there
+            folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
+        if folder is None:
+            return "No checkpoint was saved."
+        return f"The last checkpoint is {folder}: the same OUTPUT_DIR with trainer.resume_mode=auto goes on from it."
+
+    def full_disk(self) -> str | None:
+        """Says so if there is hardly any space left for checkpoints; torch's own error would not."""
+        folder = Path(self.config.trainer.default_local_dir)
+        if not folder.exists() or (free := shutil.disk_usage(folder).free) >= 64 << 20:
+            return None
+        return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
+
+    def end(self) -> None:
+        """End every process of the run, and remove what they would leave outside its folder."""
+        left = set()
+        if self.watchdog is not None and self.watchdog.job is not None:
+            left = self.watchdog.shared_memory | shared_memory(self.watchdog.processes())
+            left |= weight_sockets(self.watchdog.job)
+        if self.cluster and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+        process_tree.end_below()
+        remove(left)
+        with suppress(OSError):  # the terminal is gone
+            self.printer.close()

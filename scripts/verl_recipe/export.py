@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the recipe as verl's collection could take it: the loss, its worker and trainer, and nothing round them.
+
+    .venv/bin/python -m scripts.verl_recipe.export FOLDER
+
+writes ``FOLDER/bapo``: the core in ``core/``, imports relative, so that the folder works as ``recipe.bapo`` in verl's
+tree and needs no installed package of ours. Left out are launch, checks, the CPU platform, the report and data sets.
+What differs from the files here is in this folder: the entry point, the frame of the config and the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipe" / "bapo"
+OWN = Path(__file__).parent
+TAKEN = ("policy_loss.py", "worker.py", "trainer.py", "token_dump.py", "health.py", "records/tokens.py")
+MARK = "    # The switches of BAPO, from the repository's bapo_trainer.yaml.\n"
+
+# As in the collection's pyproject.toml.
+COLLECTIONS_STYLE = """line-length = 120
+[lint]
+isort = {known-first-party = ["verl"]}
+select = ["E", "F", "UP", "B", "I", "G"]
+ignore = ["F405", "F403", "E731", "B007", "UP032", "G004", "UP045", "UP035"]
+"""
+
+
+def export(folder: Path) -> Path:
+    """Write the recipe to ``folder / "bapo"``, which must not be there yet, and return that.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    target = folder / "bapo"
+    (target / "config").mkdir(parents=True)
+    (target / "core").mkdir()
+    (target / "records").mkdir()
+    for path in (ROOT / "bapo").glob("*.py"):
+        (target / "core" / path.name).write_text(with_relative_imports(path.read_text(), "core"))
+    for name in (*TAKEN, "records/__init__.py"):
+        text = (RECIPE / name).read_text()
+        (target / name).write_text(with_relative_imports(text, Path(name).parent.name))
+    (target / "__init__.py").write_text("")
+    for name in ("main_bapo.py", "README.md"):
+        shutil.copy(OWN / name, target / name)
+    shutil.copy(RECIPE / "REQUIRED_VERL.txt", target / "REQUIRED_VERL.txt")
+    frame = (OWN / "bapo_trainer.yaml").read_text()
+    (target / "config" / "bapo_trainer.yaml").write_text(frame.replace(MARK, switches_with_comments()))
+    (target / "ruff.toml").write_text(COLLECTIONS_STYLE)
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet", "--fix", target], check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", target], check=True)
+    (target / "ruff.toml").unlink()  # the collection has its own
+    return target
+
+
+def with_relative_imports(text: str, package: str) -> str:
+    """A file's text for the package in which it is: ``core``, ``records``, or the recipe itself ("")."""
+    up = ".." if package else "."
+    core = "." if package == "core" else f"{up}core"
+    text = re.sub(r"^from bapo import", f"from {core} import", text, flags=re.M)
+    text = re.sub(r"^from bapo\.", f"from {core if core.endswith('.') else core + '.'}", text, flags=re.M)
+    text = re.sub(r"^from recipe\.bapo import", f"from {up} import", text, flags=re.M)
+    return re.sub(r"^from recipe\.bapo\.", f"from {up}", text, flags=re.M)
+
+
+def switches_with_comments() -> str:
+    """The block ``policy_loss`` of our config, as it stands there."""
+    text = (RECIPE / "config" / "bapo_trainer.yaml").read_text()
+    return re.search(r"^    policy_loss:\n(?:      .*\n)+", text, re.M).group()
+
+
+def main():
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    target = export(parser.parse_args().folder)
+    lines = sum(len(path.read_text().splitlines()) for path in target.rglob("*.py"))
+    print(f"{target}: {lines} lines of Python")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our worker with the losses of others: what verl's worker does, bit for bit, a dump or not; and what it costs less."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.actor import free_port, make_actor, make_mini_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
+
+ROWS = 8
+LOSS = "actor_rollout_ref.actor.policy_loss"
+CUT = [
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+]
+OURS = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
+
+
+def train(overrides, task, **settings):
+    """Two updates on one batch by ``train_mini_batch``; the actor, its metrics and its weights."""
+    from verl.utils import tensordict_utils as tu
+
+    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=True)
+    data = make_mini_batch(actor, seed=7, rows=ROWS)
+    tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1, **settings)
+    metrics = tu.get(actor.train_mini_batch(data), "metrics")
+    weights = {name: value.full_tensor().clone() for name, value in actor.engine.module.state_dict().items()}
+    torch.distributed.destroy_process_group()
+    return actor, metrics, weights
+
+
+def runs_of_a_loss(rank, loss_mode, task, folder):
+    from recipe.bapo.worker import BAPOTrainingWorker, use_for_actors
+
+    chosen = [f"{LOSS}.loss_mode={loss_mode}"]
+    runs = {"verl": train(chosen, task)}
+    runs["plugin"] = train([*chosen, "actor_rollout_ref.model.external_lib=recipe.bapo.plugin"], task)
+    use_for_actors()
+    runs["our worker"] = train(chosen, task)
+    dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
+    runs["our worker, dumping"] = train([*chosen, *dump], task)
+    workers = {name: isinstance(actor, BAPOTrainingWorker) for name, (actor, _, _) in runs.items()}
+    assert workers == {"verl": False, "plugin": False, "our worker": True, "our worker, dumping": True}
+    torch.save({name: weights for name, (_, _, weights) in runs.items()}, f"{folder}/weights.pt")
+    metrics = {name: sorted(metrics) for name, (_, metrics, _) in runs.items()}
+    Path(folder, "metrics.json").write_text(json.dumps(metrics))
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mode, task, tmp_path):
+    mp.spawn(runs_of_a_loss, args=(loss_mode, str(task), str(tmp_path)))
+    of_verl, *others = torch.load(tmp_path / "weights.pt").values()
+    for weights in others:
+        assert all(torch.equal(weights[name], value) for name, value in of_verl.items())
+    metrics = list(json.loads((tmp_path / "metrics.json").read_text()).values())
+    assert all(keys == metrics[0] for keys in metrics)
+
+    updates = list(read_dump(tmp_path / "dump"))
+    assert [len(micro_batches) for micro_batches in updates] == [2, 2]
+    tokens = [tokens for micro_batches in updates for tokens in micro_batches]
+    assert all(set(TENSORS) <= set(of_micro_batch) for of_micro_batch in tokens)
+    about = about_dump(tmp_path / "dump")
+    assert about["loss_mode"] == loss_mode and ("switches" in about) == (loss_mode == "vanilla")
+
+
+class SoftmaxBackwards(TorchDispatchMode):
+    """Counts the backwards of softmaxes over ``width`` classes."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.count = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._softmax_backward_data.default and args[0].shape[-1] == self.width:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_softmax_backwards(rank, task, folder):
+    found = {}
+    for name, overrides in {"verl": [], "ours": OURS, "ours, coefficient": OURS}.items():
+        coefficient = 0.01 if "coefficient" in name else 0
+        settings = [
+            "actor_rollout_ref.actor.calculate_entropy=true",
+            f"actor_rollout_ref.actor.entropy_coeff={coefficient}",
+        ]
+        vocabulary = json.loads(Path(task, "model", "config.json").read_text())["vocab_size"]
+        with SoftmaxBackwards(vocabulary) as counter:
+            _, metrics, _ = train([*overrides, *settings], task, calculate_entropy=True)
+        found[name] = [counter.count, bool(metrics["actor/entropy_loss"][0] > 0)]
+    Path(folder, "counts.json").write_text(json.dumps(found))
+
+
+def test_an_entropy_that_nobody_asked_a_gradient_for_gets_none(task, tmp_path):
+    mp.spawn(count_softmax_backwards, args=(str(task), str(tmp_path)))
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    micro_batches = ROWS // 2
+    assert counts == {"verl": [micro_batches, True], "ours": [0, True], "ours, coefficient": [micro_batches, True]}
+
+
+def refused_loss_functions(rank, task, folder):
+    from functools import partial
+
+    from verl.trainer.distillation import distillation_ppo_loss
+    from verl.workers.utils.losses import sft_loss
+
+    actor, _, _ = train(OURS, task)
+    loss_fn = partial(sft_loss, config=None)
+    actor.set_loss_fn(loss_fn)  # a callable of the caller's own goes through
+    assert actor.loss_fn is loss_fn and actor.bapo_config is None
+    with pytest.raises(ValueError) as error:
+        actor.set_loss_fn(partial(distillation_ppo_loss, config=actor.actor_config, distillation_config=None))
+    Path(folder, "error").write_text(str(error.value))
+
+
+def test_distillation_is_refused_by_name_and_another_callable_goes_through(task, tmp_path):
+    mp.spawn(refused_loss_functions, args=(str(task), str(tmp_path)))
+    error = (tmp_path / "error").read_text()
+    assert "_target_=BAPOPolicyLossConfig is not usable with the loss function distillation_ppo_loss" in error

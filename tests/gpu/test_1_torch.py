@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Search and loss on the GPU, beside the CPU. Needs torch and pytest alone."""
+
+import statistics
+import time
+import warnings
+from itertools import product
+
+import pytest
+import torch
+
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
+from bapo.config import CHOICES
+from bapo.statistics import GPU_CHUNK
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SWITCHES = ("contribution", "token_weight", "search_order")
+TARGETS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6)
+DUAL_CLIP = 3.0
+BYTES_PER_TOKEN = 160  # of the search's temporaries; by arithmetic 108
+
+
+def make_batch(rows, columns, dtype, device, seed=0):
+    """Old log-probs, log-probs, advantages and mask like those of a few updates on the same rollouts, ``(B, T)``."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(rows, columns, generator=generator) * 2
+    log_prob = old + 0.15 * torch.randn(rows, columns, generator=generator)
+    advantages = torch.randn(rows, 1, generator=generator).expand(rows, columns)
+    mask = torch.ones(rows, columns, dtype=torch.bool)
+    return [tensor.to(device) for tensor in (old.to(dtype), log_prob.to(dtype), advantages.contiguous(), mask)]
+
+
+def search(batch, config=None):
+    """The bounds of a batch and their diagnostics, on its device."""
+    return find_clip_bounds(*batch, config or BAPOConfig(), clip_ratio_c=DUAL_CLIP)
+
+
+def read(found):
+    """What a search found, by name, in one transfer to the host."""
+    return read_values(*found)
+
+
+def loss_and_gradient(batch, low, high):
+    """Of the loss with given bounds."""
+    leaf = batch[1].detach().requires_grad_()
+    loss = clipped_surrogate_loss(batch[0], leaf, *batch[2:], low, high, DUAL_CLIP).loss
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def search_and_loss(batch, config=None):
+    """All that an update adds, without its read."""
+    found = search(batch, config)
+    return found, *loss_and_gradient(batch, found[0].low, found[0].high)
+
+
+def vanilla(batch, low=0.8, high=1.2):
+    """PPO's clipped loss with a dual clip and its backward, as verl's ``vanilla`` computes it."""
+    old, log_prob, advantages, mask = batch
+    leaf = log_prob.detach().requires_grad_()
+    ratio = (leaf - old).clamp(-20.0, 20.0).exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    losses = torch.where(advantages < 0, torch.minimum(-advantages * DUAL_CLIP, clipped), clipped)
+    ((losses * mask).sum() / mask.sum()).backward()
+
+
+@pytest.fixture
+def large(rehearsal):
+    """Rows and columns of a large mini-batch."""
+    return (8, 512) if rehearsal else (64, 8192)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bounds_are_those_of_the_cpu(dtype, device, tell):
+    stopped, distances = 0, []
+    searches = list(enumerate(product(product(*(CHOICES[name] for name in SWITCHES)), TARGETS)))
+    for seed, (choice, target) in searches:
+        config = BAPOConfig(positive_contribution_target=target, **dict(zip(SWITCHES, choice, strict=True)))
+        batch = make_batch(8, 512, DTYPES[dtype], "cpu", seed)
+        here, there = read(search(batch, config)), read(search([part.to(device) for part in batch], config))
+        for name in ("low", "high", "search_steps", "saturated"):
+            assert there[name] == here[name], (choice, target, name)
+        distances.append(abs(there["positive_contribution"] - here["positive_contribution"]))
+        stopped += 0 < here["search_steps"] and not here["saturated"]
+    assert max(distances) <= 1e-5
+    assert stopped > 0  # else nothing was searched for
+    tell(
+        "searches, of which stopped on the way, and the largest distance of rho",
+        (len(searches), stopped, max(distances)),
+    )
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_loss_and_gradient_are_those_of_the_cpu(dtype, tolerance, device, large, tell):
+    batch = make_batch(*large, DTYPES[dtype], "cpu")
+    loss, gradient = loss_and_gradient(batch, 0.7, 1.7)
+    other_loss, other = loss_and_gradient([part.to(device) for part in batch], 0.7, 1.7)
+    largest = gradient.float().abs().max()
+    off = ((other.cpu().float() - gradient.float()).abs().max() / largest).item()
+    off_loss = abs(other_loss.item() - loss.item())
+    tell("loss and gradient are off by", (off_loss, off))
+    assert largest > 0 and max(off, off_loss) <= tolerance
+
+
+def test_autocast_changes_neither_bounds_nor_loss(device):
+    batch = make_batch(8, 512, torch.float32, device)
+    found, loss, gradient = search_and_loss(batch)
+    with torch.autocast(device.type, torch.bfloat16):
+        again, other_loss, other = search_and_loss(batch)
+    for name in ("low", "high", "search_steps"):
+        assert torch.equal(getattr(found[0], name), getattr(again[0], name)), name
+    assert (other_loss - loss).abs() <= 1e-6
+    assert (other - gradient).abs().max() <= 1e-6 * gradient.abs().max()
+
+
+def test_log_probs_under_autocast_are_float32(device, on_gpu):
+    """verl computes them inside autocast; without flash-attn's cross-entropy by log_softmax."""
+    with torch.autocast(device.type, torch.bfloat16):
+        states, weights = (torch.randn(16, 64, device=device) for _ in range(2))
+        log_probs = torch.nn.functional.linear(states, weights).log_softmax(-1)
+    assert log_probs.dtype == torch.float32
+
+
+def test_two_searches_of_one_input_find_the_same(device, large, tell):
+    batch = make_batch(*large, torch.float32, device)
+    first, second = read(search(batch)), read(search(batch))
+    for name in ("low", "high", "search_steps"):
+        assert first[name] == second[name], name
+    off = abs(first["positive_contribution"] - second["positive_contribution"])  # atomic additions
+    tell("rho is off by", off)
+    assert off <= 1e-12
+
+
+def test_the_host_waits_once_for_the_device(device, large, on_gpu):
+    batch = make_batch(*large, torch.float32, device)
+    search_and_loss(batch)  # loads the kernels
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # raises where search, loss or backward wait
+        for kind in CHOICES["contribution"]:
+            found, *_ = search_and_loss(batch, BAPOConfig(contribution=kind))
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            read(found)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing" in str(wait.message) for wait in waits) == 1
+
+
+def test_peak_memory_of_the_search(device, large, on_gpu, tell):
+    batch = make_batch(*large, torch.float32, device)
+    search(batch)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    search(batch)
+    each = (torch.cuda.max_memory_allocated() - before) / min(batch[0].numel(), GPU_CHUNK)
+    tell("bytes a token", round(each))
+    assert each <= BYTES_PER_TOKEN
+
+
+def median_milliseconds(run, device, repeats):
+    """Of a call, on the host's clock with nothing left to do on the device."""
+    times = []
+    for _ in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])  # the first loads the kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_times_beside_vanilla(dtype, device, large, rehearsal, tell):
+    """Told, not judged: nobody knows yet what a GPU takes."""
+    batch = make_batch(*large, DTYPES[dtype], device)
+    repeats = 3 if rehearsal else 30
+    runs = {
+        "vanilla": lambda: vanilla(batch),
+        "our loss with fixed bounds": lambda: loss_and_gradient(batch, 0.8, 1.2),
+        "search": lambda: search(batch),
+        "search and loss": lambda: search_and_loss(batch),
+    }
+    milliseconds = {name: median_milliseconds(run, device, repeats) for name, run in runs.items()}
+    assert all(took > 0 for took in milliseconds.values())
+    for name, took in milliseconds.items():
+        tell(f"{name}, ms", round(took, 3))
+    tell("search and loss in multiples of vanilla", round(milliseconds["search and loss"] / milliseconds["vanilla"], 2))

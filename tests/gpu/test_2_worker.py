@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of verl's FSDP2 worker on the GPU, without Ray and vLLM.
+
+Each setting makes one update of the same tiny model on the same mini-batch, in float32, and its bounds are compared
+with those of the CPU platform. Then a model of a usual size, of random weights: its memory beside preflight's figure,
+and the pass's time beside the update's.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="needs verl; stage 1 does not")
+
+from tests.support.gpu_update import ROOT, look_at_update  # noqa: E402
+
+ROWS = 16
+ACTOR, MODEL, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
+COMMON = [
+    f"{MODEL}.use_remove_padding=true",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    f"{ACTOR}.policy_loss.contribution=gradient",
+    f"{ACTOR}.policy_loss.positive_contribution_target=0.56",
+]
+FLOAT32 = [
+    f"{FSDP}.dtype=float32",
+    f"{FSDP}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+]
+PLAIN = f"{MODEL}.use_fused_kernels=false"
+SETTINGS = {  # name: overrides, and how often our code may wait for the GPU (None: told only)
+    "four micro-batches": ([PLAIN], 5),  # a read of the bounds, and one of each micro-batch's metrics
+    "micro-batch scope": ([PLAIN, f"{ACTOR}.policy_loss.bound_scope=micro_batch"], 8),  # both, for each of four
+    "one micro-batch": ([PLAIN, f"{ACTOR}.ppo_micro_batch_size_per_gpu={ROWS}"], 2),
+    "dynamic batches": ([PLAIN, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64"], None),
+    "no gradient checkpointing": ([PLAIN, f"{MODEL}.enable_gradient_checkpointing=false"], 5),
+    "offload": ([PLAIN, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"], None),
+    "LoRA": ([PLAIN, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"], 5),
+    "fused kernels": ([f"{MODEL}.use_fused_kernels=true"], 5),
+}
+SCOPES = {"micro-batch scope"}  # with bounds of their own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("updates")
+
+
+@pytest.fixture(scope="module")
+def platform(rehearsal):
+    """The platform that needs no flash-attn."""
+    return "cpu" if rehearsal else "gpu_without_flash_attn"
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    """The example's tiny model, barely trained on the CPU."""
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "recipe.bapo.example.task", str(folder / "task"), "--steps", "6"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
+    return folder / "task"
+
+
+@pytest.fixture(scope="module")
+def reference(task, folder):
+    """The CPU's update with a setting, each made once."""
+    made = {}
+
+    def update(name):
+        if name not in made:
+            overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *SETTINGS[name][0]]
+            (made[name],) = look_at_update(folder / f"cpu, {name}", overrides, "cpu", rows=ROWS)
+        return made[name]
+
+    return update
+
+
+def bounds_of(seen):
+    """``c_low``, ``c_high`` and steps of each search in a record."""
+    return [tuple(float.fromhex(line[name]) for name in ("low", "high", "search_steps")) for line in seen["record"]]
+
+
+def rho_of(seen):
+    """The share at the start of each search."""
+    return [float.fromhex(line["positive_contribution_start"]) for line in seen["record"]]
+
+
+def distance_of_rho(seen, expected):
+    return max(abs(a - b) for a, b in zip(rho_of(seen), rho_of(expected), strict=True))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_bounds_of_an_update_are_those_of_the_cpu(name, task, folder, platform, reference, rehearsal, tell):
+    overrides, most = SETTINGS[name]
+    expected = reference(name if name in SCOPES else "four micro-batches")
+    if name not in SCOPES:
+        assert 0 < bounds_of(expected)[0][2] < 51  # the search stopped on its way
+    (seen,) = look_at_update(
+        folder / name, [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *overrides], platform, rows=ROWS
+    )
+    assert bounds_of(seen) == bounds_of(expected)
+    assert distance_of_rho(seen, expected) <= 1e-4
+    tell("rho is off by", distance_of_rho(seen, expected))
+    tell("waits for the GPU, ours and verl's", [seen["waits"].get(whose, 0) for whose in ("ours", "verl")])
+    if not rehearsal and most is not None:
+        assert seen["waits"].get("ours", 0) <= most
+
+
+def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, rehearsal):
+    if not rehearsal and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, PLAIN]
+    for seen in look_at_update(folder / "two ranks", overrides, platform, ranks=2, rows=ROWS):
+        assert bounds_of(seen) == bounds_of(reference("four micro-batches"))
+        assert distance_of_rho(seen, reference("four micro-batches")) <= 1e-4
+
+
+def has_flash_attn():
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("precise", ["gpu_without_flash_attn", "gpu"])
+def test_ratios_in_the_default_precision(precise, task, folder, reference, on_gpu, tell):
+    if precise == "gpu" and not has_flash_attn():
+        pytest.skip("flash-attn is not installed")
+    (seen,) = look_at_update(folder / precise, [f"{MODEL}.path={task}/model", *COMMON], precise, rows=ROWS)
+    assert seen["log_probs"] == "torch.float32"
+    off = distance_of_rho(seen, reference("four micro-batches"))
+    tell("rho is off by", off)
+    assert off <= 0.02
+
+
+# A model of random weights: name in tests/support/gpus.py, tokens of a micro-batch, rows, longest response.
+REHEARSED = (None, 256, 16, 20)
+SMALL_GPU = ("0.5B", 4096, 32, 400)  # below 40 GiB
+USUAL = ("1.5B", 8192, 32, 900)
+
+
+@pytest.fixture(scope="module")
+def usual(rehearsal, task, folder):
+    """The path of such a model, and its sizes."""
+    if rehearsal:
+        return task / "model", *REHEARSED[1:]
+    sys.path.append(str(ROOT / "tests"))
+    from support.gpus import write_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name, *sizes = USUAL if torch.cuda.mem_get_info()[1] >= 40 << 30 else SMALL_GPU
+    path = write_model(task, folder / name, name)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    model.to("cpu").save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()
+    return path, *sizes
+
+
+def preflight_of(overrides, platform):
+    """GiB of an update by preflight's arithmetic."""
+    from omegaconf import OmegaConf
+
+    from recipe.bapo.checks import size
+    from recipe.bapo.config import compose_config
+
+    for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
+        os.environ.setdefault(name, "unused")
+    groups = ["experiment=example", "size=cpu", f"platform={platform}", "actor_rollout_ref.actor.strategy=fsdp2"]
+    config = compose_config([*groups, *overrides, "trainer.nnodes=1", "trainer.n_gpus_per_node=1"], ROOT / "configs")
+    OmegaConf.resolve(config)
+    return sum(size.phases_of_a_gpu(config, size.model_of(config), 0.0)["update"].values())
+
+
+seen_by_entropy = {}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused kernels"])
+@pytest.mark.parametrize("entropy", [False, True], ids=["no entropy", "entropy"])
+def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, tell):
+    path, tokens, rows, longest = usual
+    platform = "cpu" if rehearsal else "gpu" if has_flash_attn() else "gpu_without_flash_attn"
+    flag = {True: "true", False: "false"}
+    overrides = [
+        f"{MODEL}.path={path}",
+        f"{MODEL}.use_remove_padding=true",
+        f"{MODEL}.enable_gradient_checkpointing=true",
+        f"{MODEL}.use_fused_kernels={flag[fused]}",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}",
+        f"{ACTOR}.calculate_entropy={flag[entropy]}",
+        f"{ACTOR}.entropy_from_logits_with_chunking=true",
+        f"{ACTOR}.entropy_checkpointing=true",
+        f"{FSDP}.use_torch_compile=false",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+        f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu={tokens}",
+    ]
+    name = f"usual, {fused}, {entropy}"
+    repeats = 1 if rehearsal else 3
+    sizes = {"rows": rows, "longest": longest, "entropy": entropy, "repeats": repeats}
+    (seen,) = look_at_update(folder / name, overrides, platform, **sizes)
+    preflight = preflight_of(overrides, platform)
+    tell("weights; platform", f"{seen['weights']:,}; {platform}")
+    tell("peak GiB; preflight", f"{seen['peak_gibibytes']:.2f}; {preflight:.2f}")
+    seconds = seen["seconds"]
+    tell("seconds of an update; of the pass in it", f"{seconds['update']:.3f}; {seconds['pass']:.3f}")
+    tell("graphs that torch compiled", seen["graphs"])
+    assert 0 < seconds["pass"] < seconds["update"]
+    assert seen["graphs"] == 0  # nothing is compiled anew for each number of tokens
+    if rehearsal:
+        return
+    seen_by_entropy[fused, entropy] = seen["peak_gibibytes"]
+    if entropy and (fused, False) in seen_by_entropy and not fused:
+        # A gradient through the entropy would take six planes of logits.
+        vocabulary = 151936
+        plane = 2 * tokens * vocabulary / 2**30
+        assert seen_by_entropy[fused, True] - seen_by_entropy[fused, False] < 4 * plane

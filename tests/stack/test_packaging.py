@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``pip install .`` and its extras, each in an empty environment, and what people then run. Minutes each."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+
+MAKE_DUMP = """
+import torch
+from recipe.bapo.records.tokens import write_dump
+
+torch.manual_seed(0)
+for _ in range(4):
+    old = -torch.rand(8, 50)
+    log_prob = old + 0.2 * torch.randn(8, 50)
+    advantages = torch.randn(8, 1).expand(8, 50)
+    write_dump("dump", old, log_prob, advantages, torch.ones(8, 50), {"dp_size": 1, "global_batch_size": 8})
+"""
+FIND_BOUNDS = """
+import bapo, torch
+
+old, advantages = -torch.ones(2, 3), torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+bounds = bapo.find_clip_bounds(old, old + 0.5, advantages, torch.ones(2, 3), bapo.BAPOConfig())
+print("bounds", float(bounds.low), float(bounds.high))
+"""
+# vLLM is of the machine: verl's extra names no build of it, and ours for the CPU imports it.
+IMPORT_ALL = """
+import importlib, pkgutil, recipe.bapo
+
+names = [m.name for m in pkgutil.walk_packages(recipe.bapo.__path__, "recipe.bapo.")]
+left_out = {"recipe.bapo.cpu.vllm"} | {name for name in names if name.endswith("__main__")}
+for name in sorted(set(names) - left_out):
+    importlib.import_module(name)
+print("imported", len(names) - len(left_out))
+"""
+
+
+def install(folder, extra):
+    """An empty environment with this package and one of its extras; the Python in it."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    # torch by pip, which finds a CPU build where one is offered; the rest as the set-up script does, by uv.
+    subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", TORCH], check=True)
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, f"{ROOT}{extra}"], check=True)
+    return python
+
+
+def run(python, *arguments, cwd, **environment):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VERL"))}
+    done = subprocess.run(
+        [python, *arguments], cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def installed(python):
+    listed = subprocess.run([python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0].lower() for line in listed.splitlines()[2:]}
+
+
+@pytest.mark.slow
+def test_the_core_needs_torch_alone(tmp_path):
+    python = install(tmp_path / "venv", "")
+    assert run(python, "-c", FIND_BOUNDS, cwd=tmp_path).startswith("bounds ")
+    assert not installed(python) & {"verl", "ray", "matplotlib", "safetensors"}
+
+
+@pytest.mark.slow
+def test_the_report_needs_neither_verl_nor_ray(tmp_path):
+    python = install(tmp_path / "venv", "[report]")
+    run(python, "-c", MAKE_DUMP, cwd=tmp_path)
+    run(python, "-m", "recipe.bapo.replay", "dump", "--html", "report.html", "--json", "report.json", cwd=tmp_path)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert not installed(python) & {"verl", "ray"}
+
+
+@pytest.mark.slow
+def test_verls_extra_brings_what_recipe_and_checks_import(tmp_path):
+    python = install(tmp_path / "venv", "[verl]")
+    assert "imported" in run(python, "-c", IMPORT_ALL, cwd=tmp_path, VERL_PLATFORM="cpu")

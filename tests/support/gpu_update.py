@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One update of verl's FSDP2 worker in a process of its own, and what was seen of it.
+
+verl patches the model's class for fused kernels, and a process group is there once a process: so each setting has its
+own. ``look_at_update`` starts it; ``python -m tests.support.gpu_update FILE`` is what runs there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 900  # seconds of one update, its process's start included
+
+
+def look_at_update(folder, overrides, platform, ranks=1, **about):
+    """What each rank saw of one update with a setting: a list of the dictionaries of ``run``.
+
+    Args:
+        folder: for files of this update alone.
+        overrides: of the config, after those of ``tests.support.actor.make_actor``.
+        platform: a file of ``recipe/bapo/config/platform``.
+        about: ``rows``, ``longest`` and ``entropy`` of the mini-batch, and ``repeats`` of the timed updates.
+
+    Raises:
+        RuntimeError: a rank failed; with the end of what it printed.
+    """
+    from tests.support.actor import free_port
+
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    environment = {key: value for key, value in os.environ.items() if key != "VERL_PLATFORM"}
+    environment["HF_HUB_OFFLINE"] = "1"
+    if platform == "cpu":
+        environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    processes, files = [], [folder / f"rank{rank}.json" for rank in range(ranks)]
+    for rank, file in enumerate(files):
+        given = {"overrides": overrides, "platform": platform, "rank": rank, "size": ranks, "port": port, **about}
+        file.write_text(json.dumps(given))
+        log = open(file.with_suffix(".log"), "w")
+        command = [sys.executable, "-m", "tests.support.gpu_update", str(file)]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    codes = [_end(process) for process in processes]
+    if any(codes):
+        tails = "\n".join(file.with_suffix(".log").read_text()[-3000:] for file in files)
+        raise RuntimeError(f"the update's processes ended with {codes}:\n{tails}")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _end(process):
+    try:
+        return process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+@contextmanager
+def waits_for_the_gpu(on_gpu):
+    """Counts where the host waits for the GPU: in ``ours``, in ``verl`` or elsewhere (``other``)."""
+    counts: Counter[str] = Counter()
+
+    def show(message, *_, **__):
+        if "called a synchronizing" in str(message):
+            counts[whose_code_calls()] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield counts
+        finally:
+            if on_gpu:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def whose_code_calls():
+    """The innermost frame that is ours or verl's decides."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename.startswith((f"{ROOT}/bapo/", f"{ROOT}/recipe/")):
+            return "ours"
+        if "/verl/" in frame.f_code.co_filename:
+            return "verl"
+    return "other"
+
+
+def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entropy=False, repeats=0):
+    """One update, then ``repeats`` more that are timed.
+
+    Returns:
+        A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``waits`` for the GPU by
+        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an ``update``,
+        and of the ``pass`` in it.
+    """
+    from tests.support.actor import make_actor, make_mini_batch
+
+    record = folder / "bounds"
+    actor = make_actor(
+        [*overrides, f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'"],
+        rank,
+        size,
+        port,
+        platform=platform,
+    )
+    from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
+
+    on_gpu, infer, dtypes = platform != "cpu", actor.infer_batch, []
+
+    def infer_batch(data):
+        output = infer(data)
+        dtypes.append(str(output["log_probs"].dtype))
+        return output
+
+    actor.infer_batch = infer_batch
+    data = make_mini_batch(actor, seed=3, rows=rows, rank=rank, size=size, longest=longest)
+    tu.assign_non_tensor(data, calculate_entropy=entropy)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with waits_for_the_gpu(on_gpu) as waits:
+        actor.train_batch(data)
+    seen = {
+        "record": [json.loads(line) for line in (record / f"rank{rank}.jsonl").read_text().splitlines()],
+        "log_probs": dtypes[0],
+        "waits": dict(waits),
+        "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
+    }
+    if repeats:
+        seen["seconds"] = {
+            "update": seconds_of(lambda: actor.train_batch(data), repeats, on_gpu),
+            "pass": seconds_of(lambda: actor._find_bounds(data), repeats, on_gpu),
+        }
+    seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    return seen
+
+
+def seconds_of(call, repeats, on_gpu):
+    """The least of some calls: what others do on the machine only adds."""
+    times = []
+    for _ in range(repeats):
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    seen = run(**json.loads(file.read_text()), folder=file.parent)
+    file.write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak memory of FSDP2 updates of any size, without a GPU and without the memory: torch's own tracker on fake tensors.
+
+The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a process group that only pretends, and its
+logits go through verl's own ``prepare_model_outputs``. Only flash-attn's two kernels are replaced, by autograd
+functions that allocate and keep what the kernels allocate and keep.
+
+Not in the figures: fragments of the CUDA allocator, CUDA's contexts, NCCL's buffers, workspaces of cuBLAS and
+flash-attn, what verl holds of the batch, and the temporaries of AdamW's step, which takes place when activations and
+logits are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+import torch.distributed
+from support.gpus import SHAPES
+from tensordict import TensorDict
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import verl.utils.torch_functional as verl_F
+from verl.utils import tensordict_utils as tu
+from verl.utils.fsdp_utils import apply_fsdp2
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one GPU does with one micro-batch: an update, or log-probs without a gradient.
+
+    Attributes:
+        model: a name in ``support.gpus.SHAPES``.
+        shards: GPUs over which FSDP shards the model.
+        tokens: of the micro-batch on this GPU.
+        sequence_parallel: GPUs that share a sequence (Ulysses).
+        entropy: whether the entropy is measured, by chunks and checkpointed, as ``size=gpu`` does.
+        entropy_gradient: whether the backward runs through the entropy.
+    """
+
+    model: str
+    shards: int
+    tokens: int
+    update: bool
+    temperature: float = 1.0
+    entropy: bool = False
+    entropy_gradient: bool = False
+    sequence_parallel: int = 1
+
+
+class FlashAttention(torch.autograd.Function):
+    """The memory of flash-attn's attention: the backward keeps queries, keys, values, output and float32 sums."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, _, log_sums = ctx.saved_tensors
+        torch.empty_like(log_sums)  # softmax_d
+        torch.empty_like(query, dtype=torch.float32)  # dq_accum
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The memory of flash-attn's cross-entropy: the backward keeps the logits, and writes into them if it may."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, inplace_backward):
+        losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        ctx.save_for_backward(logits, torch.empty_like(losses), labels)
+        ctx.inplace_backward = inplace_backward
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, _, _ = ctx.saved_tensors
+        return (logits if ctx.inplace_backward else torch.empty_like(logits)), None, None
+
+
+def _attention(sequence_parallel):
+    def forward(module, query, key, value, attention_mask, **_):
+        parts = [states.transpose(1, 2) for states in (query, key, value)]
+        if sequence_parallel > 1:  # each is exchanged: other heads of more tokens, as many numbers
+            parts = [states.clone() for states in parts]
+        output = FlashAttention.apply(*parts)
+        return (output.clone() if sequence_parallel > 1 else output), None
+
+    return forward
+
+
+@contextlib.contextmanager
+def _replaced_kernels(sequence_parallel):
+    before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = _attention(sequence_parallel)
+    available = verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    kernel = getattr(verl_F, "cross_entropy_loss", None)
+    verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = True
+    verl_F.cross_entropy_loss = lambda logits, labels, inplace_backward: (
+        CrossEntropy.apply(logits, labels, inplace_backward),
+        None,
+    )
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = before
+        verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE, verl_F.cross_entropy_loss = available, kernel
+
+
+def _make_model(work, mesh):
+    hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[work.model]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=feed_forward,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config._attn_implementation = "flash_attention_2"  # after from_config, which looks for the package
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train(work.update)
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}, {})
+    return model
+
+
+def _make_optimizer(model, update):
+    """AdamW with both moments, and, for an update, the gradient that earlier micro-batches have left."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        if update:
+            parameter.grad = torch.zeros_like(parameter)
+    return optimizer
+
+
+def _forward(model, work):
+    """The log-probs and the entropy of a micro-batch, by verl's engine."""
+    ids = torch.zeros(1, work.tokens, dtype=torch.long)
+    engine = SimpleNamespace(
+        engine_config=SimpleNamespace(entropy_checkpointing=True, entropy_from_logits_with_chunking=True),
+        compute_entropy_from_logits=verl_F.entropy_from_logits_with_chunking,
+        _gather_and_unpad_packed=lambda packed, pad_size: packed,
+    )
+    offsets = torch.arange(0, work.tokens + 1, work.tokens // 2)
+    data = TensorDict({"input_ids": torch.nested.nested_tensor_from_jagged(ids[0], offsets)}, batch_size=[])
+    tu.assign_non_tensor(data, calculate_entropy=work.entropy)
+    arguments = {
+        "temperature_is_one": work.temperature == 1,
+        "temperature_rmpad": torch.ones(work.tokens),
+        "input_ids_rmpad_rolled": ids[0],
+        "pad_size": 0,
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(input_ids=ids, position_ids=ids, use_cache=False)
+        found = FSDPEngineWithLMHead.prepare_model_outputs(engine, output, arguments, data, None)
+        return found["log_probs"].values(), found["entropy"].values() if work.entropy else None
+
+
+def _loss(model, work):
+    log_probs, entropy = _forward(model, work)
+    loss = log_probs.sum()
+    return loss + entropy.sum() if work.entropy_gradient else loss
+
+
+@lru_cache
+def peak_gibibytes(work: Work) -> dict[str, float]:
+    """The largest memory of one GPU during ``work`` in GiB, by what it is for; ``total`` is their sum."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
+    try:
+        mesh = init_device_mesh("cpu", (work.shards,), mesh_dim_names=["fsdp"])
+        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), _replaced_kernels(work.sequence_parallel):
+            model = _make_model(work, mesh)
+            optimizer = _make_optimizer(model, work.update)
+            with FSDPMemTracker(model, optimizer) as tracker:
+                if work.update:
+                    _loss(model, work).backward()
+                else:
+                    with torch.no_grad():
+                        _forward(model, work)
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    finally:
+        torch.distributed.destroy_process_group()
+    return {getattr(kind, "value", kind).lower(): size / GIB for kind, size in peak.items() if size > GIB / 100}
