@@ -96,11 +96,10 @@ def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: 
         running = {}
         try:
             while todo or running:
-                ready = (cell for cell in todo if cell.donor is None or cell.donor.name in there)
-                while len(running) < workers and (cell := next(ready, None)):
+                ready = [cell for cell in todo if cell.donor is None or cell.donor.name in there]
+                for cell in ready[: workers - len(running)]:
                     todo.remove(cell)
                     running[pool.submit(run_and_keep, cell, seeds[cell.task], code, table, folder)] = cell
-                    ready = (cell for cell in todo if cell.donor is None or cell.donor.name in there)
                 done = next(as_completed(running))
                 seconds, name = done.result(), running.pop(done).name
                 there.add(name)
