@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the raw table to failures, primary tests and the tables of docs/results.md. The rules stand in its plan."""
+"""From the third study's raw table to failures, primary tests and tables. docs/study3.md states the rules."""
 
 from __future__ import annotations
 
@@ -7,105 +7,268 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
-from scripts.study.plan import ABLATION, METHODS, TABLE
+from scripts.study.plan import LABELS, METHODS, PLACES, TABLE, Comparison, Place, comparisons
 
-PANEL = ["map", "task", "optimizer", "norm_clip", "dual_clip"]
-PLACE = [*PANEL, "source", "staleness", "learning_rate"]  # a cell but for its method
-JUDGED_BY = ["task", "optimizer", "norm_clip", "learning_rate"]  # what a run shares with its control
-TESTS = [("bapo@0.4", "grpo"), ("bapo@0.4", "widest")]
-COMPARED = ["grpo", "widest", "bapo@0.4", "bapo@0.5", "bapo_gradient@0.4"]  # beside the ablation
-LABELS = {**METHODS, **ABLATION}
-MAP_NAMES = {
-    ("A", "chain"): "A, protection",
-    ("A", "reversal"): "A, never ending",
-    ("B", "chain"): "B, epochs",
-    ("C", "chain"): "C, delay",
-    ("partial", "chain"): "C, partial rollout",
-    ("ablation", "chain"): "B, ablation",
-}
+MARGIN = np.log(1 / 0.95)  # of an equivalence: 5 % of the updates
+LEVEL, RESAMPLES = 0.05, 10_000
+JUDGED_BY = ["task", "learning_rate"]  # what a run shares with its control
 
 
 def read_table(path: Path = TABLE) -> pd.DataFrame:
-    """The raw table with the column ``failed``; a clip that is off is 0."""
-    return with_failures(pd.read_parquet(path).fillna({"norm_clip": 0, "dual_clip": 0}))
+    """The raw table with the columns of ``with_failures``; a dual clip that is off is 0."""
+    return with_failures(pd.read_parquet(path).fillna({"dual_clip": 0}))
 
 
 def with_failures(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with the columns ``control`` and ``failed``, by the rule that was fixed before the runs.
+    """The table with the columns ``control``, ``failed``, ``stable`` and ``log_updates``, by the plan's rules.
 
-    A run failed if any of these holds: its final reward is below half of the mean one of the S=1 control with its task,
-    optimizer, norm clip and learning rate; more than 20 % of the prompts were solved in under 2 % of the samples; over
-    90 % of the responses never ended; a weight is not finite.
+    A run failed if its final reward is below half of its control's mean (GRPO on fresh data at the same task and
+    learning rate) or below its own before the first update, if a weight is not finite, or, on the retry task, if more
+    than a fifth of the prompts are solved in under 2 % of the samples. A learning rate is stable if no control failed.
+    ``log_updates`` is the log of the updates to the target reward; of a run that failed or never got there, that of
+    all its updates.
 
     Raises:
         ValueError: a run has no control.
     """
-    controls = frame[(frame["map"] == "control") & (frame["method"] == "grpo")]
-    control = controls.groupby(JUDGED_BY)["final_reward"].mean().rename("control")
+    is_control = frame["source"] == "fresh"
+    control = frame[is_control].groupby(JUDGED_BY)["final_reward"].mean().rename("control")
     frame = frame.join(control, on=JUDGED_BY)
     if frame["control"].isna().any():
         raise ValueError(f"no control: {frame.loc[frame['control'].isna(), 'cell'].iloc[0]}")
-    frame["failed"] = (
-        (frame["final_reward"] < frame["control"] / 2)
-        | (frame["unsolved"] > 0.2)
-        | (frame["truncated"] > 0.9)
-        | ~frame["finite"].astype(bool)
-    )
+    forgot = (frame["task"] == "chain") & (frame["unsolved"] > 0.2)
+    low = frame["final_reward"] < np.maximum(frame["control"] / 2, frame["start_reward"])
+    frame["failed"] = low | forgot | ~frame["finite"].astype(bool)
+    unstable = frame[is_control].groupby(JUDGED_BY)["failed"].any().rename("unstable")
+    frame = frame.join(unstable, on=JUDGED_BY)
+    frame["stable"] = ~frame.pop("unstable").astype(bool)
+    updates = frame["updates_to_target"].where(~frame["failed"]).fillna(frame["updates"])
+    frame["log_updates"] = np.log(updates.astype(float))
     return frame
 
 
-def sign_flip_test(differences: np.ndarray) -> float:
-    """Two-sided p-value of paired differences: the share of all their 2^n sign patterns with a sum as far from 0."""
-    sums = np.zeros(1)
-    for difference in differences:
-        sums = np.concatenate([sums + difference, sums - difference])
-    return float((np.abs(sums) >= abs(sums[0]) - 1e-9).mean())
+def at_place(frame: pd.DataFrame, place: Place, method: str | None = None) -> pd.DataFrame:
+    """The rows of a place, of one method or of all, at the learning rates where fresh data are stable."""
+    rows = frame[
+        (frame["task"] == place.task)
+        & (frame["source"] == place.source)
+        & frame["staleness"].isin(place.stalenesses)
+        & (frame["dual_clip"] == (place.dual_clip or 0))
+        & frame["stable"]
+    ]
+    return rows if method is None else rows[rows["method"] == method]
 
 
-def by_seed(frame: pd.DataFrame, method: str, measure: str) -> pd.Series:
-    """A measure of a method, averaged over the cells of ``frame``, for every seed."""
-    return frame[frame["method"] == method].groupby("seed")[measure].mean().sort_index()
+def halves(seeds: pd.Index) -> list[pd.Index]:
+    """The seeds in two halves: every second one in order."""
+    ordered = seeds.sort_values()
+    return [ordered[::2], ordered[1::2]]
 
 
-def compare(frame: pd.DataFrame, method: str, other: str, measure: str) -> dict[str, float]:
-    """Both averages over seeds, their difference, and the p-value of the paired test."""
-    first, second = by_seed(frame, method, measure), by_seed(frame, other, measure)
-    if list(first.index) != list(second.index):
-        raise ValueError(f"{method} and {other} have other seeds")
-    p = sign_flip_test((first - second).to_numpy())
-    return {"first": first.mean(), "second": second.mean(), "difference": (first - second).mean(), "p": p}
+def best_rates(rows: pd.DataFrame) -> dict[int, float]:
+    """The learning rate at which each seed is evaluated: the other half's best, by the mean of ``log_updates``.
+
+    Args:
+        rows: of one method at one place.
+    """
+    by_seed = rows.pivot_table(index="seed", columns="learning_rate", values="log_updates")
+    first, second = halves(by_seed.index)
+    pairs = ((first, second), (second, first))
+    return {seed: by_seed.loc[chosen_on].mean().idxmin() for chosen_on, judged in pairs for seed in judged}
 
 
-def stable_cells(frame: pd.DataFrame, methods: tuple[str, ...]) -> pd.DataFrame:
-    """The rows of the cells in which no seed of these methods failed."""
-    rows = frame[frame["method"].isin(methods)]
-    return rows[~rows.groupby(PLACE)["failed"].transform("any")]
+def at_best_rate(rows: pd.DataFrame, measure: str = "log_updates") -> pd.Series:
+    """A measure of one method at one place, by seed: the mean over its stalenesses at the rate of ``best_rates``."""
+    rates = best_rates(rows)
+    chosen = rows[rows["learning_rate"] == rows["seed"].map(rates)]
+    return chosen.groupby("seed")[measure].mean().sort_index()
 
 
-def of_map(frame: pd.DataFrame, map: str, task: str) -> pd.DataFrame:
-    """The rows of one map; beside the ablation those that map B has in the same places."""
-    rows = frame[(frame["map"] == map) & (frame["task"] == task)]
-    if map == "ablation" and len(rows):
-        place = ["source", "staleness", "learning_rate", "dual_clip"]
-        compared = frame[(frame["map"] == "B") & frame["method"].isin(COMPARED)]
-        rows = pd.concat([compared.merge(rows[place].drop_duplicates(), on=place), rows])
-    return rows
+def by_seed(frame: pd.DataFrame, place: Place, method: str, measure: str) -> pd.Series:
+    """What a comparison compares, by seed: ``speed`` at the best rates, ``failing`` over all stable ones."""
+    rows = at_place(frame, place, method)
+    return at_best_rate(rows) if measure == "speed" else rows.groupby("seed")["failed"].mean().sort_index()
 
 
-def primary_tests(frame: pd.DataFrame) -> list[dict]:
-    """For every map and pair of methods: the failing share, and the mean reward over the stable cells."""
+def interval(differences: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean over seeds, always from the same random numbers."""
+    if np.ptp(differences) == 0:
+        return float(differences[0]), float(differences[0])
+    found = stats.bootstrap(
+        (differences,),
+        np.mean,
+        n_resamples=RESAMPLES,
+        confidence_level=level,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def p_value(differences: np.ndarray, claim: str) -> float:
+    """Of a paired t-test of no difference, or of two one-sided ones of a difference beyond ``MARGIN``."""
+    if np.ptp(differences) == 0:  # no spread, no t: equal runs
+        apart = abs(differences[0]) > (MARGIN if claim == "equivalence" else 0)
+        return float(apart if claim == "equivalence" else not apart)
+    if claim == "difference":
+        return float(stats.ttest_1samp(differences, 0).pvalue)
+    above = stats.ttest_1samp(differences, -MARGIN, alternative="greater").pvalue
+    below = stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue
+    return float(max(above, below))
+
+
+def holm(values: list[float]) -> list[float]:
+    """Holm's adjusted p-values."""
+    values = np.array(values)
+    order = values.argsort(kind="stable")
+    adjusted = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1)
+    found = np.empty(len(values))
+    found[order] = adjusted
+    return found.tolist()
+
+
+def is_there(frame: pd.DataFrame, comparison: Comparison) -> bool:
+    """Whether every cell of both methods is in the table."""
+    place = comparison.place
+    names = {cell.name for cell in place.cells([comparison.method, comparison.other])}
+    return names <= set(frame["cell"])
+
+
+def primary_tests(frame: pd.DataFrame, planned: list[Comparison] | None = None) -> pd.DataFrame:
+    """One row a primary test: the mean difference, its interval, p, and Holm's p over all planned ones.
+
+    A ``speed`` difference is a log ratio: below 0 the method needs fewer updates. Beside it stand the share of pairs in
+    which both runs got there (``both``) and the difference over these alone (``conditional``). A test whose cells are
+    not all there has no figures and counts in Holm's correction with p = 1.
+    """
+    planned = comparisons() if planned is None else planned
     found = []
-    for map, task in list(MAP_NAMES)[:-1]:
-        rows = of_map(frame, map, task)
-        for method, other in TESTS if len(rows) else ():
-            entry = {"map": MAP_NAMES[map, task], "method": method, "other": other}
-            failing = compare(rows, method, other, "failed")
-            stable = stable_cells(rows, (method, other))
-            reward = compare(stable, method, other, "mean_reward") if len(stable) else None
-            cells = (stable.groupby(PLACE).ngroups, rows.groupby(PLACE).ngroups)
-            found.append({**entry, "failing": failing, "reward": reward, "stable": cells})
-    return found
+    for comparison in planned:
+        place, method, other, measure = comparison.place, comparison.method, comparison.other, comparison.measure
+        entry = {"place": place.name, "method": method, "other": other, "measure": measure, "claim": comparison.claim}
+        if is_there(frame, comparison) and len(at_place(frame, place)):
+            first, second = (by_seed(frame, place, name, measure) for name in (method, other))
+            differences = (first - second).to_numpy()
+            low, high = interval(differences)
+            entry |= {"first": first.mean(), "second": second.mean(), "difference": differences.mean()}
+            entry |= {"low": low, "high": high, "p": p_value(differences, comparison.claim)}
+            if measure == "speed":
+                entry |= conditional(frame, comparison)
+        found.append(entry)
+    columns = ["first", "second", "difference", "low", "high", "p", "both", "conditional"]
+    table = pd.DataFrame(found).reindex(columns=["place", "method", "other", "measure", "claim", *columns])
+    table["holm"] = holm(table["p"].fillna(1).tolist())
+    return table
+
+
+def conditional(frame: pd.DataFrame, comparison: Comparison) -> dict[str, float]:
+    """The share of pairs of runs in which both reached the target and did not fail, and their mean log ratio."""
+    parts = []
+    for name in (comparison.method, comparison.other):
+        rows = at_place(frame, comparison.place, name)
+        rows = rows[rows["learning_rate"] == rows["seed"].map(best_rates(rows))]
+        reached = np.log(rows["updates_to_target"].astype(float)).where(~rows["failed"])
+        parts.append(reached.set_axis(pd.MultiIndex.from_frame(rows[["seed", "staleness"]])))
+    differences = parts[0].sub(parts[1])
+    return {"both": differences.notna().mean(), "conditional": differences.mean()}
+
+
+def control_table(frame: pd.DataFrame) -> list[str]:
+    """GRPO on fresh data at every learning rate."""
+    rows = []
+    for (task, rate), part in frame[frame["source"] == "fresh"].groupby(JUDGED_BY):
+        reward = f"{part['final_reward'].mean():.3f} ({part['final_reward'].min():.3f})"
+        rows.append([task, f"{rate:g}", f"{part['failed'].sum()} of {len(part)}", reward])
+    return markdown(["task", "learning rate", "failed", "final reward (least)"], rows)
+
+
+def against_grpo(frame: pd.DataFrame, place: Place, method: str) -> np.ndarray:
+    """Log ratios of the updates to the target reward by seed, each method at its own best rate; empty if one lacks."""
+    if not is_there(frame, Comparison(place, method, "grpo")) or at_place(frame, place).empty:
+        return np.zeros(0)
+    return (by_seed(frame, place, method, "speed") - by_seed(frame, place, "grpo", "speed")).to_numpy()
+
+
+def ratio(differences: np.ndarray) -> str:
+    """The mean of log ratios as a ratio with its interval."""
+    if not len(differences):
+        return "-"
+    low, high = np.exp(interval(differences))
+    return f"{np.exp(differences.mean()):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def ratio_table(frame: pd.DataFrame) -> list[str]:
+    """Updates to the target reward against GRPO, by method and place; intervals are not corrected."""
+    rows = []
+    for method in LABELS:
+        differences = [against_grpo(frame, place, method) for place in PLACES]
+        if any(map(len, differences)) and method != "grpo":
+            rows.append([LABELS[method], *map(ratio, differences)])
+    return markdown(["method", *(place.name for place in PLACES)], rows)
+
+
+def failure_table(frame: pd.DataFrame) -> list[str]:
+    """Failed runs of all runs at stable learning rates, by method and place."""
+    rows = []
+    for method in LABELS:
+        parts = [at_place(frame, place, method)["failed"] for place in PLACES]
+        if any(map(len, parts)):
+            rows.append([LABELS[method], *(f"{part.sum()} of {len(part)}" if len(part) else "-" for part in parts)])
+    return markdown(["method", *(place.name for place in PLACES)], rows)
+
+
+def means_table(frame: pd.DataFrame, place: Place) -> list[str]:
+    """Description: every method at its best rate, and beside it means over all its runs, whatever became of them."""
+    head = ["method", "updates to target against GRPO", "best rates", "final reward", "entropy", "no gradient +"]
+    head += ["no gradient -", "failing", "mean reward, all runs", "final reward, all runs"]
+    rows = []
+    for method in METHODS[place]:
+        part = at_place(frame, place, method)
+        differences = against_grpo(frame, place, method)
+        if not len(differences):
+            continue
+        every = frame[(frame["method"] == method) & frame["cell"].isin({cell.name for cell in place.cells([method])})]
+        best = [f"{at_best_rate(part, name).mean():.3f}" for name in ("final_reward", "entropy")]
+        best += [f"{at_best_rate(part, f'no_gradient_{sign}').mean():.2f}" for sign in ("positive", "negative")]
+        rates = sorted(set(best_rates(part).values()))
+        overall = [f"{every[name].mean():.3f}" for name in ("mean_reward", "final_reward")]
+        failing = f"{part['failed'].mean():.3f}"
+        rows.append(
+            [LABELS[method], ratio(differences), ", ".join(f"{rate:g}" for rate in rates), *best, failing, *overall]
+        )
+    return markdown(head, rows)
+
+
+def primary_table(tests: pd.DataFrame) -> list[str]:
+    """The primary tests; speeds as ratios of updates."""
+    head = [
+        "where",
+        "method against",
+        "measure",
+        "difference",
+        "95 % interval",
+        "p",
+        "Holm",
+        "both got there",
+        "ratio there",
+    ]
+    rows = []
+    for test in tests.itertuples():
+        against = f"{LABELS[test.method]} : {LABELS[test.other]}"
+        names = [test.place, against, f"{test.measure}, {test.claim}"]
+        if np.isnan(test.p):
+            rows.append([*names, *["-"] * 6])
+            continue
+        speed = test.measure == "speed"
+        difference, low, high = (np.exp(x) if speed else x for x in (test.difference, test.low, test.high))
+        form = "{:.3f}" if speed else "{:+.3f}"
+        figures = [form.format(difference), f"[{form.format(low)}, {form.format(high)}]"]
+        figures += [f"{test.p:.2g}", f"{test.holm:.2g}"]
+        figures += [f"{test.both:.2f}", f"{np.exp(test.conditional):.3f}"] if speed else ["-", "-"]
+        rows.append([*names, *figures])
+    return markdown(head, rows)
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -113,102 +276,13 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
-def primary_table(frame: pd.DataFrame) -> list[str]:
-    """The primary tests as a table."""
-    head = ["map", "BAPO 0.4 against", "failing share", "difference", "p"]
-    head += ["mean reward, stable cells", "difference", "p", "stable cells"]
-    lines = []
-    for entry in primary_tests(frame):
-        cells = [entry["map"], LABELS[entry["other"]]]
-        for test, form in ((entry["failing"], "{:.3f}"), (entry["reward"], "{:.4f}")):
-            values = ["-"] * 3
-            if test:
-                shares = f"{form} : {form}".format(test["first"], test["second"])
-                values = [shares, f"{test['difference']:+.4f}", f"{test['p']:.2g}"]
-            cells += values
-        lines.append([*cells, "{} of {}".format(*entry["stable"])])
-    return markdown(head, lines)
-
-
-def in_order(frame: pd.DataFrame) -> list[str]:
-    """The methods that the rows have, in the order of the plan."""
-    return [method for method in LABELS if method in set(frame["method"])]
-
-
-def panel_name(panel: tuple) -> str:
-    """A panel's protections in words."""
-    _, _, optimizer, norm_clip, dual_clip = panel
-    norm = f"norm clip {norm_clip:g}" if norm_clip else "no norm clip"
-    dual = f"dual clip {dual_clip:g}" if dual_clip else "no dual clip"
-    return f"{'SGD' if optimizer == 'sgd' else 'AdamW'}, {norm}, {dual}"
-
-
-def failing_table(frame: pd.DataFrame) -> list[str]:
-    """Failing runs by method, over the learning rates and stalenesses of every panel."""
-    rows = frame[frame["map"].isin(["A", "B", "C", "partial"])]
-    panels = list(rows.groupby(PANEL, sort=False).groups)
-    head = ["map", "panel", "runs a method", *(LABELS[method] for method in in_order(rows))]
-    lines = []
-    for panel in panels:
-        chosen = rows[(rows[PANEL] == list(panel)).all(axis=1)]
-        failed = chosen.groupby("method")["failed"].sum()
-        runs = int(chosen.groupby("method").size().iloc[0])
-        names = [MAP_NAMES[panel[0], panel[1]], panel_name(panel), str(runs)]
-        lines.append([*names, *(str(int(failed[m])) if m in failed else "-" for m in in_order(rows))])
-    return markdown(head, lines)
-
-
-COLUMNS = {  # of the table of means: heading, column and form
-    "failing": ("failed", "{:.2f}"),
-    "final reward": ("final_reward", "{:.3f}"),
-    "mean reward": ("mean_reward", "{:.3f}"),
-    "updates to 0.8": ("updates_to_08", "{:.0f}"),
-    "entropy": ("entropy", "{:.2f}"),
-    "first guess right": ("first_right", "{:.2f}"),
-    "largest/median norm": ("norm_ratio", "{:.1f}"),
-    "effective sample": ("effective_sample", "{:.2f}"),
-    "clipped +": ("clipped_positive", "{:.2f}"),
-    "clipped -": ("clipped_negative", "{:.2f}"),
-    "A<0, r>3": ("negative_above_3", "{:.4f}"),
-    "their gradient": ("gradient_above_3", "{:.3f}"),
-    "rho, value": ("rho_value", "{:.3f}"),
-    "rho, gradient": ("rho_gradient", "{:.3f}"),
-    "at once": ("at_once", "{:.2f}"),
-    "on the way": ("on_the_way", "{:.2f}"),
-    "out of reach": ("out_of_reach", "{:.2f}"),
-}
-
-
-def means_table(frame: pd.DataFrame) -> list[str]:
-    """What was measured, averaged over a map; of the norms and the updates to 0.8 the median."""
-    medians = ("norm_ratio", "updates_to_08")
-    lines = []
-    for method in in_order(frame):
-        rows, cells = frame[frame["method"] == method], []
-        for name, form in COLUMNS.values():
-            # A run that never got there counts as later than all others.
-            values = rows[name].fillna(np.inf) if name == "updates_to_08" else rows[name].dropna()
-            value = values.median() if name in medians else values.mean()
-            cells.append("-" if not np.isfinite(value) else form.format(value))
-        lines.append([LABELS[method], *cells])
-    return markdown(["method", *COLUMNS], lines)
-
-
-def means_in_words(frame: pd.DataFrame, measure: str, form: str = "{:.2f}") -> str:
-    """The mean of a measure of the methods of the primary tests, those that the rows have."""
-    means = frame.groupby("method")[measure].mean()
-    methods = [method for method in ("grpo", "widest", "bapo@0.4") if method in means]
-    return ", ".join(f"{LABELS[method]} {form.format(means[method])}" for method in methods)
-
-
-def control_line(frame: pd.DataFrame) -> str:
-    """Whether all methods end with the same weights where every sample is new."""
-    rows = frame[(frame["map"] == "control") & (frame["task"] == "chain")]
-    place = rows[rows["method"] != "grpo"][JUDGED_BY].drop_duplicates()
-    rows = rows.merge(place, on=JUDGED_BY)
-    exact = rows[rows["method"] != "balance"]
-    same = (exact.groupby("seed")["weights"].nunique() == 1).sum()
-    return (
-        f"Control: at staleness 1 the {exact['method'].nunique()} methods other than balance, which scales by design, "
-        f"end with bit-identical weights in {same} of {exact['seed'].nunique()} seeds."
-    )
+def print_tables(path: Path = TABLE) -> None:
+    """All tables in markdown."""
+    frame = read_table(path)
+    lines = ["## Fresh data", "", *control_table(frame)]
+    lines += ["## Updates to the target reward against GRPO", "", *ratio_table(frame)]
+    lines += ["## Runs that failed where fresh data are stable", "", *failure_table(frame)]
+    lines += ["## Primary tests", "", *primary_table(primary_tests(frame))]
+    for place in PLACES:
+        lines += [f"## {place.name}", "", *means_table(frame, place)]
+    print("\n".join(lines))

@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "example_loop.jsonl"
 UPDATES = ROOT / "docs" / "results" / "example_updates.jsonl"  # of the README's picture
 PICTURED = 96  # of them
-SEARCHED = (
-    "clip_low",
-    "clip_high",
-    "positive_contribution_start",
-    "positive_contribution",
-    "search_steps",
-    "saturated",
-)
+SEARCHED = {  # the name in the file, and that of the measure
+    "clip_low": "low",
+    "clip_high": "high",
+    "positive_contribution_start": "positive_contribution_start",
+    "positive_contribution": "positive_contribution",
+    "search_steps": "search_steps",
+    "saturated": "saturated",
+}
 MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
 
 
@@ -73,8 +73,8 @@ def run(seed: int) -> dict:
         "final_reward": round(result.final_reward, 4),
         "rewards": by_step(updates, "reward", per_step),
         "entropies": by_step(updates, "entropy", per_step),
-        "clip_low": by_step(updates, "clip_low", per_step),
-        "clip_high": by_step(updates, "clip_high", per_step),
+        "clip_low": by_step(updates, "low", per_step),
+        "clip_high": by_step(updates, "high", per_step),
     }
 
 
@@ -82,7 +82,7 @@ def keep_updates() -> None:
     """Store what the searches of the first updates of seed 1 found."""
     config, settings = example_settings()
     updates = train(MODEL, config, 1, replace(settings, updates=PICTURED)).updates
-    rows = [{key: round(update[key], 4) for key in SEARCHED} for update in updates]
+    rows = [{name: round(update[key], 4) for name, key in SEARCHED.items()} for update in updates]
     UPDATES.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

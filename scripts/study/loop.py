@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning of the example's model in one process: what the study's small policies are checked against.
+"""Reinforcement learning of the example's model in one process: the study's larger model.
 
-It shares with a real run the bound search and the loss (``bapo/``), the methods (``configs/method``), the task, the
-model and verl's group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per
-update: one model samples and trains in float32, the mini-batch is one forward, the old log-probs are the trainer's own.
+It shares with the small policies the methods and what is measured, and with a real run the task, the model and verl's
+group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per update: one model
+samples and trains in float32, the mini-batch is one forward, the old log-probs are the trainer's own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
+from bapo import BAPOConfig
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
-from scripts.study.methods import config_of
+from scripts.study.measures import summaries, token_measures
+from scripts.study.methods import Tokens, find_bounds, loss_of, search
+from scripts.study.train import TARGETS, Cell, table_rows
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
+MODEL = Path(__file__).parent / "anchor_model"  # the example's after a longer warm-up with few right guesses
 FINAL_SAMPLES = 64  # of each problem, after the last update
-SEARCH_METRICS = (
-    "positive_contribution",
-    "positive_contribution_start",
-    "saturated",
-    "clipfrac_positive",
-    "clipfrac_negative",
-)
+WINDOW = 32  # updates between two probes of the table's series
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class Result:
     """What a run gave.
 
     Attributes:
-        updates: the metrics of every update. ``rho_value`` and ``rho_gradient`` are the positive contribution at the
-            bounds that were used, by one definition each for every method; the others are as in a real run.
+        updates: the measures of every update, and of a search ``low``, ``high`` and how it went.
         final_reward: of responses sampled after the last update.
         weights: hash of the weights after the last update.
     """
@@ -115,26 +111,13 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     log_probs = logits.log_softmax(-1)
     responses = rollouts.ids[:, rollouts.prompt_length :]
     chosen = log_probs.gather(-1, responses[..., None]).squeeze(-1)
-    return chosen, -(log_probs.exp() * log_probs).sum(-1).detach()
-
-
-def rho_at(low: float, high: float, contribution: str, tensors, clip_ratio_c: float | None) -> float:
-    """The positive contribution at these bounds, by the paper's token weight."""
-    ranges = dict(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
-    config = BAPOConfig(contribution=contribution, **ranges)
-    bounds, _ = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
-    return bounds.positive_contribution.item()
-
-
-def mean_length(rollouts: Rollouts, chosen: Tensor) -> float:
-    """Mean number of tokens of the chosen responses; NaN if there are none."""
-    return rollouts.mask[chosen].sum(1).float().mean().item()
+    with torch.no_grad():
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return chosen, entropy
 
 
 def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Settings) -> Result:
-    """Train from the model in a folder; ``method``: as in ``scripts.study.methods``, but none of the study's own, or
-    its switches."""
-    config = method if isinstance(method, BAPOConfig) else config_of(method)
+    """Train from the model in a folder; ``method``: as in ``scripts.study.methods``, or BAPO's switches."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -144,7 +127,7 @@ def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Set
     for _ in range(settings.updates // (settings.mini_batches * settings.epochs)):
         batches = sample_mini_batches(model, tokenizer, settings, generator)
         for _ in range(settings.epochs):
-            updates += [update(model, optimizer, batch, config, settings) for batch in batches]
+            updates += [update(model, optimizer, batch, method, settings) for batch in batches]
     final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Result(updates, final, hashlib.sha256(weights).hexdigest())
@@ -170,29 +153,58 @@ def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list
     return batches
 
 
-def update(model, optimizer, batch: tuple, config: BAPOConfig, settings: Settings) -> dict[str, float]:
-    """One optimizer update and its metrics."""
+def update(model, optimizer, batch: tuple, method: str | BAPOConfig, settings: Settings) -> dict[str, float]:
+    """One optimizer update and its measures."""
     rows, old_log_prob, advantages = batch
-    clip_ratio_c = settings.dual_clip
     log_prob, entropy = log_probs_of(model, rows)
-    tensors = (old_log_prob, log_prob, advantages, rows.mask)
-    bounds, diagnostics = find_clip_bounds(*tensors, config, clip_ratio_c=clip_ratio_c)
-    surrogate = clipped_surrogate_loss(*tensors, low=bounds.low, high=bounds.high, clip_ratio_c=clip_ratio_c)
+    tokens = Tokens(old_log_prob[None], log_prob[None], advantages[None], rows.mask[None])
+    if isinstance(method, BAPOConfig):
+        bounds, method = search(tokens, method, settings.dual_clip), "bapo"
+    else:
+        bounds = find_bounds(method, tokens, settings.dual_clip)
+    tokens.log_prob.retain_grad()
     optimizer.zero_grad()
-    surrogate.loss.backward()
+    loss_of(method, tokens, bounds, settings.dual_clip).backward()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.norm_clip or torch.inf)
     optimizer.step()
-    found = read_values(bounds, diagnostics)
+    measured = bounds | token_measures(tokens, tokens.log_prob.grad, bounds)
     return {
         "reward": rows.rewards.mean().item(),
         "entropy": entropy[rows.mask].mean().item(),
         "grad_norm": grad_norm.item(),
-        "length_of_successes": mean_length(rows, rows.rewards > 0),
-        "length_of_failures": mean_length(rows, rows.rewards <= 0),
-        "rho_value": rho_at(found["low"], found["high"], "value", tensors, clip_ratio_c),
-        "rho_gradient": rho_at(found["low"], found["high"], "gradient", tensors, clip_ratio_c),
-        "clip_low": found["low"],
-        "clip_high": found["high"],
-        "search_steps": found["search_steps"],
-        **{key: found[key] for key in SEARCH_METRICS},
+        **{key: value.item() for key, value in measured.items()},
     }
+
+
+def settings_of(cell: Cell) -> Settings:
+    """The settings of a cell of the study: 16 prompts of 8 responses, and rollouts of four mini-batches."""
+    fresh = cell.source == "fresh"
+    return Settings(
+        mini_batches=1 if fresh else 4,
+        epochs=cell.staleness,
+        updates=cell.updates,
+        prompts=16,
+        samples=8,
+        learning_rate=cell.learning_rate,
+        dual_clip=cell.dual_clip,
+    )
+
+
+def rows_of(cell: Cell, seeds: list[int]) -> list[dict]:
+    """The rows of the table of one cell, run by run.
+
+    The reward and the entropy of its series are those of the first four mini-batches of every ``WINDOW`` updates, which
+    are fresh in each of them, and at the end those of new samples and of the last update.
+    """
+    rows = []
+    for seed in seeds:
+        result = train(MODEL, cell.method, seed, settings_of(cell))
+        updates = {key: torch.tensor([[u[key]] for u in result.updates]) for key in result.updates[0]}
+        probes = {key: updates[key].view(-1, WINDOW, 1)[:, :4].mean(1) for key in ("reward", "entropy")}
+        last = {"reward": torch.tensor([[result.final_reward]]), "entropy": updates["entropy"][-1:]}
+        probes = {key: torch.cat([values, last[key]]) for key, values in probes.items()}
+        finite = torch.tensor([np.isfinite(result.updates[-1]["grad_norm"])])
+        columns = {"final_reward": last["reward"][0], "unsolved": torch.tensor([torch.nan]), "finite": finite}
+        columns |= summaries(updates, probes, TARGETS[cell.task])
+        rows += table_rows(cell, [seed], [result.weights[:16]], columns)
+    return rows

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of the study: those of configs/method with the project's loss, and two of the study alone.
+"""The methods of the study: the loss of each, batched over runs, and the bounds of those that have some.
 
-A name may carry a target and other switches: ``bapo@0.4``, ``bapo@0.4,ratio_upper_max=2.0``.
+Names, and what they may carry after ``@``:
+
+- a file of configs/method with BAPO's switches: ``grpo``, ``bapo@0.4`` (a target), ``bapo@0.4,ratio_upper_max=2.0``;
+- a loss of verl's registry with the settings of ``VERL``: ``cispo``, ``cispo@clip_ratio_high=2.0``;
+- ``topr`` and ``m2po``;
+- ``schedule``: fixed bounds for each epoch on a rollout, ``SCHEDULE``;
+- bounds of an earlier run: ``other_seed:bapo@0.4`` (those that the next seed's run had at the same update) and
+  ``own_mean:bapo@0.4`` (the mean of the same seed's run, at every update).
+
 ``R`` runs, ``N`` responses, ``T`` tokens.
 """
 
@@ -16,11 +24,26 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss
-from bapo.ratio import log_ratio_of
 from bapo.search import reaches_target, search_path
 
 ROOT = Path(__file__).parents[2]
-BALANCE = 0.4  # the positive contribution that ``balance`` scales to
+M2PO_BUDGET = 0.04  # mean squared log-ratio (arXiv 2510.01161)
+
+# Losses of verl 0.9.1's registry with their published settings. The advantages are GRPO's for all of them.
+_SEQUENCE_MEAN = "seq-mean-token-mean"
+VERL = {
+    # arXiv 2507.18071; verl's examples/gspo_trainer. The loss recommends this aggregation.
+    "gspo": dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg_mode=_SEQUENCE_MEAN),
+    # arXiv 2511.20347; verl's defaults. The loss aggregates so whatever it is told.
+    "sapo": dict(tau_pos=1.0, tau_neg=1.05, loss_agg_mode=_SEQUENCE_MEAN),
+    # arXiv 2506.13585 has no lower bound and does not print the upper one; both are from verl's examples/cispo_trainer.
+    "cispo": dict(clip_ratio_low=10.0, clip_ratio_high=0.2),
+    # arXiv 2602.04879; verl's examples/dppo_trainer. verl's default clip_ratio_c is 3; the loss asks for a large one.
+    "dppo_tv": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, clip_ratio_c=1e4),
+    "dppo_kl": dict(clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=1e4),
+    # GRPO aggregated as GSPO and SAPO are: what of their difference from GRPO is the aggregation's.
+    "vanilla": dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, loss_agg_mode=_SEQUENCE_MEAN),
+}
 
 
 @dataclass(frozen=True)
@@ -36,13 +59,80 @@ class Tokens:
         """The four tensors of one run, ``(N, T)``."""
         return tuple(tensor[run] for tensor in (self.old_log_prob, self.log_prob.detach(), self.advantages, self.mask))
 
+    def log_ratio(self) -> Tensor:
+        """Log of the importance ratio without a graph, limited to +-20 as in the losses, ``(R, N, T)``."""
+        return (self.log_prob.detach() - self.old_log_prob).clamp(-20, 20)
+
+
+def loss_of(method: str, tokens: Tokens, bounds: dict[str, Tensor], dual_clip: float | None) -> Tensor:
+    """The loss, added up over the runs: every run has the gradient that it would have alone.
+
+    Args:
+        method: its name.
+        tokens: with a graph at ``log_prob``.
+        bounds: ``low`` and ``high``, ``(R,)``; ignored by verl's losses and TOPR, which have none.
+        dual_clip: of negative tokens with a large ratio; ignored by verl's losses, which have their own, by M2PO, which
+            has none, and by TOPR, where one above 1 changes nothing.
+    """
+    base = method.partition("@")[0]
+    if base in VERL:
+        return verl_loss(method, tokens)
+    if base == "topr":  # arXiv 2503.14286, token by token
+        weight = torch.where(tokens.advantages > 0, 1.0, tokens.log_ratio().exp().clamp(max=1))
+        return per_run_mean(-tokens.advantages * weight * tokens.log_prob, tokens.mask)
+    low, high = (bounds[key].float()[:, None, None] for key in ("low", "high"))
+    return clipped_surrogate_loss(
+        tokens.old_log_prob,
+        tokens.log_prob,
+        tokens.advantages,
+        tokens.mask,
+        low=low,
+        high=high,
+        clip_ratio_c=None if base == "m2po" else dual_clip,
+        aggregate=per_run_mean,
+    ).loss
+
+
+def per_run_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The token-mean of each run, added up over the runs."""
+    return ((values * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
+
 
 @functools.cache
-def config_of(name: str) -> BAPOConfig:
-    """The switches of a method; ``topr`` has none, and ``balance`` those of GRPO."""
-    name, _, switches = name.partition("@")
-    # Every file but bapo.yaml inherits that one.
-    files = ["bapo", "grpo" if name in ("topr", "balance") else name]
+def verl_settings(method: str):
+    """The function of verl's registry and its ``ActorConfig``."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    base, _, switches = method.partition("@")
+    changed = {key: float(value) for key, _, value in (switch.partition("=") for switch in switches.split(",")) if key}
+    needed = dict(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)  # no loss reads these
+    return get_policy_loss_fn(base), ActorConfig(**needed, **VERL[base] | changed)
+
+
+def verl_loss(method: str, tokens: Tokens) -> Tensor:
+    """verl's own loss, called once with the responses of all runs.
+
+    verl multiplies the loss of each token by ``rollout_is_weights`` before it aggregates. With the weights below its
+    mean over all runs becomes the sum of each run's own mean.
+    """
+    function, config = verl_settings(method)
+    tensors = [tokens.old_log_prob, tokens.log_prob, tokens.advantages, tokens.mask.float()]
+    if config.loss_agg_mode == "token-mean":
+        count = tokens.mask.sum((1, 2), keepdim=True)
+        weights = (count.sum() / count).expand_as(tokens.mask)
+    else:  # a mean over responses: each run has as many
+        weights = torch.full_like(tokens.old_log_prob, len(tokens.mask))
+    *flat, weights = (tensor.flatten(0, 1) for tensor in (*tensors, weights))
+    loss, _ = function(*flat, loss_agg_mode=config.loss_agg_mode, config=config, rollout_is_weights=weights)
+    return loss
+
+
+@functools.cache
+def config_of(method: str) -> BAPOConfig:
+    """The switches of a method that configs/method has."""
+    name, _, switches = method.partition("@")
+    files = ["bapo", name]  # every other file inherits that one
     values = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "method" / f"{file}.yaml") for file in files))
     values = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
     for switch in filter(None, switches.split(",")):
@@ -51,45 +141,67 @@ def config_of(name: str) -> BAPOConfig:
     return BAPOConfig(**values)
 
 
-def searches(name: str) -> bool:
-    """Whether the method has bounds to search for."""
-    return not config_of(name).fixed
+def path_of(config: BAPOConfig) -> tuple[Tensor, Tensor]:
+    """The candidates of the search in its order: lower and upper bounds, both ``(candidates,)`` float64."""
+    upper, lower = search_path(config)
+    return config.lower.points()[lower], config.upper.points()[upper]
 
 
-def per_run_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The token-mean of each run, added up over the runs: every run then has the gradient it would have alone."""
-    return ((values * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
-
-
-def find_bounds(name: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
+def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
     """The bounds of every run and, of a search, how it went; each value ``(R,)`` float64."""
-    runs = tokens.mask.shape[0]
-    config = config_of(name)
-    if searches(name):
-        return search(tokens, config, dual_clip)
-    unclipped = {"low": 0.0, "high": torch.inf}
-    fixed = {"low": config.ratio_lower_start, "high": config.ratio_upper_start} if name != "topr" else unclipped
-    return {key: torch.full((runs,), value, dtype=torch.float64) for key, value in fixed.items()}
+    runs, base = len(tokens.mask), method.partition("@")[0]
+    if base == "m2po":
+        return m2po_bounds(tokens)
+    if base == "topr" or base in VERL:
+        return fixed_bounds(0.0, torch.inf, runs)
+    config = config_of(method)
+    if config.fixed:
+        return fixed_bounds(config.ratio_lower_start, config.ratio_upper_start, runs)
+    return search(tokens, config, dual_clip)
+
+
+def fixed_bounds(low: float, high: float, runs: int) -> dict[str, Tensor]:
+    """The same bounds for every run."""
+    return {"low": torch.full((runs,), low).double(), "high": torch.full((runs,), high).double()}
+
+
+def m2po_bounds(tokens: Tokens) -> dict[str, Tensor]:
+    """M2PO (arXiv 2510.01161, Algorithm 1) as bounds.
+
+    It drops the tokens whose update would move the ratio further from 1 (A > 0 and r > 1, or A < 0 and r < 1), those
+    with the largest (log r)^2 first, until the mean of the others' is at most ``M2PO_BUDGET``. A clipped token has no
+    gradient either, so its mask is a pair of bounds exp(-t) and exp(t), anew for every update.
+    """
+    log_ratio = tokens.log_ratio().double()
+    outward = (log_ratio * tokens.advantages > 0) & tokens.mask
+    size = torch.where(outward, log_ratio.abs(), 0.0).flatten(1).sort(1).values
+    size = torch.nn.functional.pad(size, (1, 0))  # a zero, which is always kept
+    counted = (size > 0).cumsum(1)
+    kept = size.square().cumsum(1) <= M2PO_BUDGET * counted  # the mean of the first so many: it never falls
+    last = kept.sum(1, keepdim=True) - 1
+    next_size = size.gather(1, (last + 1).clamp(max=size.shape[1] - 1)).squeeze(1)
+    limit = torch.where(kept.all(1), torch.inf, (size.gather(1, last).squeeze(1) + next_size) / 2)
+    return {"low": (-limit).exp(), "high": limit.exp()}
 
 
 def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[str, Tensor]:
     """The bounds of ``bapo.find_clip_bounds``, for all runs at once: a call for each would double the time of a run.
 
-    P and N at every point of their grids, then the first candidate of the path that reaches the target, or the last.
+    P and N at every candidate of the path, then the first candidate that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
-    high, low = config.upper.points(), config.lower.points()
+    low, high = config.lower.points(), config.upper.points()
     p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
     n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
     upper, lower = search_path(config)
-    p, n = p[upper], n[lower]
+    p, n, low, high = p[upper], n[lower], low[lower], high[upper]
     reached = reaches_target(p, n, config.positive_contribution_target)
     saturated = ~reached.any(0)
-    chosen = torch.where(saturated, len(upper) - 1, reached.int().argmax(0))
+    chosen = torch.where(saturated, len(high) - 1, reached.int().argmax(0))
     rho = torch.where(p + n > 0, p / (p + n), 0.0)
     return {
-        "low": low[lower[chosen]],
-        "high": high[upper[chosen]],
+        "low": low[chosen],
+        "high": high[chosen],
         "positive_contribution": rho.gather(0, chosen[None]).squeeze(0),
         "positive_contribution_start": rho[0],
         "search_steps": chosen.double(),
@@ -99,7 +211,7 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
 
 def _weighted(tokens, token_weight):
     """The ratio, and ``w |A|`` of positive and of negative tokens, each ``(R, N * T)`` float64."""
-    ratio = log_ratio_of(tokens.old_log_prob, tokens.log_prob).exp_().double().flatten(1)
+    ratio = tokens.log_ratio().exp().double().flatten(1)
     weight = tokens.advantages.double() * tokens.mask
     if token_weight == "rollout_prob":
         weight = weight * tokens.old_log_prob.double().exp()
@@ -113,44 +225,13 @@ def _positive_sum(ratio, positive, high, contribution):
 
 def _negative_sum(ratio, negative, low, contribution, dual_clip):
     if contribution == "value":
-        return (negative * torch.clamp(ratio, min=low)).sum(1)
+        return (negative * ratio.clamp(min=low)).sum(1)
     return (negative * ratio * ((ratio > low) & (ratio < (torch.inf if dual_clip is None else dual_clip)))).sum(1)
 
 
-def contribution_at(tokens: Tokens, low: Tensor, high: Tensor, contribution: str, dual_clip: float | None) -> Tensor:
-    """The positive contribution ``(R,)`` at bounds ``(R,)``, with the paper's token weight."""
+def contribution_at(tokens: Tokens, low: Tensor, high: Tensor) -> Tensor:
+    """The positive contribution of Eq. 8 ``(R,)`` at bounds ``(R,)``, with the paper's token weight."""
     ratio, positive, negative = _weighted(tokens, "rollout_prob")
-    p = _positive_sum(ratio, positive, high[:, None], contribution)
-    n = _negative_sum(ratio, negative, low[:, None], contribution, dual_clip)
+    p = _positive_sum(ratio, positive, high[:, None], "value")
+    n = _negative_sum(ratio, negative, low[:, None], "value", None)
     return torch.where(p + n > 0, p / (p + n), 0.0)
-
-
-def loss_of(name: str, tokens: Tokens, dual_clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, added up over the runs, and the bounds of ``find_bounds``.
-
-    ``topr`` (arXiv 2503.14286, per token): positive tokens count as they are, negative ones with min(r, 1); it has no
-    bounds, and a dual clip above 1 changes nothing. ``balance``: GRPO's bounds, and advantages of negative tokens
-    scaled down until the positive contribution is 0.4; where it is higher, nothing is scaled.
-    """
-    bounds = find_bounds(name, tokens, dual_clip)
-    advantages = tokens.advantages
-    if name == "topr":
-        ratio = (tokens.log_prob.detach() - tokens.old_log_prob).clamp(-20, 20).exp()
-        weight = torch.where(advantages > 0, 1.0, ratio.clamp(max=1))
-        return per_run_mean(-advantages * weight * tokens.log_prob, tokens.mask), bounds
-    if name == "balance":
-        rho = contribution_at(tokens, bounds["low"], bounds["high"], "value", dual_clip)
-        scale = (rho * (1 - BALANCE) / (BALANCE * (1 - rho)).clamp(min=1e-9)).clamp(max=1).float()
-        advantages = torch.where(advantages < 0, advantages * scale[:, None, None], advantages)
-    low, high = (bounds[key].float()[:, None, None] for key in ("low", "high"))
-    surrogate = clipped_surrogate_loss(
-        tokens.old_log_prob,
-        tokens.log_prob,
-        advantages,
-        tokens.mask,
-        low=low,
-        high=high,
-        clip_ratio_c=dual_clip,
-        aggregate=per_run_mean,
-    )
-    return surrogate.loss, bounds

@@ -1,144 +1,170 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the second study runs: seeds, methods, grids, and the cells of its maps. docs/results.md says why.
+"""What the third study runs and which comparisons are declared. docs/study3.md says why; both were written before it.
 
-A cell is all seeds of one method at one staleness and learning rate; ``Cell`` says what its fields mean.
+A cell is all seeds of one method at one staleness and learning rate.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.study.train import Cell
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-TABLE = RESULTS / "second_study.parquet"
-SEEDS = list(range(1, 21))  # pilots used 1000 and above, which are not used again
-UPDATES = {"chain": 256, "reversal": 128}  # optimizer updates; of the longer responses fewer
+TABLE = RESULTS / "third_study.parquet"
 
-METHODS = {  # the name in tables and pictures, by the name in configs/method
+# Pilots used the seeds from 3000 on, the second study 1 to 20; neither is used here. An even number: two halves.
+SEEDS = {
+    "chain": list(range(101, 141)),
+    "hard_chain": list(range(201, 221)),
+    "larger_model": list(range(301, 311)),
+}
+UPDATES = {"chain": 256, "hard_chain": 256, "larger_model": 320}
+RATES = {"chain": [4e-3, 8e-3, 1.6e-2], "hard_chain": [2e-3, 4e-3, 8e-3], "larger_model": [1e-3, 2e-3]}
+
+LABELS = {
     "grpo": "GRPO [0.8, 1.2]",
     "clip_higher": "clip-higher [0.8, 1.28]",
-    "low_only": "[0.9, 1.2]",
-    "figure7_low": "[0.5, 1.2]",
-    "figure7_high": "[0.8, 1.5]",
     "high_only": "[0.8, 3.0]",
     "widest": "[0.9, 3.0]",
-    "bapo@0.4": "BAPO 0.4",
-    "bapo@0.5": "BAPO 0.5",
-    "bapo_gradient@0.4": "BAPO gradient 0.4",
-    "authors_code": "authors' code",
+    **{f"bapo@{target:g}": f"BAPO {target:.2f}" for target in (0.28, 0.35, 0.38, 0.4, 0.45, 0.47, 0.48, 0.5)},
+    "other_seed:bapo@0.38": "another seed's bounds of BAPO 0.38",
+    "other_seed:bapo@0.4": "another seed's bounds of BAPO 0.40",
+    "own_mean:bapo@0.4": "own mean bounds of BAPO 0.40",
+    "schedule": "schedule by epoch",
     "topr": "TOPR",
-    "balance": "balance, no clips",
+    "m2po": "M2PO",
+    "gspo": "GSPO",
+    "sapo": "SAPO",
+    "cispo": "CISPO",
+    "dppo_tv": "DPPO-TV",
+    "dppo_kl": "DPPO-KL",
+    "vanilla": "GRPO, mean of response means",
+    "gspo@clip_ratio_low=0.2,clip_ratio_high=0.2": "GSPO [0.8, 1.2]",
+    "cispo@clip_ratio_high=2.0": "CISPO up to 3",
+    "dppo_tv@clip_ratio_c=3.0": "DPPO-TV, ratio up to 3",
 }
-ABLATION = {  # of map B, beside bapo@0.4, bapo@0.5 and bapo_gradient@0.4
-    "bapo@0.35": "BAPO 0.35",
-    "bapo@0.45": "BAPO 0.45",
-    "bapo_gradient@0.35": "BAPO gradient 0.35",
-    "bapo_gradient@0.45": "BAPO gradient 0.45",
-    "bapo_gradient@0.5": "BAPO gradient 0.5",
-    "paper_octothinker@0.4": "BAPO 0.4 in 0.8..0.9, 1.2..2.0",
-    "bapo@0.4,ratio_lower_start=0.8,ratio_lower_max=0.8": "BAPO 0.4 in 0.8, 1.2..3.0",
-    "bapo@0.4,ratio_upper_max=1.2": "BAPO 0.4 in 0.6..0.9, 1.2",
+BOUNDS = ["grpo", "high_only", "widest", "bapo@0.4"]
+SHIPPED = ["gspo", "sapo", "cispo", "dppo_tv", "dppo_kl"]  # by verl
+CONTROLS = ["other_seed:bapo@0.4", "own_mean:bapo@0.4"]  # of the search
+DESCRIBED = ["clip_higher", "bapo@0.35", "bapo@0.45", "vanilla", *(name for name in LABELS if "=" in name)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A source of staleness on a task, its stalenesses, and whether the dual clip of 3 is on."""
+
+    task: str
+    source: str
+    stalenesses: tuple[int, ...]
+    dual_clip: float | None = 3.0
+
+    @property
+    def name(self) -> str:
+        """What tables and tests call it."""
+        task = {"chain": "retry task", "hard_chain": "hard retry task", "larger_model": "larger model"}[self.task]
+        source = {"epochs": "epochs", "delay": "delay", "partial": "partial rollout"}[self.source]
+        return f"{task}, {source}" + ("" if self.dual_clip else ", no dual clip")
+
+    def cells(self, methods: list[str]) -> list[Cell]:
+        """These methods at every staleness and learning rate; a cell that others take bounds from comes before them."""
+        return [
+            Cell(self.task, self.source, staleness, rate, self.dual_clip, method, UPDATES[self.task])
+            for method in methods
+            for staleness in self.stalenesses
+            for rate in RATES[self.task]
+        ]
+
+
+EPOCHS = Place("chain", "epochs", (4, 16))
+DELAY = Place("chain", "delay", (32, 128))
+PARTIAL = Place("chain", "partial", (32, 128))
+EPOCHS_FREE = Place("chain", "epochs", (4, 16), None)
+DELAY_FREE = Place("chain", "delay", (8, 32, 128), None)
+HARD_EPOCHS = Place("hard_chain", "epochs", (4, 16))
+HARD_PARTIAL = Place("hard_chain", "partial", (32, 64))
+LARGER = Place("larger_model", "epochs", (8,))
+PLACES = [EPOCHS, DELAY, PARTIAL, EPOCHS_FREE, DELAY_FREE, HARD_EPOCHS, HARD_PARTIAL, LARGER]
+
+SCHEDULED = ["grpo", "high_only", "bapo@0.4", *CONTROLS, "schedule", *SHIPPED, "topr", "m2po", "widest"]
+UNSCHEDULED = [method for method in SCHEDULED if method != "schedule"]
+HARD = ["grpo", "clip_higher", "high_only", "bapo@0.28", "bapo@0.38", "other_seed:bapo@0.38", "bapo@0.48"]
+HARD += ["topr", "cispo", "dppo_tv"]
+LARGE = ["grpo", "high_only", "bapo@0.4", "bapo@0.47", "bapo@0.5", "topr", "cispo", "dppo_tv"]
+METHODS = {  # of every place
+    EPOCHS: [*SCHEDULED, *DESCRIBED],
+    DELAY: [*UNSCHEDULED, *DESCRIBED],
+    PARTIAL: UNSCHEDULED,
+    EPOCHS_FREE: BOUNDS,
+    DELAY_FREE: BOUNDS,
+    HARD_EPOCHS: HARD,
+    HARD_PARTIAL: HARD,
+    LARGER: LARGE,
 }
-CLIPS = [(None, None), (None, 3.0), (1.0, None), (1.0, 3.0)]  # of the gradient's norm, and dual clip
-
-# The learning rate at which GRPO fails in a quarter of the pilot's seeds at the largest staleness, and below it.
-RATES = {("A", "sgd"): [0.5, 1.0, 2.0], ("A", "adamw"): [4e-3, 8e-3, 1.6e-2]}
-RATES |= {("B", "adamw"): [4e-3, 1.6e-2, 3.2e-2], ("C", "adamw"): [4e-3, 1.6e-2, 3.2e-2]}
-STALENESS = {"sgd": [8, 32, 128], "adamw": [32, 128]}
-EPOCHS, DELAYS = [1, 4, 16], [8, 32, 128]
-
-
-def cells() -> list[Cell]:
-    """All cells in the order in which they run: the controls, what the primary tests need, map A's others last."""
-    everything = [*controls(), *map_a(), *map_b(), *map_c(), *never_ending(), *ablation(), *partial_rollout()]
-
-    def place(cell):
-        primary = cell.method in ("grpo", "bapo@0.4", "widest")
-        return cell.map != "control", not primary, not primary and cell.map == "A"
-
-    return list(dict.fromkeys(sorted(everything, key=place)))
-
-
-def cell(map, method, source, staleness, optimizer, rate, norm_clip, dual_clip, task="chain") -> Cell:
-    """A cell of the planned length."""
-    return Cell(map, task, source, staleness, optimizer, rate, norm_clip, dual_clip, method, UPDATES[task])
 
 
 def controls() -> list[Cell]:
-    """Staleness 1: GRPO wherever a map is judged by it, and every method once, all to the same bits.
+    """GRPO on fresh data at every task and learning rate: at staleness 1 every ratio is 1 and no clip does anything."""
+    return [Cell(task, "fresh", 1, rate, 3.0, "grpo", UPDATES[task]) for task, rates in RATES.items() for rate in rates]
 
-    The dual clip does nothing there, and maps B and C have map A's control at their own learning rates.
+
+def cells() -> list[Cell]:
+    """All cells in the order in which they run, the most valuable first; a donor stands before those that need it."""
+    fresh = {task: [cell for cell in controls() if cell.task == task] for task in RATES}
+    declared = [
+        *fresh["chain"],
+        *EPOCHS.cells(SCHEDULED),
+        *DELAY.cells(UNSCHEDULED),
+        *PARTIAL.cells(UNSCHEDULED),
+        *fresh["hard_chain"],
+        *HARD_EPOCHS.cells(HARD),
+        *HARD_PARTIAL.cells(HARD),
+        *EPOCHS_FREE.cells(BOUNDS),
+        *DELAY_FREE.cells(BOUNDS),
+        *fresh["larger_model"],
+        *LARGER.cells(LARGE),
+    ]
+    return declared + [*EPOCHS.cells(DESCRIBED), *DELAY.cells(DESCRIBED)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One primary test: ``method`` against ``other`` at a place.
+
+    ``measure`` is ``speed`` (log ratio of the updates to the target reward) or ``failing`` (difference of the failing
+    shares); ``claim`` is ``difference`` or ``equivalence`` (within 5 % of the updates).
     """
-    judged = {
-        (c.task, c.optimizer, c.learning_rate, c.norm_clip) for c in [*map_a(), *map_b(), *map_c(), *never_ending()]
-    }
-    found = [
-        cell("control", "grpo", "block", 1, optimizer, rate, norm_clip, None, task)
-        for task, optimizer, rate, norm_clip in sorted(judged, key=str)
+
+    place: Place
+    method: str
+    other: str
+    measure: str = "speed"
+    claim: str = "difference"
+
+
+def comparisons() -> list[Comparison]:
+    """All primary tests; everything else is description."""
+    chain = [EPOCHS, DELAY, PARTIAL]
+    others = ["grpo", "high_only", *SHIPPED, "topr"]
+    speed = [Comparison(place, "bapo@0.4", other) for place in chain for other in others]
+    worth = [
+        Comparison(place, "bapo@0.4", other, claim="equivalence")
+        for place in chain
+        for other in (*CONTROLS, "high_only")
     ]
-    return found + [cell("control", method, "block", 1, "adamw", 4e-3, 1.0, None) for method in METHODS]
-
-
-def map_a() -> list[Cell]:
-    """Protection: each sample used once; every dual clip with every clip of the norm."""
-    return [
-        cell("A", method, "block", staleness, optimizer, rate, norm_clip, dual_clip)
-        for optimizer in ("sgd", "adamw")
-        for norm_clip, dual_clip in CLIPS
-        for rate in RATES["A", optimizer]
-        for staleness in STALENESS[optimizer]
-        for method in METHODS
+    worth += [Comparison(EPOCHS, "bapo@0.4", "schedule", claim=claim) for claim in ("equivalence", "difference")]
+    worth += [Comparison(EPOCHS, "schedule", "own_mean:bapo@0.4"), Comparison(EPOCHS, "schedule", "high_only")]
+    worth += [Comparison(place, "bapo@0.4", "own_mean:bapo@0.4") for place in chain]
+    hard_places = (HARD_EPOCHS, HARD_PARTIAL)
+    others = ["grpo", "high_only", "topr", "cispo", "dppo_tv"]
+    hard = [Comparison(place, "bapo@0.38", other) for place in hard_places for other in others]
+    hard += [Comparison(place, "bapo@0.38", "other_seed:bapo@0.38", claim="equivalence") for place in hard_places]
+    larger = [Comparison(LARGER, "bapo@0.47", other) for other in others]
+    failing = [
+        Comparison(place, "bapo@0.4", other, "failing")
+        for place in (*chain, EPOCHS_FREE, DELAY_FREE)
+        for other in ("grpo", "high_only")
     ]
-
-
-def map_b() -> list[Cell]:
-    """Epochs: the paper's own source of staleness, with and without dual clip."""
-    return [
-        cell("B", method, "epochs", number, "adamw", rate, 1.0, dual_clip)
-        for dual_clip in (None, 3.0)
-        for rate in RATES["B", "adamw"]
-        for number in EPOCHS
-        for method in METHODS
-    ]
-
-
-def map_c() -> list[Cell]:
-    """Delay: a queue of updates, the ratio against the sampler."""
-    return [
-        cell("C", method, "delay", updates, "adamw", rate, 1.0, None)
-        for rate in RATES["C", "adamw"]
-        for updates in DELAYS
-        for method in METHODS
-    ]
-
-
-def never_ending() -> list[Cell]:
-    """Map A's protections with the task whose failure is a response without an end."""
-    return [
-        cell("A", method, "block", 32, "sgd", rate, norm_clip, dual_clip, task="reversal")
-        for norm_clip, dual_clip in CLIPS
-        for rate in RATES["A", "sgd"][:2]
-        for method in METHODS
-    ]
-
-
-def ablation() -> list[Cell]:
-    """Targets and ranges of BAPO, in map B where reuse is high."""
-    return [
-        cell("ablation", method, "epochs", 16, "adamw", rate, 1.0, dual_clip)
-        for dual_clip in (None, 3.0)
-        for rate in RATES["B", "adamw"][1:]
-        for method in ABLATION
-    ]
-
-
-def partial_rollout() -> list[Cell]:
-    """Responses of mixed age: partial rollout."""
-    return [
-        cell("partial", method, "partial", updates, "adamw", rate, 1.0, None)
-        for rate in RATES["C", "adamw"][:2]
-        for updates in DELAYS[1:]
-        for method in METHODS
-    ]
+    return speed + worth + hard + larger + failing

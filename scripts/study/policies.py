@@ -78,8 +78,6 @@ class Responses:
         log_prob: of the sampled tokens under the policies that sampled them, ``(R, N, T)``.
         mask: true up to the end of the response, ``(R, N, T)``.
         rewards: 0 or 1, ``(R, N)``.
-        truncated: whether it never ended, ``(R, N)``.
-        entropy: in nats at every token, ``(R, N, T)``.
     """
 
     prompts: Tensor
@@ -87,8 +85,6 @@ class Responses:
     log_prob: Tensor
     mask: Tensor
     rewards: Tensor
-    truncated: Tensor
-    entropy: Tensor
 
 
 @torch.no_grad()
@@ -101,14 +97,13 @@ def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: T
     """
     tokens = torch.zeros(*prompts.shape, 0, dtype=torch.long)
     alive = torch.ones(prompts.shape, dtype=torch.bool)
-    chosen, masks, entropies = [], [], []
+    chosen, masks = [], []
     for position in range(task.length):
         log_probs = log_probs_after(prompts, tokens)
-        probs = log_probs.exp()
-        token = torch.searchsorted(probs.cumsum(-1), draws[..., position, None].contiguous(), right=True).squeeze(-1)
+        cumulative = log_probs.exp().cumsum(-1)
+        token = torch.searchsorted(cumulative, draws[..., position, None].contiguous(), right=True).squeeze(-1)
         token = token.clamp_(max=task.vocabulary - 1)  # where rounding leaves the sum below the draw
         chosen.append(log_probs.gather(-1, token[..., None]).squeeze(-1))
-        entropies.append(-(probs * log_probs.clamp(min=-100)).sum(-1))
         masks.append(alive)
         tokens = torch.cat([tokens, token[..., None]], -1)
         alive = alive & ~task.ends(prompts, token)
@@ -119,8 +114,6 @@ def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: T
         log_prob=torch.stack(chosen, -1),
         mask=mask,
         rewards=task.rewards(prompts, tokens, mask).float(),
-        truncated=alive & task.must_end,
-        entropy=torch.stack(entropies, -1),
     )
 
 
@@ -147,11 +140,11 @@ def log_probs_of(task, weights: Tensor, responses: Responses) -> Tensor:
     )
 
 
-class Optimizer:
-    """Plain SGD, or torch's AdamW with its defaults, on ``(R, weights)``; the norm is clipped run by run."""
+class AdamW:
+    """torch's AdamW with its defaults, on ``(R, weights)``; the gradient's norm is clipped run by run, None: never."""
 
-    def __init__(self, name: str, weights: Tensor, learning_rate: float, norm_clip: float | None):
-        self.name, self.weights, self.learning_rate, self.norm_clip = name, weights, learning_rate, norm_clip
+    def __init__(self, weights: Tensor, learning_rate: float, norm_clip: float | None):
+        self.weights, self.learning_rate, self.norm_clip = weights, learning_rate, norm_clip
         self.first, self.second, self.steps = torch.zeros_like(weights), torch.zeros_like(weights), 0
 
     @torch.no_grad()
@@ -160,9 +153,6 @@ class Optimizer:
         norm = gradient.norm(dim=1)
         if self.norm_clip is not None:
             gradient = gradient * (self.norm_clip / (norm + 1e-6)).clamp(max=1)[:, None]
-        if self.name == "sgd":
-            self.weights.sub_(gradient, alpha=self.learning_rate)
-            return norm
         self.steps += 1
         self.first.lerp_(gradient, 1 - 0.9)
         self.second.mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)

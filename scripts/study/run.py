@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the second study, or a part of it; a study that was stopped goes on with the next missing cell.
+"""Run the third study, or a part of it; a study that was stopped goes on with the next missing cell.
 
-bash scripts/study/run.sh                 run what is missing, then write tables and pictures of docs/results.md
-bash scripts/study/run.sh report          tables and pictures alone, from docs/results/second_study.parquet
+bash scripts/study/run.sh                 run what is missing, then print the tables
+bash scripts/study/run.sh gather          put finished cells into docs/results/third_study.parquet, while others run
+bash scripts/study/run.sh tables          the tables alone, from the parquet file
 bash scripts/study/run.sh list            the planned cells and which of them are there
 bash scripts/study/run.sh again CELL ..   run cells anew and compare them with the table
-bash scripts/study/run.sh anchors         a few cells with the example's model in one process
-bash scripts/study/run.sh stack           three cells in the real stack
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -25,27 +25,56 @@ from scripts.study.plan import ROOT, SEEDS, TABLE, cells
 from scripts.study.train import Cell, Trainer
 
 DONE = ROOT / "runs" / "study" / "cells"  # a file for each cell that the table does not have yet
+CODE = ("bapo", "scripts/study")
 
 
-def train_cell(cell: Cell, seeds: list[int]) -> list[dict]:
-    """The rows of one cell, in this process, on one thread: the same sums on every run."""
+def code_hash() -> str:
+    """git's tree hashes of the code that makes the numbers, with ``+changes`` where the files differ from them."""
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+
+    trees = " ".join(tree[:12] for tree in git("rev-parse", *(f"HEAD:{folder}" for folder in CODE)))
+    return trees + ("+changes" if git("status", "--porcelain", "--", *CODE) else "")
+
+
+def train_cell(cell: Cell, seeds: list[int], donor: pd.DataFrame | None = None) -> list[dict]:
+    """The rows of one cell, in this process, on one thread: the same sums on every run.
+
+    ``donor``: rows of its donor cell, with ``seed`` and ``search_steps``.
+    """
     import torch
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # a policy that has collapsed is full of them, and they are slow
-    trainer = Trainer(cell, seeds)
+    if cell.task == "larger_model":
+        from scripts.study.loop import rows_of
+
+        return rows_of(cell, seeds)
+    if donor is not None:
+        donor = torch.tensor([list(steps) for steps in donor.set_index("seed").loc[seeds, "search_steps"]])
+    trainer = Trainer(cell, seeds, donor)
     trainer.train()
     return trainer.rows()
 
 
-def run_and_keep(cell: Cell, seeds: list[int], folder: Path) -> float:
+def run_and_keep(cell: Cell, seeds: list[int], code: str, table: Path, folder: Path) -> float:
     """Run one cell and write its rows, complete or not at all. Returns its seconds of CPU time a run."""
     began = time.process_time()
-    rows = train_cell(cell, seeds)
+    rows = train_cell(cell, seeds, rows_of_cell(cell.donor, table, folder) if cell.donor else None)
+    seconds = (time.process_time() - began) / len(seeds)
     unfinished = folder / f"{cell.name}.unfinished"
-    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unfinished.write_text("".join(json.dumps(row | {"code": code, "seconds": seconds}) + "\n" for row in rows))
     os.replace(unfinished, folder / f"{cell.name}.jsonl")
-    return (time.process_time() - began) / len(seeds)
+    return seconds
+
+
+def rows_of_cell(cell: Cell, table: Path, folder: Path) -> pd.DataFrame:
+    """The rows of a finished cell, from its file or the table."""
+    path = folder / f"{cell.name}.jsonl"
+    if path.exists():
+        return pd.DataFrame(map(json.loads, path.read_text().splitlines()))
+    return pd.read_parquet(table, filters=[("cell", "==", cell.name)])
 
 
 def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
@@ -54,24 +83,32 @@ def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
     return names | (set(pd.read_parquet(table, columns=["cell"])["cell"]) if table.exists() else set())
 
 
-def run_missing(planned: list[Cell], seeds: list[int], workers: int, table: Path = TABLE, folder: Path = DONE) -> None:
-    """Run what is missing, a cell on each core, and gather all in the table."""
+def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds=SEEDS) -> None:
+    """Run what is missing, a cell on each core; a cell with a donor starts once its donor is finished."""
+    import scripts.study.loop  # noqa: F401  # now, and not in a worker after somebody has edited it
+
     folder.mkdir(parents=True, exist_ok=True)
-    there = finished(table, folder)
+    there, code, began = finished(table, folder), code_hash(), time.time()
     todo = [cell for cell in planned if cell.name not in there]
-    print(f"{len(planned) - len(todo)} of {len(planned)} cells are there, {len(todo)} to run.", flush=True)
-    began = time.time()
+    total = len(todo)
+    print(f"{len(planned) - total} of {len(planned)} cells are there, {total} to run.", flush=True)
     with ProcessPoolExecutor(workers) as pool:
-        running = {pool.submit(run_and_keep, cell, seeds, folder): cell for cell in todo}
+        running = {}
         try:
-            for number, done in enumerate(as_completed(running), 1):
-                seconds, name = done.result(), running[done].name
-                left = (time.time() - began) / number * (len(todo) - number)
-                print(f"{number}/{len(todo)}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
+            while todo or running:
+                ready = [cell for cell in todo if cell.donor is None or cell.donor.name in there]
+                for cell in ready[: workers - len(running)]:
+                    todo.remove(cell)
+                    running[pool.submit(run_and_keep, cell, seeds[cell.task], code, table, folder)] = cell
+                done = next(as_completed(running))
+                seconds, name = done.result(), running.pop(done).name
+                there.add(name)
+                number = total - len(todo) - len(running)
+                left = (time.time() - began) / number * (total - number)
+                print(f"{number}/{total}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)  # an error or Ctrl-C shows at once, not after all other cells
             raise
-    gather(planned, table, folder)
 
 
 def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
@@ -83,9 +120,9 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
     if frame.empty:
         return
     order = {cell.name: place for place, cell in enumerate(planned)}
-    frame = frame.astype({"norm_clip": float, "dual_clip": float})  # None is NaN
+    frame = frame.astype({"dual_clip": float})  # None is NaN
     frame = frame.iloc[frame["cell"].map(order).fillna(len(order)).argsort(kind="stable")].reset_index(drop=True)
-    for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "norm_clip", "dual_clip"]):
+    for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "dual_clip"]):
         frame[name] = frame[name].astype("float32")
     unfinished = table.with_suffix(".unfinished")
     frame.to_parquet(unfinished, compression="zstd", compression_level=19, index=False)
@@ -96,20 +133,21 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
 
 
 def compact(row: dict) -> dict:
-    """A row with its series rounded to three significant digits; single figures keep all theirs."""
+    """A row with its series rounded to three significant digits; single figures and whole numbers keep all theirs."""
 
     def rounded(value):
-        return float(f"{value:.3g}") if math.isfinite(value) else value
+        return float(f"{value:.3g}") if isinstance(value, float) and math.isfinite(value) else value
 
     return {key: list(map(rounded, value)) if isinstance(value, list) else value for key, value in row.items()}
 
 
-def run_again(again: list[Cell], table: pd.DataFrame) -> bool:
+def run_again(again: list[Cell], table: Path = TABLE, folder: Path = DONE) -> bool:
     """Run cells anew and say whether the table has the same numbers; true if all of them are the same."""
     all_same = True
     for cell in again:
-        there = table[table["cell"] == cell.name].set_index("seed")
-        rows = pd.DataFrame(train_cell(cell, list(there.index))).set_index("seed")
+        there = rows_of_cell(cell, table, folder).set_index("seed")
+        donor = rows_of_cell(cell.donor, table, folder) if cell.donor else None
+        rows = pd.DataFrame(train_cell(cell, list(there.index), donor)).set_index("seed")
         same = [
             int((there[name] == rows[name].astype(there[name].dtype)).sum()) for name in ("weights", "final_reward")
         ]
@@ -121,30 +159,26 @@ def run_again(again: list[Cell], table: pd.DataFrame) -> bool:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "part", nargs="?", default="all", choices=["all", "report", "list", "again", "anchors", "stack"]
-    )
+    parser.add_argument("part", nargs="?", default="all", choices=["all", "gather", "tables", "list", "again"])
     parser.add_argument("cells", nargs="*", help="of `again`")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cells at a time")
     arguments = parser.parse_args()
     if arguments.part == "all":
-        run_missing(cells(), SEEDS, arguments.workers)
-    if arguments.part in ("all", "report"):
-        from scripts.study.report import report
+        run_missing(cells(), arguments.workers)
+    if arguments.part in ("all", "gather"):
+        gather(cells())
+    if arguments.part in ("all", "tables"):
+        from scripts.study.analysis import print_tables
 
-        report()
+        print_tables()
     if arguments.part == "list":
         there = finished()
         for cell in cells():
             print("there  " if cell.name in there else "missing", cell.name)
     if arguments.part == "again":
         planned = {cell.name: cell for cell in cells()}
-        if not run_again([planned[name] for name in arguments.cells], pd.read_parquet(TABLE)):
+        if not run_again([planned[name] for name in arguments.cells]):
             raise SystemExit(1)
-    if arguments.part in ("anchors", "stack"):
-        from scripts.study.anchors import run_anchors, run_stack
-
-        {"anchors": run_anchors, "stack": run_stack}[arguments.part]()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study's two tasks, batched over runs: each seed has its own right answers and its own prior.
+"""The study's retry tasks, batched over runs: each seed has its own right answers and its own prior.
 
-A task has ``vocabulary``, ``length`` (tokens of the longest response), ``feature_count``, ``must_end`` (whether a
-response that fills its length counts as truncated) and the methods below. ``R`` runs, ``N`` responses a run.
+``R`` is the number of runs, ``N`` of responses to a run, ``V`` the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,36 +12,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.study.policies import TASK, WARM_UP, Optimizer, next_log_probs, random_weights, sample, stream, uniforms
+from scripts.study.policies import TASK, WARM_UP, AdamW, next_log_probs, random_weights, sample, stream, uniforms
 
-PROMPT_COUNT = 24
 WARM_UP_STEPS, WARM_UP_RESPONSES, WARM_UP_RATE = 500, 128, 3e-3
 
 
 class RetryChain:
-    """Guess one of 32 answers up to six times; the right one ends the response and earns 1.
+    """Guess one of 32 answers up to ``length`` times; the right one ends the response and earns 1.
 
-    The prior of every prompt is peaked at wrong answers and gives the right one 2 %, at every guess. Whether a policy
-    still knows the rare right answer of a prompt can be counted.
+    The prior of every prompt is peaked at wrong answers and gives the right one the same small share at every guess.
+    Whether a policy still knows the rare right answer of a prompt can be counted.
+
+    Args:
+        seeds: one a run.
+        prompt_count: prompts of a run.
+        length: guesses of a response.
+        right_shares: smallest and largest share of the right answer in a prompt's prior; drawn log-uniformly.
     """
 
-    vocabulary, length, must_end = 32, 6, False
-    feature_count = PROMPT_COUNT + length + vocabulary
-    right_share, spread = 0.02, 1.85  # of the prior: the right answer, and the deviation of the others' logits
+    vocabulary, spread = 32, 1.85  # spread: deviation of the wrong answers' logits in the prior
 
-    def __init__(self, seeds: list[int]):
+    def __init__(self, seeds: list[int], prompt_count: int, length: int, right_shares: tuple[float, float]):
+        self.prompt_count, self.length = prompt_count, length
+        self.feature_count = prompt_count + length + self.vocabulary
         draws = [stream(seed, TASK) for seed in seeds]
-        right = np.stack([rng.integers(self.vocabulary, size=PROMPT_COUNT) for rng in draws])
-        logits = np.stack([rng.normal(0, self.spread, (PROMPT_COUNT, self.vocabulary)) for rng in draws])
-        self.right = torch.from_numpy(right)  # (R, PROMPT_COUNT)
+        right = np.stack([rng.integers(self.vocabulary, size=prompt_count) for rng in draws])
+        logits = np.stack([rng.normal(0, self.spread, (prompt_count, self.vocabulary)) for rng in draws])
+        shares = np.exp(np.stack([rng.uniform(*np.log(right_shares), (prompt_count, 1)) for rng in draws]))
+        self.right, share = torch.from_numpy(right), torch.from_numpy(shares)
         wrong = torch.from_numpy(logits).scatter(-1, self.right[..., None], -torch.inf).softmax(-1)
-        self.prior = (wrong * (1 - self.right_share)).scatter(-1, self.right[..., None], self.right_share).float()
+        self.prior = (wrong * (1 - share)).scatter(-1, self.right[..., None], share).float()
 
     def features(self, prompts: Tensor, tokens: Tensor) -> Tensor:
         """The prompt, the number of the guess, and the set of earlier guesses: ``(R, N, feature_count)``."""
-        index = torch.cat([prompts[..., None], tokens + PROMPT_COUNT + self.length], -1)
+        index = torch.cat([prompts[..., None], tokens + self.prompt_count + self.length], -1)
         features = torch.zeros(*prompts.shape, self.feature_count).scatter_(-1, index, 1.0)
-        features[..., PROMPT_COUNT + tokens.shape[-1]] = 1.0
+        features[..., self.prompt_count + tokens.shape[-1]] = 1.0
         return features
 
     def ends(self, prompts: Tensor, token: Tensor) -> Tensor:
@@ -53,77 +58,47 @@ class RetryChain:
         """Whether a guess is right, ``(R, N)``."""
         return ((tokens == self.right.gather(1, prompts)[..., None]) & mask).any(-1)
 
-    def first_right(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """Whether the first guess is right, ``(R, N)``."""
-        return tokens[..., 0] == self.right.gather(1, prompts)
-
     def teacher(self, prompts: Tensor, tokens: Tensor) -> Tensor:
         """Log-probs ``(R, N, V)`` that the warm-up teaches."""
         index = prompts[..., None].expand(-1, -1, self.vocabulary)
         return self.prior.gather(1, index).log()
 
+    @torch.no_grad()
+    def success(self, weights: Tensor, prompts: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """An unbiased estimate of the share of responses that succeed, with far less noise than counting them.
 
-class Reversal:
-    """Write a string of three to five of eight letters backwards, then end; ten tokens at most.
+        Only wrong answers are sampled, and the share 1 - (1 - p_1) ... (1 - p_length) is returned, where p_t is the
+        right answer's probability at guess t after the wrong ones before it.
 
-    The warm-up's teacher is right at 75 % of the letters and ends where it should with 75 %, later with 30 %. A policy
-    that forgets to end never earns anything again.
-    """
+        Args:
+            weights: ``(R, weights)``.
+            prompts: ``(R, N)``.
+            draws: uniform numbers ``(R, N, length)``.
 
-    letters, longest, length, must_end = 8, 5, 10, True
-    vocabulary = letters + 1  # the last one ends the response
-    end = letters
-    feature_count = longest * (letters + 1) + length + vocabulary + 1
-    right_share, end_late = 0.75, 0.3
-
-    def __init__(self, seeds: list[int]):
-        strings = []
-        for seed in seeds:
-            rng = stream(seed, TASK)
-            lengths = rng.integers(3, self.longest + 1, PROMPT_COUNT)
-            letters = rng.integers(self.letters, size=(PROMPT_COUNT, self.longest))
-            # Backwards already: position t holds what the response should have there, then the end.
-            strings.append(np.where(np.arange(self.longest) < lengths[:, None], letters, self.end))
-        padded = np.pad(np.stack(strings), ((0, 0), (0, 0), (0, self.length - self.longest)), constant_values=self.end)
-        self.answers = torch.from_numpy(padded)  # (R, PROMPT_COUNT, length)
-
-    def _answers_to(self, prompts):
-        return self.answers.gather(1, prompts[..., None].expand(-1, -1, self.length))
-
-    def features(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """The prompt's letters by place, the position and the last token: ``(R, N, feature_count)``."""
-        position = tokens.shape[-1]
-        string = self._answers_to(prompts)[..., : self.longest] + torch.arange(self.longest) * (self.letters + 1)
-        start = self.longest * (self.letters + 1)
-        last = tokens[..., -1:] if position else torch.full((*prompts.shape, 1), self.vocabulary)
-        index = torch.cat([string, last + start + self.length], -1)
-        features = torch.zeros(*prompts.shape, self.feature_count).scatter_(-1, index, 1.0)
-        features[..., start + position] = 1.0
-        return features
-
-    def ends(self, prompts: Tensor, token: Tensor) -> Tensor:
-        """Whether this token ``(R, N)`` ends the response."""
-        return token == self.end
-
-    def rewards(self, prompts: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Whether the whole string and its end are right, ``(R, N)``; what follows the end does not count."""
-        wrong = ((tokens != self._answers_to(prompts)) & mask).any(-1)
-        return ~wrong & ((tokens == self.end) & mask).any(-1)
-
-    def first_right(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """Whether the first letter is right, ``(R, N)``."""
-        return tokens[..., 0] == self._answers_to(prompts)[..., 0]
-
-    def teacher(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probs ``(R, N, V)`` that the warm-up teaches."""
-        answers, position = self._answers_to(prompts), tokens.shape[-1]
-        late = (answers[..., :position] == self.end).any(-1)  # it should have ended before
-        share = torch.where(late, self.end_late, self.right_share)[..., None]
-        others = ((1 - share) / (self.vocabulary - 1)).expand(-1, -1, self.vocabulary)
-        return others.scatter(-1, answers[..., position, None], share).log()
+        Returns:
+            The success of each response ``(R, N)`` and the mean entropy ``(R,)`` of the tokens that the policy would
+            sample, in nats.
+        """
+        right = self.right.gather(1, prompts)[..., None]
+        tokens = torch.zeros(*prompts.shape, 0, dtype=torch.long)
+        going, length, entropy = torch.ones(prompts.shape), 0.0, 0.0
+        for position in range(self.length):
+            log_probs = next_log_probs(self, weights, prompts, tokens)
+            probs = log_probs.exp()
+            length = length + going.sum(1)
+            entropy = entropy - (going * (probs * log_probs.clamp(min=-100)).sum(-1)).sum(1)
+            wrong = probs.scatter(-1, right, 0.0).cumsum(-1)
+            going = going * (1 - probs.gather(-1, right).squeeze(-1))
+            threshold = draws[..., position, None] * wrong[..., -1:]
+            token = torch.searchsorted(wrong, threshold, right=True).clamp_(max=self.vocabulary - 1)
+            tokens = torch.cat([tokens, token], -1)
+        return 1 - going, entropy / length
 
 
-TASKS = {"chain": RetryChain, "reversal": Reversal}
+TASKS = {
+    "chain": functools.partial(RetryChain, prompt_count=24, length=6, right_shares=(0.02, 0.02)),
+    "hard_chain": functools.partial(RetryChain, prompt_count=96, length=12, right_shares=(0.0005, 0.1)),
+}
 
 
 @functools.lru_cache(maxsize=2)
@@ -131,11 +106,11 @@ def warmed_up(name: str, seeds: tuple[int, ...]) -> Tensor:
     """Weights ``(R, weights)`` after supervised steps towards the teacher: where all methods start."""
     task = TASKS[name](list(seeds))
     weights = random_weights(task, list(seeds)).requires_grad_()
-    optimizer = Optimizer("adamw", weights, WARM_UP_RATE, None)
+    optimizer = AdamW(weights, WARM_UP_RATE, norm_clip=None)
     for step in range(WARM_UP_STEPS):
         optimizer.learning_rate = WARM_UP_RATE * (1 - step / WARM_UP_STEPS)
         draws = uniforms(list(seeds), WARM_UP, step, WARM_UP_RESPONSES, task.length + 1)
-        prompts = (draws[..., -1] * PROMPT_COUNT).long()
+        prompts = (draws[..., -1] * task.prompt_count).long()
         tokens = sample(task, task.teacher, prompts, draws).tokens
         loss = 0.0
         for t in range(task.length):

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell of a map: all its seeds trained at once, and what is measured of each run."""
+"""One cell of the study: all its seeds trained at once, and what is measured of each run."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from scripts.study.measures import POINTS, summaries, token_measures
-from scripts.study.methods import Tokens, loss_of
+from scripts.study.measures import SEARCHED, summaries, token_measures
+from scripts.study.methods import Tokens, config_of, find_bounds, fixed_bounds, loss_of, path_of
 from scripts.study.policies import (
     PROBES,
     PROMPTS,
     SAMPLING,
-    Optimizer,
+    AdamW,
     Responses,
     log_probs_of,
     next_log_probs,
@@ -25,11 +25,15 @@ from scripts.study.policies import (
     sample_from,
     uniforms,
 )
-from scripts.study.tasks import PROMPT_COUNT, TASKS, warmed_up
+from scripts.study.schedule import bounds_of_epoch
+from scripts.study.tasks import TASKS, warmed_up
 
-GROUP, GROUPS, MINI_BATCHES = 8, 16, 4  # responses a prompt, prompts an update, mini-batches a rollout of map B
-PROBE_SAMPLES, FINAL_SAMPLES = 8, 32  # a prompt
-UNSOLVED = 0.02  # a prompt with fewer right samples is not solved
+GROUP, GROUPS, MINI_BATCHES = 8, 16, 4  # responses a prompt, prompts an update, mini-batches a rollout of ``epochs``
+NORM_CLIP = 1.0
+PROBE_EVERY = 4  # updates
+PROBE_SAMPLES, FINAL_SAMPLES = 4, 16  # a prompt
+TARGETS = {"chain": 0.8, "hard_chain": 0.35, "larger_model": 0.6}  # the reward whose update is recorded
+UNSOLVED = 0.02  # a prompt whose responses succeed less often is not solved
 
 
 @dataclass(frozen=True)
@@ -37,26 +41,21 @@ class Cell:
     """Everything about a run but its seed.
 
     Attributes:
-        map: of study.md, A, B or C, or ``control``.
-        task: ``chain`` or ``reversal``.
-        source: of staleness: ``block`` (S updates a rollout, each sample used once), ``epochs`` (each rollout of four
-            mini-batches used S times), ``delay`` (a queue of S updates), ``partial`` (a queue, and each token sampled
-            by the policy of its own time).
-        staleness: S.
-        optimizer: ``sgd`` or ``adamw``.
-        learning_rate: constant.
-        norm_clip, dual_clip: None: off.
+        task: ``chain`` and ``hard_chain`` of ``scripts.study.tasks``, or ``larger_model``, the example's.
+        source: of staleness: ``fresh`` (every update trains on what the present policy sampled), ``epochs`` (each
+            rollout of four mini-batches used S times), ``delay`` (a queue of S updates), ``partial`` (a queue, and each
+            token sampled by the policy of its own time).
+        staleness: S; of ``fresh`` 1.
+        learning_rate: of AdamW, constant.
+        dual_clip: None: off.
         method: see ``scripts.study.methods``.
         updates: optimizer updates.
     """
 
-    map: str
     task: str
     source: str
     staleness: int
-    optimizer: str
     learning_rate: float
-    norm_clip: float | None
     dual_clip: float | None
     method: str
     updates: int
@@ -64,10 +63,14 @@ class Cell:
     @property
     def name(self) -> str:
         """What it is called in the table, on the command line and in messages."""
-        clips = f"norm{self.norm_clip:g}" if self.norm_clip else "nonorm"
-        clips += f"-dual{self.dual_clip:g}" if self.dual_clip else "-nodual"
-        run = f"{self.optimizer}-{clips}-{self.source}{self.staleness}-lr{self.learning_rate:g}-{self.method}"
-        return f"{self.map}-{self.task}-{run}"
+        dual_clip = f"dual{self.dual_clip:g}" if self.dual_clip else "nodual"
+        return f"{self.task}-{self.source}{self.staleness}-lr{self.learning_rate:g}-{dual_clip}-{self.method}"
+
+    @property
+    def donor(self) -> Cell | None:
+        """The cell whose bounds this one's runs use, if its method is ``other_seed:`` or ``own_mean:`` another."""
+        kind, _, method = self.method.partition(":")
+        return replace(self, method=method) if method else None
 
 
 @dataclass(frozen=True)
@@ -86,56 +89,64 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 Sampler = Callable[..., Batch]  # of the number of the batch
+Source = Iterator[tuple[Batch, int]]  # mini-batches, and how often each was used before
 
 
-def block_replay(sampler: Sampler, staleness: int, updates: int) -> Iterator[Batch]:
-    """Sample ``staleness`` mini-batches, then train on each once."""
-    for start in range(0, updates, staleness):
-        yield from [sampler(start + k) for k in range(staleness)]
+def fresh(sampler: Sampler, staleness: int, updates: int) -> Source:
+    """Train on what the present policy sampled."""
+    for update in range(updates):
+        yield sampler(update), 0
 
 
-def epochs(sampler: Sampler, staleness: int, updates: int) -> Iterator[Batch]:
+def epochs(sampler: Sampler, staleness: int, updates: int) -> Source:
     """Sample four mini-batches, then train on all of them ``staleness`` times."""
     for rollout in range(updates // (MINI_BATCHES * staleness)):
         rollouts = [sampler(MINI_BATCHES * rollout + k) for k in range(MINI_BATCHES)]
-        for _ in range(staleness):
-            yield from rollouts
+        for epoch in range(staleness):
+            yield from ((batch, epoch) for batch in rollouts)
 
 
-def delay(sampler: Sampler, staleness: int, updates: int) -> Iterator[Batch]:
+def delay(sampler: Sampler, staleness: int, updates: int) -> Source:
     """Train on what was sampled ``staleness`` updates ago; at first on what the first policy sampled."""
     queue: deque[Batch] = deque(sampler(k) for k in range(staleness))
     for update in range(updates):
         if update + staleness < updates:
             queue.append(sampler(update + staleness))
-        yield queue.popleft()
+        yield queue.popleft(), 0
 
 
-def partial(sampler: Sampler, staleness: int, updates: int) -> Iterator[Batch]:
+def partial(sampler: Sampler, staleness: int, updates: int) -> Source:
     """Train on responses whose first token is ``staleness`` updates old and whose last token is nearly new."""
     for update in range(updates):
-        yield sampler(update, ages=staleness)
+        yield sampler(update, ages=staleness), 0
 
 
-SOURCES = {"block": block_replay, "epochs": epochs, "delay": delay, "partial": partial}
+SOURCES = {"fresh": fresh, "epochs": epochs, "delay": delay, "partial": partial}
 
 
 class Trainer:
-    """The runs of one cell, one for each seed."""
+    """The runs of one cell, one for each seed.
 
-    def __init__(self, cell: Cell, seeds: list[int]):
+    Args:
+        cell: what to train.
+        seeds: one a run.
+        donor: ``search_steps`` of the donor cell's runs, ``(R, updates)``; None if the cell has no donor.
+    """
+
+    def __init__(self, cell: Cell, seeds: list[int], donor: Tensor | None = None):
         self.cell, self.seeds = cell, seeds
         self.task = TASKS[cell.task](seeds)
         self.weights = warmed_up(cell.task, tuple(seeds)).clone().requires_grad_()
-        self.optimizer = Optimizer(cell.optimizer, self.weights, cell.learning_rate, cell.norm_clip)
+        self.optimizer = AdamW(self.weights, cell.learning_rate, NORM_CLIP)
         self.past: deque[Tensor] = deque(maxlen=cell.staleness + 1)  # weights by age, for ``partial``
         self.updates: list[dict[str, Tensor]] = []
         self.probes: list[dict[str, Tensor]] = []
+        self.donated = donated_bounds(cell, donor) if donor is not None else None
 
     def sampler(self, number: int, ages: int | None = None) -> Batch:
         """Mini-batch ``number``: whole groups, and their advantages; ``ages``: of the first token, in updates."""
         draws = uniforms(self.seeds, PROMPTS, number, GROUPS)
-        prompts = (draws * PROMPT_COUNT).long().repeat_interleave(GROUP, 1)
+        prompts = (draws * self.task.prompt_count).long().repeat_interleave(GROUP, 1)
         draws = uniforms(self.seeds, SAMPLING, number, GROUP * GROUPS, self.task.length)
         if ages is None:
             responses = sample_from(self.task, self.weights, prompts, draws)
@@ -151,35 +162,46 @@ class Trainer:
         return Batch(responses, advantages)
 
     def train(self) -> None:
-        """All updates, with a probe of the policy before, sixteen times between and after them."""
-        source = SOURCES[self.cell.source](self.sampler, self.cell.staleness, self.cell.updates)
+        """All updates, with a probe of the policy before and every few of them."""
         self.probe()
-        for number, batch in enumerate(source, 1):
-            self.update(batch)
-            if number % (self.cell.updates // POINTS) == 0:
+        for batch, epoch in SOURCES[self.cell.source](self.sampler, self.cell.staleness, self.cell.updates):
+            self.update(batch, epoch)
+            if len(self.updates) % PROBE_EVERY == 0:
                 self.probe()
 
-    def update(self, batch: Batch) -> None:
-        """One optimizer step of every run."""
-        responses, dual_clip = batch.responses, self.cell.dual_clip
+    def update(self, batch: Batch, epoch: int = 0) -> None:
+        """One optimizer step of every run; ``epoch``: how often the batch was used before."""
+        responses = batch.responses
         log_prob = log_probs_of(self.task, self.weights, responses)
         tokens = Tokens(responses.log_prob, log_prob, batch.advantages, responses.mask)
-        loss, bounds = loss_of(self.cell.method, tokens, dual_clip)
-        (gradient,) = torch.autograd.grad(loss, self.weights)
+        bounds = self.bounds(tokens, epoch)
+        loss = loss_of(self.cell.method, tokens, bounds, self.cell.dual_clip)
+        gradient, of_tokens = torch.autograd.grad(loss, [self.weights, log_prob])
         norm = self.optimizer.step(gradient)
-        self.updates.append({"grad_norm": norm, **bounds, **token_measures(tokens, bounds, dual_clip)})
+        kept = {key: bounds[key] for key in ("low", "high", *SEARCHED) if key in bounds}
+        self.updates.append({"grad_norm": norm, **kept, **token_measures(tokens, of_tokens, bounds)})
+
+    def bounds(self, tokens: Tokens, epoch: int) -> dict[str, Tensor]:
+        """The bounds of this update, ``(R,)`` each."""
+        if self.donated is not None:
+            low, high = self.donated
+            return {"low": low[:, len(self.updates)], "high": high[:, len(self.updates)]}
+        if self.cell.method == "schedule":
+            return fixed_bounds(*bounds_of_epoch(epoch), len(self.seeds))
+        return find_bounds(self.cell.method, tokens, self.cell.dual_clip)
 
     def probe(self) -> None:
-        """Reward and entropy of the policy as it is now, from fresh responses to every prompt."""
-        fresh = self.fresh(PROBE_SAMPLES, len(self.probes))
-        entropy = (fresh.entropy * fresh.mask).sum((1, 2)) / fresh.mask.sum((1, 2))
-        self.probes.append({"reward": self.finite() * fresh.rewards.mean(1), "entropy": entropy})
+        """Reward and entropy of the policy as it is now, on all prompts."""
+        success, entropy = self.success(PROBE_SAMPLES, len(self.probes))
+        self.probes.append({"reward": success.mean((1, 2)), "entropy": entropy})
 
-    def fresh(self, samples: int, index: int) -> Responses:
-        """``samples`` responses to every prompt."""
-        prompts = torch.arange(PROMPT_COUNT).repeat_interleave(samples).expand(len(self.seeds), -1)
+    def success(self, samples: int, index: int) -> tuple[Tensor, Tensor]:
+        """The share of successes ``(R, prompts, samples)``, 0 if a weight is not finite, and the entropy ``(R,)``."""
+        prompts = torch.arange(self.task.prompt_count).repeat_interleave(samples).expand(len(self.seeds), -1)
         draws = uniforms(self.seeds, PROBES, index, prompts.shape[1], self.task.length)
-        return sample_from(self.task, self.weights, prompts, draws)
+        success, entropy = self.task.success(self.weights.detach(), prompts, draws)
+        success = torch.where(self.finite()[:, None], success, 0.0)
+        return success.view(len(self.seeds), -1, samples), entropy
 
     def finite(self) -> Tensor:
         """Whether a run's weights are all finite, ``(R,)``."""
@@ -187,27 +209,32 @@ class Trainer:
 
     def rows(self) -> list[dict]:
         """One row of the table for each run."""
-        fresh, finite = self.fresh(FINAL_SAMPLES, POINTS + 1), self.finite()
-        by_prompt = fresh.rewards.view(len(self.seeds), PROMPT_COUNT, FINAL_SAMPLES).mean(-1) * finite[:, None]
+        by_prompt = self.success(FINAL_SAMPLES, len(self.probes))[0].mean(-1)
         columns = {
             "final_reward": by_prompt.mean(1),
             "unsolved": (by_prompt < UNSOLVED).float().mean(1),
-            "truncated": fresh.truncated.float().mean(1),
-            "finite": finite,
-            "first_right": self.task.first_right(fresh.prompts, fresh.tokens).float().mean(1),
-            "response_length": fresh.mask.sum(-1).float().mean(1),
+            "finite": self.finite(),
         }
         updates = {key: torch.stack([update[key] for update in self.updates]) for key in self.updates[0]}
         probes = {key: torch.stack([probe[key] for probe in self.probes]) for key in self.probes[0]}
-        columns |= summaries(updates, probes)
+        columns |= summaries(updates, probes, TARGETS[self.cell.task])
         weights = self.weights.detach().numpy()
-        return [
-            {
-                "cell": self.cell.name,
-                **vars(self.cell),
-                "seed": seed,
-                "weights": hashlib.sha256(weights[run].tobytes()).hexdigest()[:16],
-                **{key: value[run].tolist() for key, value in columns.items()},
-            }
-            for run, seed in enumerate(self.seeds)
-        ]
+        hashes = [hashlib.sha256(run.tobytes()).hexdigest()[:16] for run in weights]
+        return table_rows(self.cell, self.seeds, hashes, columns)
+
+
+def table_rows(cell: Cell, seeds: list[int], hashes: list[str], columns: dict[str, Tensor]) -> list[dict]:
+    """The rows of the table: cell, seed, hash of the last weights, and the columns ``(R,)`` or ``(R, n)``."""
+    return [
+        {"cell": cell.name, **vars(cell), "seed": seed, "weights": hashes[run]}
+        | {key: value[run].tolist() for key, value in columns.items()}
+        for run, seed in enumerate(seeds)
+    ]
+
+
+def donated_bounds(cell: Cell, search_steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper bounds ``(R, updates)`` of a cell that uses those of its donor's runs."""
+    low, high = (bound[search_steps.long()] for bound in path_of(config_of(cell.donor.method)))
+    if cell.method.startswith("other_seed:"):
+        return low.roll(-1, 0), high.roll(-1, 0)
+    return low.mean(1, keepdim=True).expand_as(low), high.mean(1, keepdim=True).expand_as(high)

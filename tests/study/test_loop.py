@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop with the example's model does what it claims to, and the anchors are planned from the maps."""
+"""The loop with the example's model, the study's larger one, does what it claims to."""
 
-import json
-import shutil
 import subprocess
 
 import pytest
 import torch
 
-from scripts.study import anchors, loop
-from scripts.study.anchors import LOOP, LOOP_METHODS, STACK, STACK_METHODS, finished, keep, stack_command, windows
-from scripts.study.loop import Settings, train
-from scripts.study.methods import ROOT, config_of
-from scripts.study.plan import METHODS, RATES
+from scripts.study import loop
+from scripts.study.loop import MODEL, Settings, settings_of, train
+from scripts.study.plan import LARGER
 
 
 def train_a_little(task, method, seed=1, **changed):
@@ -46,11 +42,11 @@ def test_at_a_higher_staleness_they_differ(warm_task):
         assert len({run.weights for run in runs.values()}) > 1
         for run in runs.values():
             first = run.updates[0]
-            assert 0 < first["rho_value"] < 1  # tokens of both signs
-            assert first["clipfrac_negative"] == 0  # every ratio is 1 in the first update
-        assert all(update["clip_high"] == 1.2 for update in runs["grpo"].updates)
+            assert 0 < first["rho"] < 1  # tokens of both signs
+            assert first["no_gradient_negative"] == 0  # every ratio is 1 in the first update
+        assert all(update["high"] == pytest.approx(1.2) for update in runs["grpo"].updates)
         for update in runs["bapo@0.4"].updates:  # its own measure is the common one
-            assert update["rho_value"] == pytest.approx(update["positive_contribution"], abs=1e-9)
+            assert update["rho"] == pytest.approx(update["positive_contribution"], abs=1e-9)
 
 
 def test_the_clips_are_switches(warm_task):
@@ -73,47 +69,11 @@ def test_an_epoch_uses_the_same_samples_again(warm_task, monkeypatch):
     assert not torch.equal(used[0], used[1])
 
 
-def test_windows_leave_out_what_is_not_there():
-    assert windows([1.0, 2.0, float("nan"), 4.0, float("nan"), float("nan")], 2) == [1.5, 4.0, None]
+def test_a_cells_settings_are_the_plans():
+    settings = settings_of(LARGER.cells(["grpo"])[0])
+    assert (settings.mini_batches, settings.epochs, settings.prompts, settings.samples) == (4, 8, 16, 8)
+    assert settings.updates % (settings.mini_batches * settings.epochs) == 0 and settings.norm_clip == 1.0
 
 
-def test_the_stacks_methods_are_the_maps():
-    assert set(LOOP_METHODS) | {"topr", "balance"} == set(METHODS)
-    assert all(config_of(method) == config_of(file) for method, file in STACK_METHODS.items())
-    assert LOOP["learning_rate"] == STACK["learning_rate"] < min(RATES["B", "adamw"])  # its model is ten times as large
-    for key in ("mini_batches", "epochs", "prompts", "samples"):
-        assert LOOP[key] == STACK[key]
-
-
-def test_the_stacks_command_composes_to_what_it_says(monkeypatch, tmp_path):
-    from omegaconf import OmegaConf
-    from support.configs import compose_in_groups
-
-    for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
-        monkeypatch.setenv(name, f"/{name}")
-    overrides = stack_command("bapo@0.4", 2, tmp_path)[2:]
-    config = compose_in_groups("experiment=replay", "size=cpu", *overrides)
-    OmegaConf.resolve(config)
-    actor = config.actor_rollout_ref.actor
-    assert (actor.ppo_epochs, actor.ppo_mini_batch_size, config.data.train_batch_size) == (8, 16, 64)
-    assert actor.policy_loss.positive_contribution_target == 0.4 and actor.clip_ratio_c > 1e6
-    assert (
-        config.data.seed == 2
-        and (ROOT / overrides[0].replace("method=", "configs/method/")).with_suffix(".yaml").exists()
-    )
-
-
-def test_finished_runs_are_known(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    assert finished(path) == set()
-    keep(path, {"method": "grpo", "seed": 2})
-    assert finished(path) == {("grpo", 2)} and json.loads(path.read_text()) == {"method": "grpo", "seed": 2}
-
-
-def test_the_anchors_start_from_the_stored_model(tmp_path, monkeypatch):
-    anchors.check_model()
-    shutil.copytree(anchors.MODEL, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{}")
-    monkeypatch.setattr(anchors, "MODEL", tmp_path / "model")
-    with pytest.raises(subprocess.CalledProcessError):
-        anchors.check_model()
+def test_the_study_starts_from_the_stored_model():
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=MODEL, check=True)

@@ -8,8 +8,9 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from scripts.study import analysis
-from scripts.study.agreement import (
+from scripts.study.plan import RESULTS
+from scripts.study.second import analysis
+from scripts.study.second.agreement import (
     LOOP_RUNS,
     STACK_RUNS,
     agreement,
@@ -18,8 +19,8 @@ from scripts.study.agreement import (
     read_runs,
     with_every_method,
 )
-from scripts.study.report import PAGE
 
+PAGE = RESULTS.with_suffix(".md")
 TEXT = " ".join(PAGE.read_text().split("## Figures of the second study")[0].split())
 CHAIN = ["A, protection", "B, epochs", "C, delay", "C, partial rollout"]
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from scripts.study.analysis import LABELS, TESTS, markdown
-from scripts.study.methods import searches
-from scripts.study.plan import RATES, RESULTS
+from scripts.study.plan import RESULTS
+from scripts.study.second.analysis import B_RATE, LABELS, TESTS, markdown
 
 LOOP_RUNS, STACK_RUNS = RESULTS / "anchors_loop.jsonl", RESULTS / "anchors_stack.jsonl"
 COLUMNS = {  # heading, column and form; rho is measured as the method's own search measures it
@@ -53,7 +52,7 @@ def anchor_table(runs: pd.DataFrame) -> list[str]:
     lines = []
     for method in [name for name in (*LABELS, "control") if name in set(runs["method"])]:
         means = runs[runs["method"] == method].mean(numeric_only=True)
-        if method == "control" or not searches(method):
+        if method == "control" or not method.startswith(("bapo", "authors")):
             means["saturated"] = np.nan
         cells = [form.format(means[name]) if np.isfinite(means[name]) else "-" for name, form in COLUMNS.values()]
         lines.append([LABELS.get(method, "GRPO, each sample used once"), *cells])
@@ -78,7 +77,7 @@ def rank_correlation(runs: pd.DataFrame, frame: pd.DataFrame) -> tuple[float, in
     Of map B: no dual clip, the middle learning rate, 4 and 16 epochs, between which the anchors' 8 lie.
     """
     cells = frame[(frame["map"] == "B") & (frame["dual_clip"] == 0)]
-    cells = cells[(cells["learning_rate"] == RATES["B", "adamw"][1]) & (cells["staleness"] > 1)]
+    cells = cells[(cells["learning_rate"] == B_RATE) & (cells["staleness"] > 1)]
     both = pd.concat(
         [part.groupby("method")["mean_reward"].mean() for part in (runs, cells)], axis=1, join="inner", keys=("a", "b")
     )
@@ -101,7 +100,7 @@ def agreement(frame: pd.DataFrame, loop: Path = LOOP_RUNS, stack: Path = STACK_R
         if path == loop:
             correlation, methods = rank_correlation(runs, frame)
             lines += [
-                f"Mean reward against map B's (4 and 16 epochs, learning rate {RATES['B', 'adamw'][1]:g}, no dual "
+                f"Mean reward against map B's (4 and 16 epochs, learning rate {B_RATE:g}, no dual "
                 f"clip): Spearman's rank correlation over {methods} methods {correlation:.2f}.",
                 "",
             ]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batched losses of the study are verl's and the project's, run by run, in loss and gradient."""
+
+import pytest
+import torch
+
+from bapo import clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
+from scripts.study.methods import M2PO_BUDGET, VERL, Tokens, config_of, find_bounds, loss_of, search
+from scripts.study.plan import LABELS
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import ActorConfig
+
+RUNS = 3
+SEARCHING = [name for name in LABELS if name.startswith("bapo")]
+OF_VERL = [name for name in LABELS if name.partition("@")[0] in VERL]
+
+
+def random_tokens(spread=0.7, seed=1, runs=RUNS):
+    """Responses of different lengths; every run has its own number of tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(runs, 16, 6, generator=generator)
+    new = (old + spread * torch.randn(runs, 16, 6, generator=generator)).clamp(max=-1e-3).requires_grad_()
+    advantages = torch.randn(runs, 16, 1, generator=generator).expand(-1, -1, 6)
+    length = torch.randint(1, 7, (runs, 16, 1), generator=generator)
+    return Tokens(old, new, advantages, torch.arange(6) < length)
+
+
+def project_search(tensors, config, dual_clip):
+    """The bounds that the project's own search finds."""
+    return search_clip_bounds(collect_clip_statistics(*tensors, config, clip_ratio_c=dual_clip), config)
+
+
+def gradients(method, tokens, dual_clip=None):
+    """The loss, and its gradient with respect to ``log_prob``, of all runs at once."""
+    loss = loss_of(method, tokens, find_bounds(method, tokens, dual_clip), dual_clip)
+    return loss.item(), torch.autograd.grad(loss, tokens.log_prob)[0]
+
+
+@pytest.mark.parametrize("method", OF_VERL)
+def test_a_loss_of_verl_is_its_own_function_run_by_run(method):
+    tokens = random_tokens()
+    loss, gradient = gradients(method, tokens)
+    base, _, switches = method.partition("@")
+    settings = VERL[base] | {key: float(value) for key, value in (s.split("=") for s in switches.split(",") if s)}
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
+    total = 0.0
+    for run in range(RUNS):
+        old, new, advantages, mask = tokens.of_run(run)
+        new.requires_grad_()
+        mode = settings.get("loss_agg_mode", "token-mean")
+        alone, _ = get_policy_loss_fn(base)(old, new, advantages, mask.float(), mode, config)
+        alone.backward()
+        assert new.grad.abs().sum() > 0
+        assert torch.allclose(gradient[run], new.grad, rtol=1e-4, atol=1e-7)
+        total += alone.item()
+    assert loss == pytest.approx(total, rel=1e-4)
+
+
+def test_grpo_is_verls_vanilla():
+    tokens = random_tokens()
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)  # 0.2, 0.2 and 3
+    _, gradient = gradients("grpo", tokens, 3.0)
+    for run in range(RUNS):
+        old, new, advantages, mask = tokens.of_run(run)
+        new.requires_grad_()
+        get_policy_loss_fn("vanilla")(old, new, advantages, mask.float(), "token-mean", config)[0].backward()
+        assert torch.allclose(gradient[run], new.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("method", ["grpo", "high_only", "bapo@0.4"])
+def test_a_loss_with_bounds_is_the_projects_run_by_run(method, dual_clip):
+    tokens = random_tokens()
+    _, gradient = gradients(method, tokens, dual_clip)
+    for run in range(RUNS):
+        old, new, advantages, mask = tokens.of_run(run)
+        bounds = project_search(tokens.of_run(run), config_of(method), dual_clip)
+        new.requires_grad_()
+        limits = dict(low=bounds.low, high=bounds.high, clip_ratio_c=dual_clip)
+        clipped_surrogate_loss(old, new, advantages, mask, **limits).loss.backward()
+        assert torch.allclose(gradient[run], new.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("method", [*SEARCHING, "bapo_gradient@0.4", "authors_code", "paper_octothinker@0.4"])
+def test_the_search_is_the_projects_own(method, dual_clip):
+    config, ways = config_of(method), set()
+    for spread in (0.0, 0.2, 1.0, 3.0):
+        tokens = random_tokens(spread, runs=8)
+        shifted = tokens.advantages + torch.linspace(-1, 1.5, 8).view(8, 1, 1)
+        tokens = Tokens(tokens.old_log_prob, tokens.log_prob, shifted, tokens.mask)
+        found = search(tokens, config, dual_clip)
+        for run in range(8):
+            bounds = project_search(tokens.of_run(run), config, dual_clip)
+            for name in ("low", "high", "search_steps", "saturated"):
+                assert getattr(bounds, name).item() == found[name][run].item(), name
+            for name in ("positive_contribution", "positive_contribution_start"):
+                assert getattr(bounds, name).item() == pytest.approx(found[name][run].item(), abs=1e-12)
+            ways.add((bounds.search_steps.item() > 0, bounds.saturated.item()))
+    assert len(ways) >= 2
+
+
+def test_topr_by_hand():
+    # One positive token at r = 2 and one negative at r = 4, |A| = 1: gradients of the log-probs are -c A / 2.
+    old = torch.log(torch.tensor([[[0.25, 0.125, 0.5]]]))
+    new = torch.log(torch.tensor([[[0.5, 0.5, 0.25]]])).requires_grad_()
+    tokens = Tokens(old, new, torch.tensor([[[1.0, -1.0, -1.0]]]), torch.ones(1, 1, 3, dtype=torch.bool))
+    assert gradients("topr", tokens)[1].flatten().tolist() == pytest.approx([-1 / 3, 1 / 3, 0.5 / 3])  # 1, min(4, 1), r
+
+
+def kept_by_m2po(tokens, run):
+    """Algorithm 1 as a loop: drop the outward token with the largest (log r)^2 until the mean is within the budget."""
+    old, new, advantages, mask = tokens.of_run(run)
+    log_ratio = (new - old).double()
+    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    there = (outward & mask).nonzero().tolist()
+    there.sort(key=lambda place: log_ratio[tuple(place)].abs())
+    while there and sum(log_ratio[tuple(p)] ** 2 for p in there) / len(there) > M2PO_BUDGET:
+        there.pop()
+    kept = mask & ~outward
+    for place in there:
+        kept[tuple(place)] = True
+    return kept, len(there)
+
+
+@pytest.mark.parametrize("spread, drops", [(0.7, True), (0.05, False)])
+def test_m2po_is_its_loop(spread, drops):
+    tokens = random_tokens(spread)
+    _, gradient = gradients("m2po", tokens, dual_clip=3.0)  # which it does not have
+    for run in range(RUNS):
+        old, new, advantages, mask = tokens.of_run(run)
+        kept, count = kept_by_m2po(tokens, run)
+        assert count > 0 and (not torch.equal(kept, mask)) == drops
+        expected = -(new - old).exp() * advantages * kept / mask.sum()
+        assert torch.allclose(gradient[run], expected, rtol=1e-4, atol=1e-7)
