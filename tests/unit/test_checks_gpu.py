@@ -192,8 +192,14 @@ def test_a_c_compiler_and_pythons_headers_are_looked_for(config, monkeypatch, tm
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
 def test_sequence_parallelism_without_flash_attention_is_refused_by_name(config, field):
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
-    with pytest.raises(ValueError, match=f"{field}=4 is not usable with attn_implementation=sdpa"):
-        machine.check_flash_attn(config(changes={field: 4, **sdpa}))
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=4 is not usable with .*sdpa"):
+        checks.check_loss(config(changes={field: 4, **sdpa}))
+
+
+def test_what_the_worker_refuses_is_refused_before_the_run(config):
+    offload = {"actor_rollout_ref.model.enable_activation_offload": True}
+    with pytest.raises(ValueError, match="enable_activation_offload=true is not usable with bound_scope=mini_batch"):
+        checks.check_loss(config(changes=offload))
 
 
 def test_without_flash_attn_the_platform_for_it_is_named(config, monkeypatch):

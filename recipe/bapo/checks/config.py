@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.checks import Concern, call, innermost, require, require_writable
 from recipe.bapo.checks.model import hf_config_of
 from recipe.bapo.records.tokens import refuse_earlier
+from recipe.bapo.worker import refuse_unusable_settings
 from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -153,6 +156,8 @@ def check_loss(config) -> str:
         loss = omega_conf_to_dataclass(actor.policy_loss)
     except Exception as error:  # hydra wraps what the dataclass raises
         raise ValueError(innermost(error)) from error
+    with suppress(InstantiationException, AssertionError):  # of another field: the line "verl's rules" names it
+        refuse_unusable_settings(omega_conf_to_dataclass(actor), config.actor_rollout_ref.model)
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "

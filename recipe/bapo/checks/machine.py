@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from recipe.bapo.checks import Concern
-from recipe.bapo.checks.config import pools_of, sequence_parallel
+from recipe.bapo.checks.config import pools_of
 from recipe.bapo.checks.other_runs import joins_a_cluster
 
 VERL = "0.9.1"
@@ -68,13 +68,6 @@ def check_flash_attn(config) -> str:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
     missing = why_no_flash_attn()
-    field, parallel = sequence_parallel(config)
-    if parallel > 1 and attention not in ("flash_attention_2", "flash_attention_3"):
-        raise ValueError(
-            f"{field}={parallel} is not usable with attn_implementation={attention}: verl exchanges the parts of a "
-            "sequence in flash attention alone, and each GPU would attend to its own part without a word. Install "
-            f"flash-attn, or set {field}=1."
-        )
     if on_cpu(config):
         precision = (actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype")
         if precision in ("fp32", "float32"):
