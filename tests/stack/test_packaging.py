@@ -26,7 +26,7 @@ FIND_BOUNDS = """
 import bapo, torch
 
 old, advantages = -torch.ones(2, 3), torch.tensor([[1.0], [-1.0]]).expand(2, 3)
-bounds = bapo.find_clip_bounds(old, old + 0.5, advantages, torch.ones(2, 3), bapo.BAPOConfig())
+bounds, _ = bapo.find_clip_bounds(old, old + 0.5, advantages, torch.ones(2, 3), bapo.BAPOConfig())
 print("bounds", float(bounds.low), float(bounds.high))
 """
 # vLLM is of the machine: verl's extra names no build of it, and ours for the CPU imports it.
