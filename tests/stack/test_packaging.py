@@ -77,7 +77,8 @@ def test_the_core_needs_torch_alone(tmp_path):
 def test_the_report_needs_neither_verl_nor_ray(tmp_path):
     python = install(tmp_path / "venv", "[report]")
     run(python, "-c", MAKE_DUMP, cwd=tmp_path)
-    run(python, "-m", "recipe.bapo.replay", "dump", "--html", "report.html", "--json", "report.json", cwd=tmp_path)
+    command = python.with_name("bapo-report")
+    run(command, "dump", "--html", "report.html", "--json", "report.json", cwd=tmp_path)
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert not installed(python) & {"verl", "ray"}
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import TENSORS
-from recipe.bapo.replay import report_on, switches_of
+from recipe.bapo.report.command import report_on, switches_of
 from recipe.bapo.report.page import FORMATS, look_up, page
 
 # One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
@@ -281,7 +281,7 @@ def numbers_on(html):
 def test_the_pages_numbers_are_the_jsons(tmp_path):
     plant(tmp_path)
     out = {kind: tmp_path / f"report.{kind}" for kind in ("html", "json")}
-    command = [sys.executable, "-m", "recipe.bapo.replay", tmp_path, "--html", out["html"], "--json", out["json"]]
+    command = [sys.executable, "-m", "recipe.bapo.report", tmp_path, "--html", out["html"], "--json", out["json"]]
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     report, html = json.loads(out["json"].read_text()), out["html"].read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loss saw, token by token, for ``recipe.bapo.replay``: one safetensors file per micro-batch and rank."""
+"""What the loss saw, token by token, for ``recipe.bapo.report``: one safetensors file per micro-batch and rank."""
 
 from __future__ import annotations
 

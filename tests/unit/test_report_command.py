@@ -15,7 +15,7 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump, write_dump
-from recipe.bapo.replay import main, picture, report_on
+from recipe.bapo.report.command import main, picture, report_on
 from recipe.bapo.report.measure import DEFINITIONS, measure, outcomes, search
 
 CONFIG = BAPOConfig(positive_contribution_target=0.45)
@@ -111,7 +111,7 @@ def test_outcomes_are_shares_of_the_updates():
 
 def run_replay(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "recipe.bapo.replay", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "recipe.bapo.report", *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
 
 
@@ -141,7 +141,7 @@ def test_the_command_prints_the_table_worked_out_by_hand(tmp_path):
             for cell in cells:
                 expected = f"{contribution} {token_weight} {start:.3f} [{start:.3f}, {start:.3f}] {cell}"
                 assert next(rows).split() == expected.split()
-    assert (tmp_path / "replay.png").stat().st_size > 10_000
+    assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
 def test_the_picture_shows_the_shares_by_target(tmp_path):
@@ -199,3 +199,11 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, make, arguments, mess
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_the_old_name_of_the_command_still_works(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe.bapo.replay", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1  # there is no dump
+    assert done.stderr.splitlines()[0] == "python -m recipe.bapo.replay is now python -m recipe.bapo.report."
