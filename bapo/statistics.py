@@ -172,24 +172,26 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
     advantages = torch.where(mask, advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
     size = advantages.abs()
-    gradient = size * ratio
-    weight = size * old_log_prob.double().exp() if config.token_weight == "rollout_prob" else size
+    unbounded = torch.where(negative & (ratio > UNBOUNDED), size, 0)
+    weight = size
+    if config.token_weight == "rollout_prob":
+        weight = size * torch.where(mask, old_log_prob, 0).double().exp()
 
-    # The buckets of A < 0, those of A > 0, and one for the other tokens and whatever is masked, which nothing reads,
-    # stand in one row, so that one scatter_add_ adds up a quantity over all of them.
-    buckets = [len(lower_edges) + 1, len(upper_edges) + 1, 1]
-    bucket = torch.where(positive, buckets[0] + torch.bucketize(ratio, upper_edges, right=True), sum(buckets) - 1)
-    bucket = torch.where(negative, torch.bucketize(ratio, lower_edges), bucket).flatten()
+    # Ratios of tokens with A < 0 are negated, so that they lie to the left of 0 and the others to its right. Then each
+    # token needs one search for its bucket, and the buckets of A < 0 are in reverse order. Where A = 0 the weight is 0.
+    edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
+    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
+    buckets = [len(lower_edges) + 1, len(upper_edges) + 1]
 
     def sums_by_bucket(values):
         # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
         sums = values.new_zeros(sum(buckets)).scatter_add_(0, bucket, values.flatten())
-        of_negative, of_positive, _ = sums.split(buckets)
-        return of_negative, of_positive
+        of_negative, of_positive = sums.split(buckets)
+        return of_negative.flip(0), of_positive
 
     negative_weight, positive_weight = sums_by_bucket(weight)
     negative_weighted_ratio, positive_weighted_ratio = sums_by_bucket(weight * ratio)
-    negative_tokens, positive_tokens = sums_by_bucket(torch.ones_like(ratio))
+    negative_tokens, positive_tokens = sums_by_bucket((positive | negative).double())
     contribution = ContributionSums(positive_weight, positive_weighted_ratio, negative_weight, negative_weighted_ratio)
     tokens = TokenSums(
         tokens=_count(mask),
@@ -198,14 +200,18 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
         ratio=ratio.sum(),
-        ratio_squared=(ratio * ratio).sum(),
-        gradient=gradient.sum(),
-        unbounded_gradient=torch.where(negative & (ratio > UNBOUNDED), gradient, 0).sum(),
+        ratio_squared=_sum_of_products(ratio, ratio),
+        gradient=_sum_of_products(size, ratio),
+        unbounded_gradient=_sum_of_products(unbounded, ratio),
         invalid_old_log_probs=_count(mask & ~(_finite(old_log_prob) & (old_log_prob <= MAX_OLD_LOG_PROB))),
         invalid_log_probs=_count(mask & ~_finite(log_prob)),
-        invalid_advantages=_count(~_finite(advantages)),
+        invalid_advantages=_count(~_finite(size)),
     )
     return ClipStatistics(contribution, tokens, config)
+
+
+def _sum_of_products(a, b):
+    return a.flatten().dot(b.flatten())
 
 
 def _count(found):
