@@ -41,7 +41,10 @@ def call(*command, timeout, **environment):
         (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
         (["wait", "some"], "wait some is not usable: give the number of nodes"),
         (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
-        (["stop", "job"], "RAY_ADDRESS=http://127.0.0.1:1 takes no jobs: give http://HEAD:8265 of scripts/cluster/ray.sh"),
+        (
+            ["stop", "job"],
+            "RAY_ADDRESS=http://127.0.0.1:1 takes no jobs: give http://HEAD:8265 of scripts/cluster/ray.sh",
+        ),
         (["follow", "job"], "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
         (["head"], "/no/venv/bin/ray does not exist: set BAPO_VENV to a virtual environment"),
         (["begin"], "bash scripts/cluster/ray.sh head"),
