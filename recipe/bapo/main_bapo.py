@@ -119,7 +119,7 @@ class TaskRunnerOnThisNode:
 
     def options(self, **options):
         """As of a Ray actor class."""
-        return TaskRunnerOnThisNode(**{**self._options, **options})
+        return TaskRunnerOnThisNode(**options)
 
     def remote(self):
         """Start the task runner; Ray is up by now."""

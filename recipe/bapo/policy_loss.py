@@ -2,8 +2,8 @@
 """The policy loss ``bapo`` and the configs that bring it into a verl run: the border between verl and ``bapo/``.
 
 verl builds the config that ``policy_loss._target_`` names in the actor's process, before it makes the actor's worker.
-So the config brings the worker (``recipe.bapo.worker``), which finds the bounds of each update; the loss clips with
-them.
+So the config brings the worker (``recipe.bapo.worker``). The worker finds the bounds of each update and leaves them in
+the config, which verl hands to the loss.
 ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test holds the two equal.
 """
 
@@ -35,6 +35,10 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
     loss_mode: str = "bapo"
     bounds_record_dir: str | None = None
     token_dump_dir: str | None = None
+
+    # No switches: ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being computed, from our worker.
+    found = None
+    _mutable_fields = {"found"}
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
@@ -93,14 +97,13 @@ def compute_policy_loss_bapo(
             f"but the config is a {type(config.policy_loss).__name__}."
         )
     _refuse_padded_width(log_prob, loss_agg_mode, config)
-    found = worker.current_bounds()
-    if found is None:
+    if config.policy_loss.found is None:
         raise ValueError(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
             "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our "
             "worker), or derive the class of your actor's worker from ours."
         )
-    bounds, diagnostics = found
+    bounds, diagnostics = config.policy_loss.found
     surrogate = clipped_surrogate_loss(
         old_log_prob,
         log_prob,

@@ -11,8 +11,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
-from recipe.bapo.worker import RATIOS_START_AT_1
+from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,18 +18,10 @@ from statistics import fmean
 import torch
 from tensordict import TensorDict
 
-from bapo import (
-    BAPOConfig,
-    ClipBounds,
-    Diagnostics,
-    collect_clip_statistics,
-    diagnose,
-    read_values,
-    search_clip_bounds,
-)
+from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_values, search_clip_bounds
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
-from recipe.bapo.token_dump import TRAINED_FROM, dump_micro_batch
+from recipe.bapo.records.tokens import write_dump
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -43,27 +33,11 @@ logger = logging.getLogger(__name__)
 # Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
 # every ratio is 1.
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
+# Set by our trainer where tokens are dumped: the version of the weights that sampled each response, and of those that
+# the first update starts from.
+SAMPLED_BY, TRAINED_FROM = "bapo_sampled_by", "bapo_trained_from"
 SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
-
-# The bounds of the update whose loss is being computed. verl looks a policy loss up by name and hands it nothing of
-# ours, but it calls the loss in the thread that trains.
-FoundBounds = tuple[ClipBounds, Diagnostics]  # and the diagnostics of the tokens that they were found from
-_current_bounds: ContextVar[FoundBounds | None] = ContextVar("current_bounds", default=None)
-
-
-@contextmanager
-def using_bounds(found: FoundBounds | None) -> Iterator[None]:
-    """Within this context the loss ``bapo`` clips with these bounds; None: the worker finds them in the forward."""
-    token = _current_bounds.set(found)
-    try:
-        yield
-    finally:
-        _current_bounds.reset(token)
-
-
-def current_bounds() -> FoundBounds | None:
-    """The bounds of the update whose loss is being computed; None outside our worker."""
-    return _current_bounds.get()
+CLIP_RATIOS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of verl's ActorConfig
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -76,15 +50,16 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def __init__(self, config):
         super().__init__(config)
+        self.engine_update = self.engine.train_batch
         self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
         self.bapo_config: BAPOConfig | None = None
         self.token_dump_dir = None
+        self.found = None  # bounds and diagnostics of this update, where they are known before its training forward
         self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
         self.trainer_version = None
         self.record_file = None
-        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch
-        self.warn_again: dict[str, int] = {}  # by kind of warning: not before this update
+        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch since the last warnings
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss function and, where its config is one of ours, wrap it.
@@ -108,6 +83,8 @@ class BAPOTrainingWorker(TrainingWorker):
         self.actor_config = config
         if self.bapo_config is not None:
             refuse_unusable_settings(config, self.model_config)
+        # verl's train_batch calls the engine once it has set how the batch is cut and has loaded the weights.
+        self.engine.train_batch = self._update
         super().set_loss_fn(partial(self._compute_loss, loss_fn))
 
     def train_mini_batch(self, data):
@@ -120,51 +97,71 @@ class BAPOTrainingWorker(TrainingWorker):
             self._warn(tu.get(output, "metrics"))
         return output
 
-    def train_batch(self, data):
-        """One optimizer update."""
-        found = None if self.bapo_config is None else self._find_bounds(data)
-        with using_bounds(found):
-            output = super().train_batch(data)
+    def _update(self, data, loss_function):
+        """One optimizer update by verl's engine, after the search for its bounds."""
+        if self.bapo_config is not None:
+            self.found = self._find_bounds(data)
+        output = self.engine_update(data, loss_function)
         self.ratios_are_1 = False
         self.updates += 1
         self.updates_on_batch += 1
         return output
 
     def _warn(self, metrics):
-        """Log what a search that changes nothing says of the target, each kind once in ``WINDOW`` rollout batches."""
+        """Once in ``WINDOW`` rollout batches, log what the search's metrics say of the target and the bounds."""
         of_search = {name: values for name, values in metrics.items() if name.startswith(("actor/bapo/", "actor/pg_"))}
         self.steps.append({name: fmean(values) for name, values in of_search.items()})
-        del self.steps[:-WINDOW]
-        for kind, text in health_warnings(self.steps, bounds_can_move=not self.bapo_config.fixed).items():
-            if self.updates >= self.warn_again.get(kind, 0):
+        if len(self.steps) == WINDOW:
+            for text in health_warnings(self.steps, bounds_can_move=not self.bapo_config.fixed).values():
                 logger.warning("BAPO: %s", text)
-                self.warn_again[kind] = self.updates + WINDOW * self.updates_on_batch
+            self.steps.clear()
 
     def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
-        """verl's loss of one micro-batch, which finds the bounds of its update in ``current_bounds``."""
+        """verl's loss of one micro-batch, which finds the bounds of its update in its config."""
         entropy = model_output.get("entropy")
         if entropy is not None and self.actor_config.entropy_coeff == 0:
             # verl subtracts 0 times the entropy, whose backward would hold a plane of tokens times vocabulary.
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None:
-            tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
-            about = (self.actor_config, self.updates_on_batch, self.trainer_version)
-            dump_micro_batch(self.token_dump_dir, tokens, model_output, data, *about)
-        found = current_bounds()
-        if self.bapo_config is not None and found is None:
-            found = self._find_bounds_in_forward(model_output["log_probs"], data)
-        with using_bounds(found):
-            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+            self._dump(model_output, data)
+        if self.bapo_config is not None:
+            self.bapo_config.found = self.found or self._find_bounds_in_forward(model_output["log_probs"], data)
+        return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+    def _dump(self, model_output, data):
+        """Add a micro-batch to the dump of its tokens, whichever loss trains."""
+        tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
+        planes = {}
+        if model_output.get("entropy") is not None:
+            planes["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
+        if SAMPLED_BY in data.keys():
+            planes["version"] = data[SAMPLED_BY].view(-1, 1).expand_as(tokens["log_prob"])
+        if "rollout_is_weights" in data.keys():
+            planes["rollout_is_weights"] = data.select("rollout_is_weights").to_padded_tensor()["rollout_is_weights"]
+        about = {name: data[name] for name in ("dp_size", "global_batch_size")}
+        about |= {name: getattr(self.actor_config, name) for name in CLIP_RATIOS}
+        about["loss_mode"] = self.actor_config.policy_loss.loss_mode
+        if self.bapo_config is not None:
+            switches = {field.name: getattr(self.bapo_config, field.name) for field in fields(BAPOConfig)}
+            about |= {"bound_scope": self.bapo_config.bound_scope, "switches": json.dumps(switches)}
+        write_dump(
+            self.token_dump_dir,
+            **tokens,
+            **planes,
+            about=about,
+            update=self.updates_on_batch,
+            trainer_version=self.trainer_version,
+        )
 
     def _find_bounds(self, data):
         """The bounds of this update; None where the training forward finds them."""
         if self.bapo_config.bound_scope == "micro_batch":
             return None
-        self._set_defaults(data)
         # Known ratios come first: on a tie a real forward rounds otherwise, and what is logged would depend on the
         # micro-batch size.
         if self.ratios_are_1:
-            statistics, source = self._collect_at_ratio_1(data), "ratio 1"
+            statistics = self._statistics_of(_tokens_of(data.select(*SEARCHED).to(get_device_id())))
+            source = "ratio 1"
         elif self._is_one_micro_batch(data):
             return None
         else:
@@ -189,17 +186,6 @@ class BAPOTrainingWorker(TrainingWorker):
     def _statistics_of(self, tokens):
         return collect_clip_statistics(**tokens, config=self.bapo_config, clip_ratio_c=self.actor_config.clip_ratio_c)
 
-    def _set_defaults(self, data):
-        # As verl's train_batch does, but before our forward, which must cut the mini-batch as training will.
-        defaults = dict(
-            use_remove_padding=self.model_config.get("use_remove_padding", False),
-            use_dynamic_bsz=self.engine_config.use_dynamic_bsz,
-            max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu,
-            micro_batch_size_per_gpu=self.engine_config.micro_batch_size_per_gpu,
-            use_fused_kernels=self.engine_config.use_fused_kernels,
-        )
-        tu.assign_non_tensor(data, **{key: value for key, value in defaults.items() if key not in data.keys()})
-
     def _is_one_micro_batch(self, data):
         if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
             return len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
@@ -209,9 +195,6 @@ class BAPOTrainingWorker(TrainingWorker):
             return False
         limit = data["max_token_len_per_gpu"] * self.engine.ulysses_sequence_parallel_size
         return all(sum(lengths[first : first + rows]) <= limit for first in range(0, len(lengths), rows))
-
-    def _collect_at_ratio_1(self, data):
-        return self._statistics_of(_tokens_of(data.select(*SEARCHED).to(get_device_id())))
 
     def _collect_by_forward(self, data):
         collected = []
@@ -225,10 +208,7 @@ class BAPOTrainingWorker(TrainingWorker):
         tu.assign_non_tensor(view, calculate_entropy=False)
         # With dropout the training forward draws its masks anew: from the same random state they are the same masks.
         devices = [] if self.device_name == "cpu" else [get_device_id()]
-        with (
-            torch.random.fork_rng(devices, device_type=self.device_name),
-            self.engine.train_mode(disable_auto_offload=tu.get(data, "disable_auto_offload", default=False)),
-        ):
+        with torch.random.fork_rng(devices, device_type=self.device_name):
             self.engine.infer_batch(view, loss_function=collect)
         return sum(collected[1:], start=collected[0])
 
@@ -295,17 +275,14 @@ def use_for_actors() -> None:
     verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config.
 
     Raises:
-        TypeError: a subclass of verl's worker in this process brings an actor's worker of its own.
+        TypeError: a subclass of verl's worker in this process has an actor's worker of its own.
     """
-    others = [ActorRolloutRefWorker]
-    for known in others:
-        others += known.__subclasses__()
-    for other in others[1:]:
-        own = vars(other).get("actor_worker_cls", BAPOTrainingWorker)
+    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
+    for subclass in ActorRolloutRefWorker.__subclasses__():
+        own = subclass.actor_worker_cls
         if not issubclass(own, BAPOTrainingWorker):
             raise TypeError(
-                f"{other.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
+                f"{subclass.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
                 "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker, or use verl's "
                 "ActorRolloutRefWorker."
             )
-    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker

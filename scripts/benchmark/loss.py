@@ -37,12 +37,10 @@ def make_batch(rows, columns, dtype, device, seed=0):
     return [tensor.to(device) for tensor in (old.to(dtype), log_prob.to(dtype), advantages.contiguous(), mask)]
 
 
-def bounds_for(policy_loss, batch):
-    """The context in which a loss of ours has the batch's bounds; nothing for verl's."""
-    from recipe.bapo.worker import using_bounds
-
-    ours = isinstance(policy_loss, BAPOConfig)
-    return using_bounds(find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP) if ours else None)
+def find_bounds_for(policy_loss, batch):
+    """Leave the batch's bounds in a config of ours, as the worker does; nothing in verl's."""
+    if isinstance(policy_loss, BAPOConfig):
+        policy_loss.found = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
 
 
 def make_losses(batch) -> dict[str, Callable[[], object]]:
@@ -56,8 +54,8 @@ def make_losses(batch) -> dict[str, Callable[[], object]]:
 
     def step(loss_fn, policy_loss):
         leaf = log_prob.detach().requires_grad_()
-        with bounds_for(policy_loss, batch):
-            loss, _ = loss_fn(old, leaf, advantages, mask, "token-mean", actor_config(policy_loss))
+        find_bounds_for(policy_loss, batch)
+        loss, _ = loss_fn(old, leaf, advantages, mask, "token-mean", actor_config(policy_loss))
         loss.backward()
 
     losses: dict[str, Callable[[], object]] = {

@@ -65,7 +65,7 @@ def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mod
     tokens = [tokens for micro_batches in updates for tokens in micro_batches]
     assert all(set(TENSORS) <= set(of_micro_batch) for of_micro_batch in tokens)
     about = about_dump(tmp_path / "dump")
-    assert about["loss_mode"] == loss_mode and ("switches" in about) == (loss_mode == "vanilla")
+    assert (about["loss_mode"], about["clip_ratio_low"], "switches" in about) == (loss_mode, "0.2", False)
 
 
 class SoftmaxBackwards(TorchDispatchMode):

@@ -164,6 +164,23 @@ def stock_updates(rank, size, port, task, folder):
     return found
 
 
+class BeforeUpdate(Exception):
+    """Raised where verl's engine would begin its update."""
+
+
+def bounds_before_the_update(actor, data):
+    """What the worker has found when verl's engine would begin its update, which it does not."""
+
+    def stop(*_):
+        raise BeforeUpdate
+
+    engine_update, actor.engine_update = actor.engine_update, stop
+    with pytest.raises(BeforeUpdate):
+        actor.train_batch(data)
+    actor.engine_update = engine_update
+    return actor.found
+
+
 def marked_updates(rank, size, port, task):
     """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
     from recipe.bapo.worker import RATIOS_START_AT_1
@@ -176,13 +193,11 @@ def marked_updates(rank, size, port, task):
         counter = CollectiveCounter(actor)
         actor.ratios_are_1 = marked
         whole = data.copy()
-        actor._set_defaults(data)
-        values = read_values(*actor._find_bounds(data))
+        values = read_values(*bounds_before_the_update(actor, data))
         counter.stop()
         found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
         tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
-        actor._set_defaults(whole)
-        of_worker = actor._find_bounds(whole)  # None: the loss finds them
+        of_worker = bounds_before_the_update(actor, whole)  # None: the training forward finds them
         found[marked]["as one micro-batch"] = None if of_worker is None else read_values(*of_worker)
 
         mark = {RATIOS_START_AT_1: True} if marked else {}
@@ -223,7 +238,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
+    from recipe.bapo.worker import SAMPLED_BY, TRAINED_FROM
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
@@ -249,13 +264,18 @@ def dump_of_versions(rank, size, port, task):
 def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
     from recipe.bapo.worker import BAPOTrainingWorker
 
-    worker, seen = object.__new__(BAPOTrainingWorker), []
-    monkeypatch.setattr(TensorDict, "to", lambda data, device: seen.append(set(data.keys())) or data)
-    monkeypatch.setattr(worker, "_statistics_of", lambda tokens: sorted(tokens))
+    def stop(tokens):
+        assert sorted(tokens) == ["advantages", "log_prob", "old_log_prob", "response_mask"]
+        raise BeforeUpdate
+
+    worker, moved = object.__new__(BAPOTrainingWorker), []
+    worker.bapo_config, worker.ratios_are_1 = BAPOConfig(), True
+    monkeypatch.setattr(TensorDict, "to", lambda data, device: moved.append(set(data.keys())) or data)
+    monkeypatch.setattr(worker, "_statistics_of", stop)
     names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
-    tokens = worker._collect_at_ratio_1(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
-    assert tokens == ["advantages", "log_prob", "old_log_prob", "response_mask"]
-    assert seen == [{"response_mask", "old_log_probs", "advantages"}]
+    with pytest.raises(BeforeUpdate):
+        worker._find_bounds(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
+    assert moved == [{"response_mask", "old_log_probs", "advantages"}]
 
 
 def dropout_update(rank, port, task, folder):

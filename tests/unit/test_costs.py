@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import bounds_for, make_batch, measure_all, table
+from scripts.benchmark.loss import find_bounds_for, make_batch, measure_all, table
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 
@@ -55,7 +55,8 @@ def test_a_call_costs_one_host_read_and_vanilla_three():
         (compute_policy_loss_vanilla, PolicyLossConfig(), 3),
         (compute_policy_loss_bapo, BAPOPolicyLossConfig(), 1),
     ):
-        with counted() as counts, bounds_for(policy_loss, batch):
+        with counted() as counts:
+            find_bounds_for(policy_loss, batch)
             loss_fn(*batch, "token-mean", actor_config(policy_loss))
         assert counts == {"collectives": 0, "host_reads": reads}
 
@@ -69,7 +70,8 @@ def test_the_memory_beyond_the_inputs():
 
     def peak_of(loss_fn, policy_loss):
         leaf = batch[1].detach().requires_grad_()
-        with PeakMemory() as memory, bounds_for(policy_loss, batch):
+        with PeakMemory() as memory:
+            find_bounds_for(policy_loss, batch)
             loss_fn(batch[0], leaf, *batch[2:], "token-mean", actor_config(policy_loss))[0].backward()
         return memory.peak
 

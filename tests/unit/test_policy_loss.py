@@ -16,13 +16,7 @@ from support.metrics import METRICS
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, compute_policy_loss_bapo
-from recipe.bapo.token_dump import fixed_bounds_of_vanilla
-from recipe.bapo.worker import (
-    BAPOTrainingWorker,
-    current_bounds,
-    refuse_unusable_settings,
-    using_bounds,
-)
+from recipe.bapo.worker import BAPOTrainingWorker, refuse_unusable_settings
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
@@ -55,19 +49,17 @@ def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
     """Loss, gradient and metrics of a micro-batch, with its own bounds where the config is ours."""
     old, log_prob, advantages, mask = batch
     log_prob = log_prob.clone().requires_grad_()
-    bounds = None
     if isinstance(config.policy_loss, BAPOConfig):
-        bounds = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c)
-    with using_bounds(bounds):
-        loss, metrics = loss_fn(
-            old_log_prob=old,
-            log_prob=log_prob,
-            advantages=advantages,
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=config,
-            rollout_is_weights=weights,
-        )
+        config.policy_loss.found = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c)
+    loss, metrics = loss_fn(
+        old_log_prob=old,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode=mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
     loss.backward()
     return loss.detach(), log_prob.grad, metrics
 
@@ -165,14 +157,11 @@ def test_non_finite_input_is_an_error_of_the_loss():
         run_loss(compute_policy_loss_bapo, config, batch)
 
 
-def test_the_loss_clips_with_the_bounds_of_the_context_and_with_none_outside():
+def test_the_loss_clips_with_the_bounds_that_the_worker_left_in_its_config():
     config, batch = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10), make_batch(1)
-    fixed = find_clip_bounds(*batch, BAPOConfig(**FIXED))
-    with pytest.raises(RuntimeError), using_bounds(fixed):
-        metrics = compute_policy_loss_bapo(*batch, config=config)[1]
-        raise RuntimeError
+    config.policy_loss.found = find_clip_bounds(*batch, BAPOConfig(**FIXED))
+    metrics = compute_policy_loss_bapo(*batch, config=config)[1]
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
-    assert current_bounds() is None  # after an error too
 
 
 def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
@@ -197,15 +186,6 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "['recipe', 'recipe.bapo', 'recipe.bapo.cpu']", done.stderr[-2000:]
-
-
-@pytest.mark.parametrize(
-    "loss_mode, low, bounds", [("vanilla", 0.2, (0.8, 1.28)), ("vanilla", 0.0, None), ("gspo", 0.2, None)]
-)
-def test_a_dump_names_the_fixed_bounds_of_vanilla(loss_mode, low, bounds):
-    config = replace(actor_config(PolicyLossConfig(loss_mode=loss_mode)), clip_ratio_low=low)
-    switches = fixed_bounds_of_vanilla(config)
-    assert (switches and (switches.ratio_lower_max, switches.ratio_upper_start)) == bounds
 
 
 USABLE = SimpleNamespace(override_config={}, enable_activation_offload=False)
@@ -272,11 +252,9 @@ def step_of(**changes):
 )
 def test_a_target_that_does_nothing_reaches_the_workers_log_once_in_ten_rollout_batches(step, text, caplog):
     worker = object.__new__(BAPOTrainingWorker)
-    worker.bapo_config, worker.steps, worker.warn_again = BAPOConfig(), [], {}
-    worker.updates, worker.updates_on_batch = 0, 2
+    worker.bapo_config, worker.steps = BAPOConfig(), []
     warned = []
     for number in range(25):
-        worker.updates += 2
         worker._warn(step)
         warned += [number for record in caplog.records if text and text in record.getMessage()]
         caplog.clear()

@@ -15,7 +15,6 @@ import verl.trainer.ppo.v1.trainer_base as trainer_base
 from bapo import BAPOConfig, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from recipe.bapo.records.tokens import read_dump, write_dump
-from recipe.bapo.worker import using_bounds
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
@@ -34,12 +33,10 @@ def corrected(batch, **settings):
 
 def loss_of(batch, weights=None):
     """Our loss, and the bounds that it used."""
-    found = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
-    with using_bounds(found):
-        loss, _ = compute_policy_loss_bapo(
-            *batch, config=actor_config(BAPOPolicyLossConfig()), rollout_is_weights=weights
-        )
-    return loss.item(), read_values(*found)
+    config = actor_config(BAPOPolicyLossConfig())
+    config.policy_loss.found = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
+    loss, _ = compute_policy_loss_bapo(*batch, config=config, rollout_is_weights=weights)
+    return loss.item(), read_values(*config.policy_loss.found)
 
 
 def test_nothing_set_changes_nothing():

@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import RATIOS_START_AT_1
+from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
 
 
 class Parent:

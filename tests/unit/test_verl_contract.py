@@ -39,24 +39,11 @@ def test_the_engine():
     assert "backend" in parameters(initialize_global_process_group_ray)
 
 
-def test_our_pass_sets_the_keys_that_verls_update_sets():
-    def keys(function):
-        return {
-            line.split("=")[0].strip()
-            for line in inspect.getsource(function).splitlines()
-            if line.endswith("),") or ".engine_config." in line
-        }
-
-    assert keys(BAPOTrainingWorker._set_defaults) <= keys(engine_workers.TrainingWorker.train_batch) | {""}
-    for key in (
-        "use_remove_padding",
-        "use_dynamic_bsz",
-        "max_token_len_per_gpu",
-        "micro_batch_size_per_gpu",
-        "use_fused_kernels",
-    ):
-        assert f"{key}=" in inspect.getsource(engine_workers.TrainingWorker.train_batch)
-        assert f"{key}=" in inspect.getsource(BAPOTrainingWorker._set_defaults)
+def test_an_update_calls_the_engine_once_the_batch_says_how_it_is_cut():
+    source = inspect.getsource(engine_workers.TrainingWorker.train_batch)
+    cut = source.index("max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu")
+    loaded = source.index("self.engine.train_mode(")
+    assert cut < loaded < source.index("self.engine.train_batch(data, loss_function=self.loss_fn)")
 
 
 def test_the_actor_is_built_from_a_class_attribute_and_its_loss_is_a_partial_with_the_config():
