@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Run a command with a /tmp, a /dev/shm and processes of its own, as in a container, so that several runs share a machine
-# (docs/running.md). Nothing that it reads or writes may be in /tmp. Needs root, or a kernel that lets users make
+# (docs/clusters.md). Nothing that it reads or writes may be in /tmp. Needs root, or a kernel that lets users make
 # namespaces.
 #
 #   CUDA_VISIBLE_DEVICES=0,1 bash scripts/apart.sh bash recipe/bapo/run_bapo_example.sh [key=value ...]

@@ -48,7 +48,7 @@ def _out_of_reach(recent: Steps) -> str | None:
     return (
         f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
         f"widest. They reached {reached:.3f}: positive_contribution_target={floor(100 * reached) / 100:g} is in "
-        "reach of about half of such updates. What each target would do: docs/configuration.md, Choosing rho0."
+        "reach of about half of such updates. What each target would do: docs/choosing.md."
     )
 
 
@@ -63,7 +63,7 @@ def _already_met(recent: Steps) -> str | None:
         f"in {share:.0%} of the updates of the last {WINDOW} steps the target was already met, so the bounds stand "
         f"at their start [{low:.2f}, {high:.2f}], and BAPO is that fixed range. rho before the search was "
         f"{before:.3f}: with positive_contribution_target={ceil(100 * before) / 100:g} bounds would move in about "
-        "half of such updates. What each target would do: docs/configuration.md, Choosing rho0."
+        "half of such updates. What each target would do: docs/choosing.md."
     )
 
 

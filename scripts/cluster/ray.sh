@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/running.md). The repository is at the same path
+# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/clusters.md). The repository is at the same path
 # on every node.
 #
 #   bash scripts/cluster/ray.sh head [OPTIONS]           on the first node; prints what the others need

@@ -112,7 +112,7 @@ def test_the_dual_clip_of_all_methods(frame):
     assert f"{rows['method'].nunique()} methods {fails[3].sum()} and {fails[0].sum()} of {runs:,} runs fail" in TEXT
     assert f"[0.5, 1.2] ({fails[3]['figure7_low']}) and *balance* ({fails[3]['balance']})" in TEXT
     of_gradient, of_value = (fails[:, method] for method in ("bapo_gradient@0.4", "bapo@0.4"))
-    guide = " ".join(PAGE.with_name("configuration.md").read_text().split())
+    guide = " ".join(PAGE.with_name("choosing.md").read_text().split())
     assert (
         f"in {of_gradient[0]} of {runs // 13} runs against {of_value[0]}; with one in none and {of_value[3]}" in guide
     )
@@ -191,7 +191,7 @@ def test_the_claims(frame):
     assert fails[32] > max(fails[8], fails[128])
 
 
-# Rows of the guide's table in docs/configuration.md.
+# Rows of the guide's table in docs/choosing.md.
 GUIDE = {
     "GRPO, [0.8, 1.2]": "grpo",
     **{f"BAPO, target {target}": f"bapo@{target}" for target in (0.35, 0.4, 0.45, 0.5)},
@@ -205,7 +205,7 @@ GUIDE = {
 
 
 def test_the_guide(frame):
-    page = PAGE.with_name("configuration.md").read_text()
+    page = PAGE.with_name("choosing.md").read_text()
     text = " ".join(page.split())
     everything = analysis.of_map(frame, "ablation", "chain")
     at_032 = everything[np.isclose(everything["learning_rate"], 0.032)].groupby("method")["failed"].mean()
