@@ -75,7 +75,7 @@ class StepPrinter:
         """Print one line."""
         if self.progress is not None:
             self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
+        else:  # rich would end this process where nobody reads its output any more
             print(text, file=self.out, flush=True)
 
     def close(self) -> None:
@@ -114,6 +114,12 @@ def first_error(log: str) -> str | None:
     pattern = rf"^\((\w+) pid=[^)]*\) {of_vllm}([\w.]*(?:Error|Exception)): (.*)$"
     match = re.search(pattern, plain, re.M)
     return f"{match[2]}: {match[3].strip()} ({match[1]})" if match else None
+
+
+def dead_actor(log: str) -> str | None:
+    """The class of the worker of Ray's that died first, from Ray's error in a run's log; None if there is none."""
+    match = re.search(r"The actor died.*\n.*class_name: \S*?(\w+)$", log, re.M)
+    return match[1] if match else None
 
 
 def summary(run_dir: Path) -> str:
