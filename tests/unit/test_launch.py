@@ -170,12 +170,14 @@ time.sleep(60)
 
 
 def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
+    """They are read from the folder that its config names."""
     record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
-    run = launch(f"train()\n(folder / 'metrics.jsonl').write_text({record!r} + chr(10))")
+    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
+    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
     code, out, err = run.end()
     assert code == 0 and not err, err
     assert out.startswith("it trains\nstep 1/2  reward 0.500") and "1 steps, mean of" in out
-    assert f"\nPicture: {run.folder}/run/dynamics.png\n" in out
+    assert f"\nPicture: {run.folder}/run/other/dynamics.png\n" in out
 
 
 @pytest.mark.parametrize("widest, warns", [(1.0, False), (3.0, True)])
@@ -276,14 +278,6 @@ launch.console.StepPrinter.close = hung_up
     assert run.process.wait(60) == 129 and not run.left()
 
 
-def test_the_folder_of_the_config_is_followed(launch):
-    record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
-    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
-    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
-    code, out, _ = run.end()
-    assert code == 0 and "step 1/2  reward 0.500" in out and f"Metrics, log and records: {run.folder}/run/other" in out
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_ends_the_run(launch, number):
     run = launch("(folder / 'up').touch()\ntime.sleep(60)")
@@ -353,8 +347,7 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-@pytest.mark.parametrize("interrupt", [os.kill, os.killpg])
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch, interrupt):
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
     """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
     code = """
 train(cluster=True)
@@ -367,7 +360,7 @@ except KeyboardInterrupt:
 """
     run = launch(code)
     run.wait_for("up")
-    interrupt(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signal.SIGINT)
     assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
 
 
