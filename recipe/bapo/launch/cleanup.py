@@ -20,8 +20,7 @@ import psutil
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's <sys/prctl.h>
 SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
-# Python's SharedMemory, which vLLM uses, verl's, and the semaphores of multiprocessing.
-SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_|sem\.mp-)\S+$", re.MULTILINE)
+SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)  # of vLLM's, by Python, and verl's
 
 
 def adopt_orphans() -> None:
@@ -45,13 +44,19 @@ def below() -> list[psutil.Process]:
 
 
 def end_below(patience: float = 10.0) -> None:
-    """Kill them, and wait ``patience`` seconds at most until none is left; orphans have to be adopted."""
-    until = time.monotonic() + patience
+    """Kill them, and wait ``patience`` seconds at most until none is left; orphans have to be adopted.
+
+    Python's resource trackers are spared for half of that time: each ends by itself once the processes that it serves
+    are gone, and removes the shared memory and the semaphores that they have left.
+    """
+    began = time.monotonic()
     with suppress(ChildProcessError):  # there is no child left
-        while time.monotonic() < until:
-            for process in below():
-                with suppress(psutil.Error):  # it has ended
-                    process.kill()
+        while time.monotonic() < began + patience:
+            spare_trackers = time.monotonic() < began + patience / 2
+            for pid, title in titles(below()).items():
+                if not (spare_trackers and "multiprocessing.resource_tracker" in title):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
             time.sleep(0.02)

@@ -141,14 +141,13 @@ class Supervisor:
 
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
-        left = cleanup.shared_memory(process.pid for process in cleanup.below())
-        if self.watchdog is not None and self.watchdog.job is not None:
-            left |= self.watchdog.shared_memory | cleanup.shared_memory(self.watchdog.processes())
-            left |= cleanup.weight_sockets(self.watchdog.job)
-        if self.watchdog is not None and self.watchdog.on_cluster and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE)
+        left = set()
+        if self.watchdog is not None:
+            left = self.watchdog.left_outside()
+            if self.watchdog.on_cluster and self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(PATIENCE)
         cleanup.end_below()
         cleanup.remove(left)
         with suppress(OSError):  # the terminal is gone

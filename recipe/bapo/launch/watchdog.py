@@ -88,6 +88,11 @@ class Watchdog:
             return cleanup.titles(cleanup.below())
         return cleanup.titles(cleanup.vllm_processes(self.job)) if self.job else {}
 
+    def left_outside(self) -> set[Path]:
+        """What the run's processes on this node hold outside its folder, and what those held that have died."""
+        sockets = cleanup.weight_sockets(self.job) if self.job else set()
+        return self.shared_memory | cleanup.shared_memory(self.processes()) | sockets
+
     def write_stacks(self, driver: int) -> None:
         """Write by py-spy what the process ``driver`` and the run's workers on this node are doing."""
         spy = Path(sys.executable).with_name("py-spy")
