@@ -2,7 +2,7 @@
 """Warnings where the bounds of a run do nothing for it, from the metrics of its last steps.
 
 Limits and texts may be changed here. The console shows the warnings, and whoever has the metrics of ten steps can ask
-for them: this module imports neither verl nor rich. Of a search the target is *already met* (no bound had to move),
+for them: this module imports neither verl nor torch. Of a search the target is *already met* (no bound had to move),
 *met by moving* the bounds, or *out of reach* at the widest bounds.
 """
 

@@ -113,4 +113,5 @@ def test_a_progress_bar_in_a_terminal(tmp_path):
             return True
 
     text = follow(tmp_path, Terminal(), [step(i) for i in range(1, 4)])
-    assert "step 3/3" in text and "3/3" in text.rsplit("training", 1)[1] and "left" in text
+    assert "step 3/3" in text and "| 3/3 [" in text.rsplit("training", 1)[1]
+    assert "training" not in follow(tmp_path, io.StringIO(), [step(i) for i in range(1, 4)])

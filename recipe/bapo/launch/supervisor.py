@@ -103,7 +103,7 @@ class Supervisor:
         if exit_code == 0:
             return None, 0
         if interruptions:
-            return f"interrupted by {interruptions[0].name}. {self.way_on()}", 128 + interruptions[0]
+            return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         if self.trained_at is not None and exit_code is None:
             limit = self.config.watchdog.max_exit_s
             late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
@@ -121,10 +121,10 @@ class Supervisor:
             None if self.errors or exit_code is None else f"the training process ended with code {exit_code}",
             f"the first error in the log is {first}" if first else None,
         )
-        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.way_on()}", 1
+        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.how_to_resume()}", 1
 
-    def way_on(self) -> str:
-        """The last checkpoint, and how to go on from it."""
+    def how_to_resume(self) -> str:
+        """The last checkpoint, and the settings that resume from it."""
         folder = None
         with suppress(ValueError):  # the last checkpoint is not there
             folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
