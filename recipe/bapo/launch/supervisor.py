@@ -107,7 +107,8 @@ class Supervisor:
         if self.trained_at is not None and exit_code is None:
             limit = self.config.watchdog.max_exit_s
             late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
-            self.printer.print(f"Training is done, but its process {late}: it is killed.")
+            with suppress(OSError):  # the terminal is gone
+                self.printer.print(f"Training is done, but its process {late}: it is killed.")
             return None, 0
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the config is not usable, or training did not come to its checks
