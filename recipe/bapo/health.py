@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a run, from the metrics of its last steps; pure functions of what verl logs.
+"""Warnings where the bounds of a run do nothing for it, from the metrics of its last steps.
 
 Limits and texts may be changed here. The console shows the warnings, and whoever has the metrics of ten steps can ask
-for them: this module imports neither verl nor rich. Of a search the target is *already met* (no bound had to move),
+for them: this module imports neither verl nor torch. Of a search the target is *already met* (no bound had to move),
 *met by moving* the bounds, or *out of reach* at the widest bounds.
 """
 
@@ -12,8 +12,6 @@ from math import ceil, floor
 from statistics import mean, median
 
 WINDOW = 10  # steps
-ENTROPY_FELL = 0.5  # the entropy at the window's end, as a share of that at its beginning
-NORM_ROSE = 10.0  # the gradient norm at the window's end, in medians of the window
 UNBOUNDED = 0.1  # share of the gradient's size that tokens carry which no bound touches
 ALREADY_MET = 0.95  # share of the updates in which the target was already met
 
@@ -33,9 +31,7 @@ def health_warnings(steps: Steps, bounds_can_move: bool = True) -> dict[str, str
     warnings = {
         "out_of_reach": _out_of_reach(recent),
         "already_met": _already_met(recent) if bounds_can_move else None,
-        "entropy": _entropy(recent),
         "unbounded": _unbounded(recent),
-        "norm": _norm(recent),
     }
     return {kind: text for kind, text in warnings.items() if text is not None}
 
@@ -67,14 +63,6 @@ def _already_met(recent: Steps) -> str | None:
     )
 
 
-def _entropy(recent: Steps) -> str | None:
-    entropies = [step["actor/entropy"] for step in recent if "actor/entropy" in step]
-    fell = len(entropies) == WINDOW and entropies[-1] < ENTROPY_FELL * entropies[0]
-    if not fell:
-        return None
-    return f"the entropy fell from {entropies[0]:.3f} to {entropies[-1]:.3f} within {WINDOW} steps."
-
-
 def _unbounded(recent: Steps) -> str | None:
     share = mean(step.get("actor/bapo/negative_unbounded_share", 0.0) for step in recent)
     # A dual clip of 3 or less would clip every one of these tokens, and show in this metric.
@@ -85,10 +73,3 @@ def _unbounded(recent: Steps) -> str | None:
         f"size in the last {WINDOW} steps, and neither a bound nor a dual clip limits them: consider "
         "actor_rollout_ref.actor.clip_ratio_c=3.0."
     )
-
-
-def _norm(recent: Steps) -> str | None:
-    norms = [step["actor/grad_norm"] for step in recent if "actor/grad_norm" in step]
-    if len(norms) < WINDOW or norms[-1] <= NORM_ROSE * median(norms):
-        return None  # a norm that is not a number passes neither comparison
-    return f"the gradient norm is {norms[-1]:.3g}, its median over {WINDOW} steps {median(norms):.3g}."

@@ -4,7 +4,8 @@
     .venv/bin/python -m recipe.bapo.plot runs/a                        # runs/a/dynamics.png
     .venv/bin/python -m recipe.bapo.plot GRPO=runs/g1,runs/g2 BAPO=runs/b1,runs/b2 --out compare.png
 
-Runs joined by commas are seeds of one method: their mean is a line, their range a band.
+Runs joined by commas are seeds of one method: their mean is a line, their range a band. Panels may be
+changed here alone; the launcher draws a run's picture at its end.
 """
 
 from __future__ import annotations
@@ -13,18 +14,11 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
-from omegaconf.errors import OmegaConfBaseException  # noqa: E402
-from yaml import YAMLError  # noqa: E402
-
-from recipe.bapo.records import CONFIG, PICTURE  # noqa: E402
-from recipe.bapo.records.metrics import read_metrics  # noqa: E402
+from recipe.bapo.records import PICTURE
+from recipe.bapo.records.metrics import read_metrics
 
 # Each panel: title, label of the y axis, and its curves (metric, name, line style).
 PANELS = [
@@ -63,60 +57,32 @@ PANELS = [
         ],
     ),
 ]
-# From the Okabe-Ito palette, in an order whose lightness differs enough to tell in greyscale; line widths differ too.
+# From the Okabe-Ito palette, in an order whose lightness differs enough to tell in greyscale.
 COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00"]
 
 
-def series(runs: list[Path], metric: str) -> tuple[list[int], list[list[float]]]:
-    """Steps, and at each the values of the runs that have the metric there."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for run in runs:
-        for step, data in read_metrics(run):
-            if metric in data and "training/global_step" in data:
-                values[step].append(data[metric])
-    return sorted(values), [values[step] for step in sorted(values)]
-
-
-def marks_of(run: Path) -> dict[str, dict[str, float]]:
-    """Horizontal lines by panel, from the config of a run: the target and the ranges of the bounds.
-
-    Empty where the run has no config, or one of another loss.
+def read_steps(run: Path) -> list[dict[str, float]]:
+    """The metrics of each training step of a run.
 
     Raises:
-        ValueError: the config cannot be read.
+        ValueError: there is none.
     """
-    path = run / CONFIG
-    if not path.exists():
-        return {}
-    try:
-        loss = OmegaConf.select(OmegaConf.load(path), "actor_rollout_ref.actor.policy_loss") or {}
-        if "positive_contribution_target" not in loss:
-            return {}
-        marks = {
-            "Positive contribution": {"target": float(loss.positive_contribution_target)},
-            "Upper bound": _range(float(loss.ratio_upper_start), float(loss.ratio_upper_max)),
-            "Lower bound": _range(float(loss.ratio_lower_start), float(loss.ratio_lower_max)),
-        }
-    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is not the config of a run ({error}): restore or remove it.") from error
-    if "fixed" in marks["Upper bound"] and "fixed" in marks["Lower bound"]:
-        del marks["Positive contribution"]  # nothing is searched
-    return marks
+    steps = [data for _, data in read_metrics(run) if "training/global_step" in data]
+    if not steps:
+        raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
+    return steps
 
 
-def _range(start, maximum):
-    return {"fixed": start} if start == maximum else {"start": start, "max": maximum}
-
-
-def draw(methods: dict[str, list[Path]], out: Path) -> None:
-    """Write the ``picture`` to a PNG."""
-    figure = picture(methods)
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
+def values_by_step(runs: list[list[dict[str, float]]], metric: str) -> dict[int, list[float]]:
+    """At each step, in order, the values of the runs that have the metric there."""
+    values = defaultdict(list)
+    for data in (data for run in runs for data in run if metric in data):
+        values[int(data["training/global_step"])].append(data[metric])
+    return dict(sorted(values.items()))
 
 
 def picture(methods: dict[str, list[Path]]) -> Figure:
-    """The picture. Target and ranges are drawn as dotted lines where there is one method.
+    """The picture.
 
     Args:
         methods: the runs (folders with ``metrics.jsonl``) of each method, by its name.
@@ -124,28 +90,20 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
     Raises:
         ValueError: a run has no metrics.
     """
-    if len(methods) > len(COLOURS):
-        raise ValueError(f"{len(methods)} methods in one picture: draw at most {len(COLOURS)}.")
-    for run in (run for runs in methods.values() for run in runs):
-        if not series([run], "critic/rewards/mean")[0]:
-            raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
-    marks = marks_of(next(iter(methods.values()))[0]) if len(methods) == 1 else {}
-    figure, axes = plt.subplots(3, 3, figsize=(13, 10), constrained_layout=True)
-    for axis, (title, label, curves) in zip(axes.flat, PANELS, strict=True):
-        for (name, runs), colour, width in zip(methods.items(), COLOURS, (2.2, *5 * [1.6]), strict=False):
+    metrics = {name: [read_steps(run) for run in runs] for name, runs in methods.items()}
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    for axis, (title, label, curves) in zip(figure.subplots(3, 3).flat, PANELS, strict=True):
+        for number, (name, runs) in enumerate(metrics.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            width = 1.6 if number else 2.4  # of lines that coincide the first is still seen
             for metric, part, style in curves:
-                steps, values = series(runs, metric)
-                means = [sum(at) / len(at) for at in values]
+                values = values_by_step(runs, metric)
+                means = [sum(at) / len(at) for at in values.values()]
                 text = ", ".join(word for word in (name if len(methods) > 1 else "", part) if word)
-                axis.plot(steps, means, style, color=colour, linewidth=width, label=text or None)
+                axis.plot(list(values), means, style, color=colour, linewidth=width, label=text or None)
                 if len(runs) > 1:
-                    axis.fill_between(steps, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15)
-        for name, value in marks.get(title, {}).items():
-            axis.axhline(value, color="0.4", linestyle=":", linewidth=1.8)
-            axis.margins(y=0.15)
-            axis.annotate(
-                f"{name} {value:g}", (0.02, value), xycoords=("axes fraction", "data"), fontsize=11, va="bottom"
-            )
+                    lowest, highest = map(min, values.values()), map(max, values.values())
+                    axis.fill_between(list(values), list(lowest), list(highest), color=colour, alpha=0.15)
         axis.set_title(title, fontsize=14)
         axis.set_xlabel("training step", fontsize=12)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -155,6 +113,11 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
         if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize=11, framealpha=0.6)
     return figure
+
+
+def draw(methods: dict[str, list[Path]], out: Path) -> None:
+    """Write the ``picture`` to a file."""
+    picture(methods).savefig(out, dpi=110)
 
 
 def main():

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -159,41 +158,6 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     # The submitter's secrets go nowhere.
     written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
     assert not [path for path in written if b"planted-secret" in path.read_bytes()]
-
-
-SEES_ITS_PROCESSES = """
-import time
-from pathlib import Path
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from recipe.bapo.launch.watchdog import Watchdog
-
-url = ray.init(address="auto").dashboard_url
-job, node = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
-
-@ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-class Waiter:
-    def wait_a_while(self):
-        time.sleep(60)
-
-waiter = Waiter.remote()
-task = waiter.wait_a_while.remote()
-dog = Watchdog(Path("."), None, 60, 60, 0)
-dog.connect_ray(job, node, {"RAY_API_SERVER_ADDRESS": f"http://{url}"})
-until = time.monotonic() + 50
-while "ray::Waiter.wait_a_while" not in dog.processes().values() and time.monotonic() < until:
-    assert dog.find_reason() is None
-    time.sleep(0.2)
-print("it sees", sorted(dog.processes().values()))
-"""
-
-
-def test_a_job_sees_its_processes(cluster):
-    """The watchdog looks at them."""
-    environment, _ = cluster
-    command = ("scripts/cluster/job.py", "submit", "sees", sys.executable, "-c", SEES_ITS_PROCESSES)
-    run = call(sys.executable, *command, timeout=200, RAY_AUTH_MODE="token", **environment)
-    assert run.returncode == 0 and re.search(r"it sees \[.*'ray::Waiter.wait_a_while'", run.stdout), run.stdout
 
 
 def test_a_jobs_failure_is_the_commands(cluster, tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support.stack_runs import ROOT, SCRIPT, SHORT_STEPS, Started, environment_of
 
+from recipe.bapo.launch.cleanup import vllm_processes
+
 WITHIN = 75  # seconds from the fault to the end of the run
 SHORT = (
     "trainer.total_training_steps=60",
@@ -112,6 +114,8 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     run.wait_for_step(1)
     assert set(run.reachable().values()) <= {"ray::WorkerDict"}  # torch's rendezvous; docs/reliability.md
     pid = run.find(victim)[0]
+    if victim.startswith("VLLM::"):  # so the watchdog finds them on a cluster, and the checks another run
+        assert pid in [process.pid for process in vllm_processes("01000000")]
     moment(run)
     os.kill(pid, signal.SIGKILL)
     last = ends_cleanly(run)
@@ -137,12 +141,11 @@ def test_a_stopped_server_is_noticed_by_the_silence(start):
     run = start("watchdog.max_silence_s=240")
     run.wait_for_step(1)
     os.kill(run.find("VLLM::EngineCore")[0], signal.SIGSTOP)
-    run.wait_for(lambda: (run.output / "stacks").exists(), "stacks", timeout=300)
+    run.wait_for(lambda: (run.output / "stacks.txt").exists(), "stacks", timeout=300)
     last = ends_cleanly(run)
     assert "no step ended in" in last and "watchdog.max_silence_s=240" in last
-    stacks = {path.name.split("-")[0]: path.read_text() for path in (run.output / "stacks").iterdir()}
-    assert "run_ppo" in stacks["driver"]
-    assert any(name.startswith("WorkerDict") for name in stacks), sorted(stacks)
+    stacks = (run.output / "stacks.txt").read_text()
+    assert "run_ppo" in stacks and "ray::WorkerDict" in stacks
 
 
 @pytest.mark.slow

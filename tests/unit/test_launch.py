@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.bapo.launch import process_tree
+from recipe.bapo.launch import cleanup
 from recipe.bapo.launch.__main__ import MAX_PARENT_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import sys, time
-from recipe.bapo.launch import __main__ as launch, process_tree
+from recipe.bapo.launch import __main__ as launch, cleanup
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
 {before}
 sys.exit(launch.main([]))
@@ -170,12 +170,14 @@ time.sleep(60)
 
 
 def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
+    """They are read from the folder that its config names."""
     record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
-    run = launch(f"train()\n(folder / 'metrics.jsonl').write_text({record!r} + chr(10))")
+    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
+    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
     code, out, err = run.end()
     assert code == 0 and not err, err
     assert out.startswith("it trains\nstep 1/2  reward 0.500") and "1 steps, mean of" in out
-    assert f"\nPicture: {run.folder}/run/dynamics.png\n" in out
+    assert f"\nPicture: {run.folder}/run/other/dynamics.png\n" in out
 
 
 @pytest.mark.parametrize("widest, warns", [(1.0, False), (3.0, True)])
@@ -191,15 +193,24 @@ def test_bounds_that_could_move_and_do_not_are_worth_a_warning(launch, widest, w
     assert ("Warning: in 100% of the updates" in out) == warns
 
 
-def test_a_failure_is_named_with_the_first_error_of_the_log_and_the_way_on(launch):
-    log = "(WorkerDict pid=7) RuntimeError: no room"
+def test_a_failure_is_named_with_what_the_log_says_and_the_way_on(launch):
+    log = """(WorkerDict pid=7) RuntimeError: no room
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+\tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
+\tactor_id: 1f
+"""
     run = launch(f"train()\nprint({log!r})\nsend('error', 'RayTaskError: failed')\nwait_for_final_check()")
     checkpoints = run.folder / "run" / "checkpoints"
     (checkpoints / "global_step_4").mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
     code, _, err = run.end()
     assert code == 1
-    assert "Training failed: RayTaskError: failed; the first error in the log is RuntimeError: no room (Work" in err
+    reasons = (
+        "the worker WorkerDict has died",
+        "RayTaskError: failed",
+        "the first error in the log is RuntimeError: no",
+    )
+    assert f"Training failed: {'; '.join(reasons)} room (WorkerDict)" in err
     assert f"The last checkpoint is {checkpoints}/global_step_4: the same OUTPUT_DIR with trainer.resume_mode=" in err
 
 
@@ -208,24 +219,29 @@ def test_a_training_process_that_is_killed_is_named(launch):
     assert code == 1 and "Training failed: the training process ended with code -9. No checkpoint was saved" in err
 
 
-def test_the_watchdogs_reason_ends_the_run(launch):
-    before = "from recipe.bapo.launch.watchdog import Watchdog\nWatchdog.find_reason = lambda self: 'it hangs'"
-    code, _, err = launch("train()\ntime.sleep(60)", before=before).end()
+def test_the_watchdogs_reason_ends_the_run_and_stacks_are_written(launch):
+    before = """
+from recipe.bapo.launch import watchdog
+watchdog.INTERVAL, watchdog.Watchdog.silence = 0.2, lambda self: "it hangs"
+"""
+    run = launch("train()\ntime.sleep(60)", before=before)
+    code, _, err = run.end()
     assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
+    assert (run.folder / "run" / "stacks.txt").exists()
 
 
 def test_a_failure_is_explained_while_training_still_lives(launch):
-    """Ray, of which the watchdog asks what has died, ends with the training process."""
+    """vLLM's processes, of which the watchdog looks which has died, end with the training process."""
     before = """
 from recipe.bapo.launch.watchdog import Watchdog
-def find_reason(self):
+def dead_server(self):
     time.sleep(1)
-    lives = any(process.status() != "zombie" for process in process_tree.below())
-    return "a worker has died" if lives else "nobody can be asked"
-Watchdog.should_end, Watchdog.find_reason = lambda self: False, find_reason
+    lives = any(process.status() != "zombie" for process in cleanup.below())
+    return "an engine has died" if lives else "all are gone"
+Watchdog.should_end, Watchdog.dead_server = lambda self: False, dead_server
 """
     code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()\nos._exit(1)", before=before).end()
-    assert code == 1 and "Error: Training failed: a worker has died; of Ray. No checkpoint was saved." in err
+    assert code == 1 and "Error: Training failed: an engine has died; of Ray. No checkpoint was saved." in err
 
 
 def test_a_console_that_is_gone_does_not_end_the_run(launch):
@@ -262,14 +278,6 @@ launch.console.StepPrinter.close = hung_up
     assert run.process.wait(60) == 129 and not run.left()
 
 
-def test_the_folder_of_the_config_is_followed(launch):
-    record = json.dumps({"step": 1, "data": {"training/global_step": 1, "critic/rewards/mean": 0.5}})
-    write = f"(folder / 'other' / 'metrics.jsonl').write_text({record!r} + chr(10))"
-    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
-    code, out, _ = run.end()
-    assert code == 0 and "step 1/2  reward 0.500" in out and f"Metrics, log and records: {run.folder}/run/other" in out
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_ends_the_run(launch, number):
     run = launch("(folder / 'up').touch()\ntime.sleep(60)")
@@ -280,7 +288,7 @@ def test_an_interruption_ends_the_run(launch, number):
 
 
 def test_another_interruption_does_not_break_the_clean_up(launch):
-    slow = "end = process_tree.end_below\nprocess_tree.end_below = lambda: time.sleep(4) or end()"
+    slow = "end = cleanup.end_below\ncleanup.end_below = lambda: time.sleep(4) or end()"
     run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=slow)
     run.wait_for("up")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
@@ -339,8 +347,7 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert not run.left()
 
 
-@pytest.mark.parametrize("interrupt", [os.kill, os.killpg])
-def test_on_a_cluster_training_has_time_to_end_of_itself(launch, interrupt):
+def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
     """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
     code = """
 train(cluster=True)
@@ -353,15 +360,15 @@ except KeyboardInterrupt:
 """
     run = launch(code)
     run.wait_for("up")
-    interrupt(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signal.SIGINT)
     assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
 
 
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
-    monkeypatch.setattr(process_tree, "below", list)
-    monkeypatch.setattr(process_tree.os, "waitpid", lambda *_: (0, 0))
+    monkeypatch.setattr(cleanup, "below", list)
+    monkeypatch.setattr(cleanup.os, "waitpid", lambda *_: (0, 0))
     began = time.monotonic()
-    process_tree.end_below(patience=0.5)
+    cleanup.end_below(patience=0.5)
     assert 0.5 <= time.monotonic() - began < 5
 
 

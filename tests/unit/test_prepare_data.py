@@ -11,10 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from recipe.bapo import prepare_data
 from recipe.bapo.checks.inputs import check_data
 from recipe.bapo.example.task import make_tokenizer
-from recipe.bapo.prepare_data import DATA_SETS, FEATURES, prepare
+from recipe.bapo.prepare_data import BOXED, DATA_SETS, SCHEMA, main, prepare
 
 
 def verl_row(content, truth, source, **extra):
@@ -90,9 +89,13 @@ def gsm8k(split, rows):
 MAKE = {
     "gsm8k_train": (gsm8k("train", 5), 5, {}),
     "gsm8k_test": (gsm8k("test", 1319), 1319, {}),
-    "skywork_or1_math": (skywork, 2, {"several answers, which no scorer of verl's takes": 1, "empty prompt": 1}),
-    "dapo_math_17k": (dapo, 3, {"repeated prompt": 297}),
-    "aime_2024": (aime_2024, 30, {"repeated prompt": 930}),
+    "skywork_or1_math": (
+        skywork,
+        2,
+        {"several answers, which no scorer of verl's takes": 1, "no problem or no answer": 1},
+    ),
+    "dapo_math_17k": (dapo, 3, {"repeated problem": 297}),
+    "aime_2024": (aime_2024, 30, {"repeated problem": 930}),
     "aime_2025": (aime_2025, 30, {}),
     "math_500": (math_500, 500, {}),
 }
@@ -116,7 +119,7 @@ def test_rows_are_kept_and_dropped_by_reason(made):
         assert f"dropped {count:,}: {reason}" in report
     assert "Warning" not in report
     table = pyarrow.parquet.read_table(out)
-    assert table.schema.equals(FEATURES.arrow_schema) and table.num_rows == kept
+    assert table.schema.equals(SCHEMA) and table.num_rows == kept
     data = {"prompt_key": "prompt", "max_prompt_length": 4096, "filter_overlong_prompts": True}
     check_data(OmegaConf.create({"data": data}), str(out), "data.train_files")
     assert not list(out.parent.glob("*.unfinished"))
@@ -163,27 +166,21 @@ def test_an_existing_file_is_kept(tmp_path):
     assert (tmp_path / "out.parquet").read_text() == "mine"
 
 
-def rows_made(folder, name, rows, file="source.jsonl"):
-    """The rows that ``prepare`` makes of ``rows``, written one a line or, as ``.json``, in a list."""
-    text = json.dumps(rows) if file.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / file).write_text(text)
-    prepare(name, folder / file, folder / "out.parquet")
+def rows_made(folder, name, rows):
+    """The rows that ``prepare`` makes of ``rows``, written one a line."""
+    (folder / "source.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(name, folder / "source.jsonl", folder / "out.parquet")
     return pyarrow.parquet.read_table(folder / "out.parquet").to_pylist()
 
 
-@pytest.mark.parametrize("count", [1, 1999, 2000, 2001, 4500])
-@pytest.mark.parametrize("file", ["source.jsonl", "source.parquet"])
-def test_every_row_arrives_once_and_in_order(tmp_path, count, file):
-    rows = [{"problem": f"What is {i}?", "answer": str(i)} for i in range(count)]
-    if file.endswith(".parquet"):
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / file)
-        prepare("math_500", tmp_path / file, tmp_path / "out.parquet")
-        made = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    else:
-        made = rows_made(tmp_path, "math_500", rows, file)
-    assert [row["reward_model"]["ground_truth"] for row in made] == [str(i) for i in range(count)]
-    assert [row["extra_info"]["index"] for row in made] == list(range(count))
-    assert [row["prompt"][0]["content"].splitlines()[0] for row in made] == [f"What is {i}?" for i in range(count)]
+def test_every_row_of_a_long_file_arrives_once_and_in_order(tmp_path):
+    rows = [{"problem": f"What is {i}?", "answer": str(i)} for i in range(2500)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "source.parquet")
+    prepare("math_500", tmp_path / "source.parquet", tmp_path / "out.parquet")
+    made = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["reward_model"]["ground_truth"] for row in made] == [str(i) for i in range(2500)]
+    assert [row["extra_info"]["index"] for row in made] == list(range(2500))
+    assert [row["prompt"][0]["content"].splitlines()[0] for row in made] == [f"What is {i}?" for i in range(2500)]
 
 
 def test_a_row_in_full(tmp_path):
@@ -203,13 +200,12 @@ def test_a_row_in_full(tmp_path):
     [
         ("aime_2024", "007", "7"),
         ("aime_2024", "000", "0"),
-        ("aime_2025", "070", "70"),
+        ("aime_2025", "336^\\circ", "336^\\circ"),
         ("math_500", "007", "007"),
         ("math_500", "[-2,7]", "[-2,7]"),
-        ("math_500", "[0, 1)", "[0, 1)"),
-        ("math_500", '["4"]', "4"),
         ("skywork_or1_math", '["[2,12]"]', "[2,12]"),
         ("skywork_or1_math", '[" 0.5 "]', "0.5"),
+        ("gsm8k_train", "2 and 2\n#### 1,004", "1004"),
         ("dapo_math_17k", "-3", "-3"),
     ],
 )
@@ -222,23 +218,10 @@ def test_the_hint_is_given_once(tmp_path):
     hinted, plain = "Put it in \\boxed{}: 2 + 2", "2 + 3"
     rows = [verl_row(hinted, '["4"]', "x"), verl_row(plain, '["5"]', "x")]
     made = rows_made(tmp_path, "skywork_or1_math", rows)
-    assert [row["prompt"][0]["content"] for row in made] == [hinted, f"{plain}\n\n{prepare_data.BOXED}"]
+    assert [row["prompt"][0]["content"] for row in made] == [hinted, f"{plain}\n\n{BOXED}"]
     (tmp_path / "out.parquet").unlink()
     (row,) = rows_made(tmp_path, "dapo_math_17k", [verl_row(plain, "5", "x")])  # its prompts say how to answer
     assert row["prompt"][0]["content"] == plain
-
-
-def test_the_last_message_is_the_users(tmp_path):
-    row = verl_row("2 + 2?", "4", "x")
-    row["prompt"].insert(0, {"content": "You are a calculator.", "role": "system"})
-    (made,) = rows_made(tmp_path, "dapo_math_17k", [row])
-    assert made["prompt"] == [{"role": "user", "content": "2 + 2?"}]
-
-
-def test_columns_in_any_case_and_a_json_list(tmp_path):
-    rows = [{"Problem": "One?", "Answer": "1"}, {"QUESTION": "Two?", "answer": "2"}]
-    made = rows_made(tmp_path, "math_500", rows, "source.json")
-    assert [row["reward_model"]["ground_truth"] for row in made] == ["1", "2"]
 
 
 def test_skyworks_code_is_left_alone(tmp_path):
@@ -249,110 +232,41 @@ def test_skyworks_code_is_left_alone(tmp_path):
 
 
 def test_the_index_counts_what_is_kept(tmp_path):
-    rows = [{"problem": text, "answer": answer} for text, answer in (("a", ""), ("b", "1"), ("b", "1"), ("c", "2"))]
+    rows = [{"problem": text, "answer": answer} for text, answer in (("a", None), ("b", "1"), ("b", "1"), ("c", "2"))]
     made = rows_made(tmp_path, "math_500", rows)
     assert [(row["extra_info"]["index"], row["reward_model"]["ground_truth"]) for row in made] == [(0, "1"), (1, "2")]
 
 
-def truncate(folder):
-    dapo(folder)
-    path = next(folder.glob("*.parquet"))
-    path.write_bytes(path.read_bytes()[:500])
-
-
 @pytest.mark.parametrize(
-    "name, make, message",
+    "file, content, message",
     [
-        ("dapo_math_17k", lambda folder: None, "holds no \\*.parquet"),
-        ("dapo_math_17k", truncate, "dapo-math-17k.parquet cannot be read"),
-        ("dapo_math_17k", lambda folder: (folder / "a.parquet").touch(), "a.parquet cannot be read: it is empty"),
-        (
-            "dapo_math_17k",
-            lambda folder: pyarrow.parquet.write_table(pa.table({"text": ["x"]}), folder / "a.parquet"),
-            "lacks the column problem or question: it has text",
-        ),
-        (
-            "dapo_math_17k",
-            lambda folder: pyarrow.parquet.write_table(pa.table({"prompt": ["x"]}), folder / "a.parquet"),
-            "prompt is 'x', not a list of role and content",
-        ),
-        (
-            "dapo_math_17k",
-            lambda folder: pyarrow.parquet.write_table(
-                pa.table({"problem": ["x"], "reward_model": ["5"]}), folder / "a.parquet"
-            ),
-            "reward_model is '5', not a struct",
-        ),
-        (
-            "aime_2025",
-            lambda folder: (folder / "a.jsonl").write_text('{"problem": "x", "answer": "1"}\n{"problem": "x"\n'),
-            "a.jsonl cannot be read: line 2, column 1",
-        ),
-        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text("[1, 2]\n"), "not an object"),
-        ("aime_2025", lambda folder: (folder / "a.jsonl").write_text('{"problem": "x"}\n'), "lacks the column answer"),
-        (
-            "aime_2025",
-            lambda folder: (folder / "a.jsonl").write_text('{"problem": "x", "answer": null}\n'),
-            "no row was left. Dropped: {'no answer': 1}",
-        ),
+        ("a.csv", b"problem,answer\n", "a.csv cannot be read as math-ai/aime25, .*: it is neither .parquet nor .jsonl"),
+        ("a.parquet", b"PAR1 and no more", "a.parquet cannot be read as"),
+        ("a.jsonl", b'{"problem": "x", "answer": "1"}\n{"problem": "x"\n', "near row 1: JSONDecodeError"),
+        ("a.jsonl", b"[1, 2]\n", "near row 1: "),
+        ("a.jsonl", b'{"text": "x"}\n', "near row 1: KeyError: 'question'"),
+        ("a.jsonl", b'{"problem": "x"}\n', "near row 1: KeyError: 'answer'"),
+        ("a.jsonl", b'{"problem": 5, "answer": "1"}\n', "near row 1: AttributeError"),
+        ("a.jsonl", b'{"problem": "x", "answer": null}\n', "no row was left. Dropped: {'no problem or no answer': 1}"),
+        ("b.txt", b"", "holds no \\*.jsonl"),
     ],
 )
-def test_bad_files_are_named_and_leave_nothing(tmp_path, name, make, message):
-    source = tmp_path / "source"
-    source.mkdir()
-    make(source)
-    with pytest.raises(ValueError, match=message):
-        prepare(name, source, tmp_path / "out.parquet")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+def test_a_bad_file_is_named_in_a_line_and_leaves_nothing(tmp_path, monkeypatch, file, content, message):
+    (tmp_path / file).write_bytes(content)
+    source = tmp_path if file == "b.txt" else tmp_path / file
+    monkeypatch.setattr("sys.argv", ["x", "aime_2025", "--source", str(source), "--out", str(tmp_path / "out.parquet")])
+    with pytest.raises(SystemExit, match=f"^Error: .*{message}") as ended:
+        main()
+    assert len(str(ended.value)) < 400 and [path.name for path in tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize(
-    "file, text, message",
-    [
-        ("a.json", "42", "a.json cannot be read: it holds 42, not a list of rows"),
-        ("a.json", '{"problem": "x", "answer": "1"}', "it holds {.*}, not a list of rows"),
-        ("a.json", "[" * 100_000 + "]" * 100_000, "a.json cannot be read: its values are nested too deep"),
-        ("a.jsonl", "null\n", "row 1 is None, not an object"),
-        (
-            "a.jsonl",
-            '{"problem": "x", "answer": "1"}\n{"problem": 5, "answer": "1"}\n',
-            "row 2: problem is 5, not text",
-        ),
-        ("a.jsonl", '{"problem": "x", "answer": [[1]]}\n', r"row 1: answer is \[\[1\]\], not text"),
-        (
-            "a.jsonl",
-            '{"prompt": [{"role": "user", "content": 5}], "answer": "1"}\n',
-            "the content of prompt is 5, not text",
-        ),
-        ("a.jsonl", '{"reward_model": {"ground_truth": {}}, "problem": "x"}\n', "reward_model.ground_truth is {}, not"),
-        ("a.jsonl", '{"problem": "x", "answer": "1", "data_source": 5}\n', "data_source is 5, not text"),
-        ("a.csv", "problem,answer\n", "a.csv cannot be read: it is neither .parquet nor .jsonl nor .json"),
-    ],
-)
-def test_a_row_of_another_kind_is_named_in_a_line(tmp_path, file, text, message):
-    (tmp_path / file).write_text(text)
-    with pytest.raises(ValueError, match=message) as raised:
-        prepare("aime_2025", tmp_path / file, tmp_path / "out.parquet")
-    assert len(str(raised.value)) < 300 and not (tmp_path / "out.parquet").exists()
-
-
-@pytest.mark.parametrize("answer", ["[" * 100_000, "9" * 5000])
-def test_an_answer_is_text_whatever_json_makes_of_it(tmp_path, answer):
-    (row,) = rows_made(tmp_path, "aime_2025", [{"problem": "x", "answer": answer}])
-    assert row["reward_model"]["ground_truth"] == answer
-
-
-def test_text_and_numbers_as_answers_of_one_file(tmp_path):
-    made = rows_made(tmp_path, "math_500", [{"problem": "x", "answer": 7}, {"problem": "y", "answer": "007"}])
-    assert [row["reward_model"]["ground_truth"] for row in made] == ["7", "007"]
-
-
-@pytest.mark.parametrize("out", ["file/out.parquet", "file/folder/out.parquet"])
-def test_an_output_that_cannot_be_written_is_named(tmp_path, out):
+def test_an_output_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     aime_2025(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=f"--out .*{out} cannot be written .*: choose another file"):
-        prepare("aime_2025", tmp_path, tmp_path / out)
+    out = tmp_path / "file" / "out.parquet"
+    monkeypatch.setattr("sys.argv", ["x", "aime_2025", "--source", str(tmp_path), "--out", str(out)])
+    with pytest.raises(SystemExit, match="^Error: .*/file"):
+        main()
 
 
 def test_a_missing_problem_is_warned_about(tmp_path):
@@ -370,4 +284,4 @@ def test_an_unreachable_hub_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ValueError, match="math-ai/aime25 cannot be fetched from the hub .ConnectionError."):
-        prepare_data.prepare("aime_2025", None, tmp_path / "out.parquet")
+        prepare("aime_2025", None, tmp_path / "out.parquet")

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import platform
 import random
-import shutil
 from pathlib import Path
 
 import pandas as pd
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -95,11 +94,10 @@ def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int)
         response = tokenizer.encode(sample_response(a, b, right_guesses, rng))
         if len(response) < MAX_RESPONSE:
             response.append(tokenizer.eos_token_id)
-        rows.append(prompt + response)
-        labels.append([-100] * len(prompt) + response)
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
-    return ids, torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        rows.append(torch.tensor(prompt + response))
+        labels.append(torch.tensor([-100] * len(prompt) + response))
+    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return ids, pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
 def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> float:
@@ -144,40 +142,34 @@ def write_hashes(folder: Path, made_with: list[str]) -> None:
 
 
 def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, right: float = RIGHT_LATER) -> None:
-    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``.
-
-    It appears complete or not at all.
-    """
+    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``."""
     disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    folder.mkdir(parents=True)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, layers, hidden)
     loss = warm_up(model, tokenizer, steps, right, rng)
-    model.save_pretrained(unfinished / "model")
-    tokenizer.save_pretrained(unfinished / "model")
-    make_rows("train", repeats=60).to_parquet(unfinished / "train.parquet")
-    make_rows("test", repeats=8).to_parquet(unfinished / "test.parquet")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    make_rows("train", repeats=60).to_parquet(folder / "train.parquet")
+    make_rows("test", repeats=8).to_parquet(folder / "test.parquet")
     asked = {"steps": steps, "right": right, "layers": layers, "hidden": hidden, "seed": seed}
     command = " ".join(f"--{name} {value}" for name, value in asked.items())
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
     write_hashes(
-        unfinished,
+        folder,
         [
             f"python -m recipe.bapo.example.task FOLDER {command}",
             f"{versions}, {platform.machine()}, {torch.get_num_threads()} threads",
         ],
     )
-    os.replace(unfinished, folder)
     weights = sum(p.numel() for p in model.parameters())
     print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")
 
 
 def main():
-    """Command line: make the task unless it is there."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=450, help="supervised steps of the warm-up")
@@ -187,8 +179,7 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.folder.exists():
-        print(f"The example's task is in {arguments.folder}.")
-        return
+        parser.exit(1, f"Error: {arguments.folder} exists: remove it, or choose another folder.\n")
     make_task(**vars(arguments))
 
 

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from recipe.bapo.launch import console, process_tree
+from recipe.bapo.launch import cleanup, console
 from recipe.bapo.launch.supervisor import Supervisor
 from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier
 
@@ -30,7 +30,7 @@ MAX_PARENT_LENGTH = 25  # characters of a folder in which the path of Ray's sock
 def main(arguments: list[str]) -> int:
     """Start training, follow it to its end, clean up, say how it went. Returns the exit code."""
     interruptions = catch_interruptions()
-    process_tree.adopt_orphans()
+    cleanup.adopt_orphans()
     run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
     try:
         log = keep_earlier(run_dir / LOG)

@@ -1,22 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's processes leave outside its folder if they are killed: shared memory, and verl's sockets in ``/tmp``.
+"""The end of a run: all its processes are ended, and what they leave outside its folder is removed.
 
-Python's resource trackers remove most of the shared memory (``process_tree.end_below``). Ray kills some of them with
-its workers: the watchdog therefore notes what vLLM's servers hold, and at the end of training a task on every node, and
-at the end of the run the supervisor on its own, remove what the job's processes hold. Names and places are verl's and
-vLLM's: look at them with each new version.
+The supervisor relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
+verl's and vLLM's: look at them with each new version. ``tests/stack/test_faults.py`` finds what is left.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's <sys/prctl.h>
 SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
-SHARED_MEMORY = ("psm_", "verl_weights_")  # prefixes of Python's SharedMemory, which vLLM uses, and of verl's
+SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)  # of vLLM's, by Python, and verl's
+
+
+def adopt_orphans() -> None:
+    """From now on a process below this one becomes its child when its own parent ends, whatever session it is in."""
+    _prctl(SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """In a new child: have the kernel send it SIGINT if this process is killed."""
+    _prctl(SET_PDEATHSIG, signal.SIGINT)
+
+
+def _prctl(option, value):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def below() -> list[psutil.Process]:
+    """The processes that this one has started, those that they have started, and so on."""
+    return psutil.Process().children(recursive=True)
+
+
+def end_below(patience: float = 10.0) -> None:
+    """Kill them, and wait ``patience`` seconds at most until none is left; orphans have to be adopted.
+
+    Python's resource trackers are spared for half of that time: each ends by itself once the processes that it serves
+    are gone, and removes the shared memory and the semaphores that they have left.
+    """
+    began = time.monotonic()
+    with suppress(ChildProcessError):  # there is no child left
+        while time.monotonic() < began + patience:
+            spare_trackers = time.monotonic() < began + patience / 2
+            for pid, title in titles(below()).items():
+                if not (spare_trackers and "multiprocessing.resource_tracker" in title):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+            time.sleep(0.02)
+
+
+def titles(processes: Iterable[psutil.Process]) -> dict[int, str]:
+    """The command line of each process that still lives, by its id."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            found[process.pid] = " ".join(process.cmdline()).strip()
+    return found
+
+
+def vllm_processes(job: str) -> list[psutil.Process]:
+    """The processes of vLLM on this machine that verl serves under a job number of Ray's."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            title = " ".join(process.cmdline())
+            if title.startswith("VLLM::") and process.environ().get("VERL_RAY_JOB_ID") == job:
+                found.append(process)
+    return found
 
 
 def weight_sockets(job: str) -> set[Path]:
@@ -25,15 +88,13 @@ def weight_sockets(job: str) -> set[Path]:
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """Named shared memory of vLLM's and verl's that these processes have mapped and that is still there."""
-    mapped = set()
+    """Named shared memory of a run's that these processes have mapped and that nobody has removed."""
+    mapped: set[Path] = set()
     for pid in pids:
         with suppress(OSError):  # it has ended
             # psutil's memory_maps() measures every page, which takes seconds.
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            mapped |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
-    ours = {path for path in mapped if path.parent == Path("/dev/shm") and path.name.startswith(SHARED_MEMORY)}
-    return {path for path in ours if path.exists()}
+            mapped.update(map(Path, SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())))
+    return mapped
 
 
 def remove(paths: Iterable[Path]) -> None:

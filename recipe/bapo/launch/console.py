@@ -12,8 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import METRICS
@@ -26,7 +25,7 @@ class StepPrinter:
     def __init__(self, out, since: float):
         self.out, self.since = out, since  # a metrics file that is older belongs to an earlier run
         self.path: Path | None = None
-        self.progress: Progress | None = None
+        self.bar: tqdm | None = None  # from the first step on, which comes minutes after the start
         self.offset = 0  # bytes of the metrics file that have been printed
         self.start: tuple[float, int] | None = None  # time and step from which the pace is measured
         self.history: list[dict[str, float]] = []
@@ -35,12 +34,6 @@ class StepPrinter:
     def begin(self, run_dir: Path, total: int | None, bounds_can_move: bool = True) -> None:
         """Follow the ``metrics.jsonl`` of a run of ``total`` steps."""
         self.path, self.total, self.bounds_can_move = run_dir / METRICS, total, bounds_can_move
-        if self.out.isatty():
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            columns = (*columns, TextColumn("left"), TimeRemainingColumn())
-            self.progress = Progress(*columns, console=Console(file=self.out))
-            self.task = self.progress.add_task("training", total=total)
-            self.progress.start()
 
     def print_new(self) -> None:
         """Print the steps that have been written since the last call."""
@@ -68,21 +61,21 @@ class StepPrinter:
             if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
                 self.warned[kind] = step
                 self.print(f"Warning: {text}")
-        if self.progress is not None:
-            self.progress.update(self.task, completed=step)
+        if self.bar is None:
+            # disable=None: shown in a terminal alone.
+            self.bar = tqdm(desc="training", unit="step", total=self.total, initial=step, file=self.out, disable=None)
+        self.bar.update(step - self.bar.n)
 
     def print(self, text: str) -> None:
-        """Print one line."""
-        if self.progress is not None:
-            self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=self.out, flush=True)
+        """Print one line, above the progress bar where there is one."""
+        tqdm.write(text, file=self.out)
+        self.out.flush()
 
     def close(self) -> None:
         """Print what is still to be printed; the progress bar stays as it is."""
         self.print_new()
-        if self.progress is not None:
-            self.progress.stop()
+        if self.bar is not None:
+            self.bar.close()
 
 
 def step_line(step: int, total: int | None, data: dict[str, float], pace: float) -> str:
@@ -114,6 +107,12 @@ def first_error(log: str) -> str | None:
     pattern = rf"^\((\w+) pid=[^)]*\) {of_vllm}([\w.]*(?:Error|Exception)): (.*)$"
     match = re.search(pattern, plain, re.M)
     return f"{match[2]}: {match[3].strip()} ({match[1]})" if match else None
+
+
+def dead_actor(log: str) -> str | None:
+    """The class of the worker of Ray's that died first, from Ray's error in a run's log; None if there is none."""
+    match = re.search(r"The actor died.*\n.*class_name: \S*?(\w+)$", log, re.M)
+    return match[1] if match else None
 
 
 def summary(run_dir: Path) -> str:

@@ -15,9 +15,7 @@ import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-import psutil
-
-from recipe.bapo.launch.cleanup import SOCKETS
+from recipe.bapo.launch.cleanup import SOCKETS, titles, vllm_processes
 
 WAYS_OUT = f"wait for its end, or give each run a {SOCKETS} of its own: scripts/apart.sh, or a container."
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
@@ -36,23 +34,19 @@ def check_ray_address(address: str, timeout: float = 5.0) -> None:
         timeout: seconds for the connection.
 
     Raises:
-        ValueError: it is no such address, or nothing listens there.
+        ValueError: it is not such an address, or nothing listens there.
     """
     if address in ("", "local", "auto"):
         return
     server = urlsplit(address if "://" in address else f"//{address}")
     try:
-        host, port = server.hostname, server.port
-    except ValueError:  # the port is no number
-        host = port = None
-    if not host or not port:
-        raise ValueError(f"RAY_ADDRESS={address} is not usable: give HOST:PORT of the cluster's head.")
-    try:
-        socket.create_connection((host, port), timeout).close()
-    except OSError as error:
+        if not server.hostname or not server.port:
+            raise ValueError("it is not HOST:PORT")
+        socket.create_connection((server.hostname, server.port), timeout).close()
+    except (OSError, ValueError) as error:  # ValueError also where the port is no number
         raise ValueError(
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
-            "address of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
+            "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
         ) from error
 
 
@@ -73,17 +67,11 @@ def claim_machine() -> int | None:
 
 
 def servers_of_other_runs() -> dict[int, str]:
-    """vLLM's processes on this node that are served by verl under the job number that ours would have.
+    """vLLM's processes on this machine that are served by verl under the job number that ours would have.
 
     A run of verl's own entry point claims nothing, and would mix its weights with ours too.
     """
-    servers = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            title = " ".join(process.cmdline()).strip()
-            if title.startswith("VLLM::") and process.environ().get("VERL_RAY_JOB_ID") == FIRST_JOB:
-                servers[process.pid] = title
-    return servers
+    return titles(vllm_processes(FIRST_JOB))
 
 
 class _Claim:

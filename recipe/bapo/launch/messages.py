@@ -27,7 +27,7 @@ def send(kind: str, content=None) -> None:
             - ``info``: a text for the console.
             - ``error``: a text that says why training ends.
             - ``checked``: the checks have passed; the path of the run's config, and whether Ray is a cluster's.
-            - ``ray``: Ray is up; the ids of the job and of this node in it, and the environment for Ray's client.
+            - ``ray``: Ray is up; the job's id in it comes first.
             - ``trained``: training is done, and the process is about to end.
         content: what belongs to the kind.
     """
@@ -41,7 +41,8 @@ def send(kind: str, content=None) -> None:
 
 
 def wait_for_final_check(seconds: float = 60.0) -> None:
-    """Wait until the launcher ends this process; it first asks Ray, which lives as long as this process, what died."""
+    """Wait until the launcher ends this process. It first looks which of vLLM's processes have died, and all of them
+    would be gone with this one, which started Ray."""
     if _launcher is not None:
         with suppress(KeyboardInterrupt):
             time.sleep(seconds)

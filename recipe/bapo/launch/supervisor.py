@@ -20,8 +20,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.launch import console, process_tree
-from recipe.bapo.launch.cleanup import remove, shared_memory, weight_sockets
+from recipe.bapo.launch import cleanup, console
 from recipe.bapo.launch.messages import PIPE
 from recipe.bapo.launch.watchdog import Watchdog
 from recipe.bapo.records.checkpoints import latest_checkpoint
@@ -43,7 +42,7 @@ class Supervisor:
         self.run_dir, self.log = run_dir, log
         self.errors: list[str] = []
         self.config = self.watchdog = None  # until the checks have passed
-        self.cluster = self.trained = False
+        self.trained_at: float | None = None  # by the monotonic clock
         self.printer = console.StepPrinter(sys.stdout, since=time.time())
         self.pipe, childs_end = Pipe(duplex=False)
         with childs_end, open(log, "ab") as out:
@@ -55,7 +54,7 @@ class Supervisor:
                 stdout=out,
                 stderr=out,
                 process_group=0,
-                preexec_fn=process_tree.end_with_parent,
+                preexec_fn=cleanup.end_with_parent,
             )
 
     def poll(self) -> bool:
@@ -67,13 +66,14 @@ class Supervisor:
             self.printer.print_new()
         if ended or self.watchdog is None:
             return not ended
+        if self.trained_at is not None:
+            return time.monotonic() - self.trained_at < self.config.watchdog.max_exit_s
         if self.errors:
-            self.watchdog.final_check()
+            self.watchdog.check()  # verl does not say that an engine has died
             return False
         if not self.watchdog.should_end():
             return True
-        if not self.trained:
-            self.watchdog.write_stacks(self.process.pid)
+        self.watchdog.write_stacks(self.process.pid)
         return False
 
     def handle_message(self, kind: str, content) -> None:
@@ -83,20 +83,19 @@ class Supervisor:
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
-            path, self.cluster = content
+            path, on_cluster = content
             self.config = OmegaConf.load(path)
             self.run_dir = Path(self.config.run_dir)  # the command line may name another one than OUTPUT_DIR
-            self.watchdog = Watchdog(self.run_dir, **self.config.watchdog)
+            self.watchdog = Watchdog(self.run_dir, self.config.watchdog, on_cluster)
             switches = self.config.actor_rollout_ref.actor.policy_loss
             bounds_can_move = any(
                 switches.get(f"ratio_{side}_start") != switches.get(f"ratio_{side}_max") for side in ("lower", "upper")
             )
             self.printer.begin(self.run_dir, self.config.trainer.total_training_steps, bounds_can_move)
         elif kind == "ray":
-            self.watchdog.connect_ray(*content)
+            self.watchdog.job = content[0]
         elif kind == "trained":
-            self.trained = True
-            self.watchdog.training_is_done()
+            self.trained_at = time.monotonic()
 
     def result(self, interruptions: list[signal.Signals]) -> tuple[str | None, int]:
         """What went wrong, None if nothing did, and the exit code."""
@@ -104,27 +103,29 @@ class Supervisor:
         if exit_code == 0:
             return None, 0
         if interruptions:
-            return f"interrupted by {interruptions[0].name}. {self.way_on()}", 128 + interruptions[0]
-        if self.trained and exit_code is None:
+            return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
+        if self.trained_at is not None and exit_code is None:
             limit = self.config.watchdog.max_exit_s
             late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
-            self.printer.print(f"Training is done, but its process {late}: it is killed.")
+            with suppress(OSError):  # the terminal is gone
+                self.printer.print(f"Training is done, but its process {late}: it is killed.")
             return None, 0
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the config is not usable, or training did not come to its checks
             return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
-        first = console.first_error(log)
+        first, actor = console.first_error(log), console.dead_actor(log)
         reasons = (
             self.watchdog.reason,
             self.full_disk(),
+            f"the worker {actor} has died" if actor else None,
             *self.errors,
             None if self.errors or exit_code is None else f"the training process ended with code {exit_code}",
             f"the first error in the log is {first}" if first else None,
         )
-        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.way_on()}", 1
+        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.how_to_resume()}", 1
 
-    def way_on(self) -> str:
-        """The last checkpoint, and how to go on from it."""
+    def how_to_resume(self) -> str:
+        """The last checkpoint, and the settings that resume from it."""
         folder = None
         with suppress(ValueError):  # the last checkpoint is not there
             folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
@@ -142,14 +143,13 @@ class Supervisor:
     def end(self) -> None:
         """End every process of the run, and remove what they would leave outside its folder."""
         left = set()
-        if self.watchdog is not None and self.watchdog.job is not None:
-            left = self.watchdog.shared_memory | shared_memory(self.watchdog.processes())
-            left |= weight_sockets(self.watchdog.job)
-        if self.cluster and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(PATIENCE)
-        process_tree.end_below()
-        remove(left)
+        if self.watchdog is not None:
+            left = self.watchdog.left_outside()
+            if self.watchdog.on_cluster and self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(PATIENCE)
+        cleanup.end_below()
+        cleanup.remove(left)
         with suppress(OSError):  # the terminal is gone
             self.printer.close()

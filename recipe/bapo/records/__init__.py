@@ -13,7 +13,7 @@ METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config that was used
 PICTURE = "dynamics.png"
-STACKS = "stacks"  # folder of the stacks of a run that was ended for its silence
+STACKS = "stacks.txt"  # what each process of a run was doing that was ended because it would hang
 RAY_LOGS = "ray_logs"  # folder of Ray's own logs of a run that failed
 
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command that cannot begin says so in a line: no traceback reaches a user."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["-m", "recipe.bapo.report", "/no/dump"], "/no/dump holds no .safetensors file"),
+        (["-m", "recipe.bapo.plot", "/no/run"], "/no/run has no metrics"),
+        (["-m", "recipe.bapo.prepare_data", "aime_2025", "--source", "/no/file"], "--source /no/file holds no"),
+        (
+            ["scripts/cluster/job.py", "stop", "job"],
+            "RAY_ADDRESS=file:///no/cluster takes no jobs: give http://HEAD:8265",
+        ),
+    ],
+)
+def test_a_command_that_cannot_begin_says_so_in_a_line(command, message):
+    environment = {**os.environ, "RAY_ADDRESS": "file:///no/cluster"}
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    (line,) = filter(None, run.stderr.splitlines())
+    assert run.returncode == 1 and line.startswith("Error: ") and message in line
