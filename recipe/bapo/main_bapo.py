@@ -123,10 +123,8 @@ class TaskRunnerOnThisNode:
 
     def remote(self):
         """Start the task runner; Ray is up by now."""
-        context, url = ray.get_runtime_context(), ray.init(ignore_reinit_error=True).dashboard_url
-        mode = os.environ.get("RAY_AUTH_MODE", "disabled")  # a Ray of our own has set it
-        environment = {"RAY_API_SERVER_ADDRESS": f"http://{url}", "RAY_AUTH_MODE": mode}
-        send("ray", (context.get_job_id(), context.get_node_id(), environment))
+        context = ray.get_runtime_context()
+        send("ray", context.get_job_id())
         here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
         return ray.remote(SupervisedTaskRunner).options(scheduling_strategy=here, **self._options).remote()
 

@@ -27,7 +27,7 @@ def send(kind: str, content=None) -> None:
             - ``info``: a text for the console.
             - ``error``: a text that says why training ends.
             - ``checked``: the checks have passed; the path of the run's config, and whether Ray is a cluster's.
-            - ``ray``: Ray is up; the job's id in it comes first.
+            - ``ray``: Ray is up; the job's id in it.
             - ``trained``: training is done, and the process is about to end.
         content: what belongs to the kind.
     """

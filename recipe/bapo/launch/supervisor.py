@@ -93,7 +93,7 @@ class Supervisor:
             )
             self.printer.begin(self.run_dir, self.config.trainer.total_training_steps, bounds_can_move)
         elif kind == "ray":
-            self.watchdog.job = content[0]
+            self.watchdog.job = content
         elif kind == "trained":
             self.trained_at = time.monotonic()
 
