@@ -2,8 +2,8 @@
 """The bounds of one optimizer update from first to last: collect, reduce, search, diagnose, and the one host read.
 
 The steps themselves are in the files that this one imports; only their order and the read may be changed here. The loss
-and the worker rely on ``read_values`` being the only place where the host waits for the device, and the only place that
-raises for non-finite input: on every rank alike, because the counts it looks at are those of all ranks.
+and the worker rely on ``read_values`` being the only place in ``bapo`` where the host waits for the device, and the
+only place that raises for non-finite input: on every rank alike, because the counts it looks at are those of all ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 They follow from ``TokenSums``, which travel with the sums of the search, and cost no pass, collective or host read of
 their own. A new metric gets a field of ``Diagnostics`` here, and where needed a sum in ``bapo.statistics``. The names
-of the fields are those of metrics (``actor/bapo/...``) and of the bounds' record, which plots and reports read.
+of the fields are those of metrics (``actor/bapo/...``) and of the bounds' record, which others read.
 """
 
 from dataclasses import dataclass

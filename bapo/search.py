@@ -29,7 +29,8 @@ class ClipBounds:
         positive_contribution: rho = P / (P + N) at these bounds; 0 where no token counts.
         positive_contribution_start: rho at the start of the search.
         search_steps: candidates passed over before this one, int64.
-        saturated: whether no candidate reaches the target (the bounds are then the last ones), bool.
+        saturated: whether no candidate reaches the target, bool; the bounds are then the last ones. Console and docs
+            call such a target out of reach.
     """
 
     low: Tensor

@@ -23,7 +23,7 @@ from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, log_ratio_of
 
 # No bound limits the gradient of a token with A < 0 and a large ratio; verl's dual clip does, by default from here on.
-UNBOUNDED = 3.0
+UNBOUNDED_RATIO = 3.0
 # A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to a little above it.
 MAX_OLD_LOG_PROB = 0.5
 # How many tokens are summed at a time: float64 copies of so many fit a CPU's cache, or take few kernels on a GPU.
@@ -34,12 +34,12 @@ class ContributionSums(NamedTuple):
     """What P and N follow from: float64 sums over the tokens of each bucket.
 
     Attributes:
-        positive_weight: of w*A where A > 0. Bucket b holds ratios at or above b candidates of ``c_high``; one bucket
-            more than candidates.
-        positive_weighted_ratio: of w*A*r where A > 0, in the same buckets.
-        negative_weight: of w*|A| where A < 0. Bucket b holds ratios above b candidates of ``c_low``; one bucket more
-            than candidates, and a last one of the tokens whose gradient the dual clip takes.
-        negative_weighted_ratio: of w*|A|*r where A < 0, in the same buckets.
+        positive_weight: sum of w*A where A > 0. Bucket b holds the ratios that are at or above exactly b candidates of
+            ``c_high``, so bucket 0 is below all of them, and there is one bucket more than candidates.
+        positive_weighted_ratio: sum of w*A*r where A > 0, in the same buckets.
+        negative_weight: sum of w*|A| where A < 0. Bucket b holds the ratios that are above exactly b candidates of
+            ``c_low``; one bucket more than candidates, and a last one of the tokens whose gradient the dual clip takes.
+        negative_weighted_ratio: sum of w*|A|*r where A < 0, in the same buckets.
     """
 
     positive_weight: Tensor
@@ -59,7 +59,7 @@ class TokenSums(NamedTuple):
         negative_responses: number of responses with a token of A < 0.
         ratio, ratio_squared: of r and of r^2.
         gradient: of r*|A|, the size of the gradient before clipping.
-        unbounded_gradient: of r*|A| where A < 0 and r > ``UNBOUNDED``.
+        unbounded_gradient: of r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
         invalid_old_log_probs: number that are not finite, or above 0 beyond rounding.
         invalid_log_probs, invalid_advantages: numbers that are not finite.
     """
@@ -172,7 +172,7 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
     advantages = torch.where(mask, advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
     size = advantages.abs()
-    unbounded = torch.where(negative & (ratio > UNBOUNDED), size, 0)
+    unbounded = torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0)
     weight = size
     if config.token_weight == "rollout_prob":
         weight = size * torch.where(mask, old_log_prob, 0).double().exp()

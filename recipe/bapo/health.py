@@ -12,7 +12,7 @@ from math import ceil, floor
 from statistics import mean, median
 
 WINDOW = 10  # steps
-UNBOUNDED = 0.1  # share of the gradient's size that tokens carry which no bound touches
+MAX_UNBOUNDED_SHARE = 0.1  # share of the gradient's size that tokens carry which no bound touches
 ALREADY_MET = 0.95  # share of the updates in which the target was already met
 
 Steps = list[dict[str, float]]
@@ -41,9 +41,10 @@ def _out_of_reach(recent: Steps) -> str | None:
         return None
     # rho at the widest bounds is the most that bounds can reach.
     reached = median(step["actor/bapo/positive_contribution"] for step in recent)
+    in_reach = max(0.01, floor(100 * reached) / 100)
     return (
         f"the target was out of reach in every update of the last {WINDOW} steps, so the bounds stand at their "
-        f"widest. They reached {reached:.3f}: positive_contribution_target={floor(100 * reached) / 100:g} is in "
+        f"widest. They reached {reached:.3f}: positive_contribution_target={in_reach:g} is in "
         "reach of about half of such updates. What each target would do: docs/choosing.md."
     )
 
@@ -54,11 +55,12 @@ def _already_met(recent: Steps) -> str | None:
     if share <= ALREADY_MET or not clips:  # where nothing is clipped, the data are fresh and no bound matters
         return None
     before = median(step["actor/bapo/positive_contribution_start"] for step in recent)
+    next_target = min(0.99, ceil(100 * before) / 100)
     low, high = (mean(step[f"actor/bapo/clip_{side}"] for step in recent) for side in ("low", "high"))
     return (
         f"in {share:.0%} of the updates of the last {WINDOW} steps the target was already met, so the bounds stand "
         f"at their start [{low:.2f}, {high:.2f}], and BAPO is that fixed range. rho before the search was "
-        f"{before:.3f}: with positive_contribution_target={ceil(100 * before) / 100:g} bounds would move in about "
+        f"{before:.3f}: with positive_contribution_target={next_target:g} bounds would move in about "
         "half of such updates. What each target would do: docs/choosing.md."
     )
 
@@ -66,7 +68,7 @@ def _already_met(recent: Steps) -> str | None:
 def _unbounded(recent: Steps) -> str | None:
     share = mean(step.get("actor/bapo/negative_unbounded_share", 0.0) for step in recent)
     # A dual clip of 3 or less would clip every one of these tokens, and show in this metric.
-    if share <= UNBOUNDED or any(step.get("actor/pg_clipfrac_lower", 0.0) for step in recent):
+    if share <= MAX_UNBOUNDED_SHARE or any(step.get("actor/pg_clipfrac_lower", 0.0) for step in recent):
         return None
     return (
         f"tokens with negative advantage and a ratio above 3 carried {share:.0%} of the gradient's "

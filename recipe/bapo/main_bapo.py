@@ -104,8 +104,8 @@ class SupervisedTaskRunner(BAPOTaskRunner):
         try:
             super().run(config)
         finally:
-            del claim
-            remove_on_every_node()  # now, while those are there who hold it
+            del claim  # which releases the cluster
+            remove_on_every_node()  # while the workers are there who hold what is removed
 
 
 class TaskRunnerOnThisNode:
@@ -141,7 +141,7 @@ def train(config) -> None:
         send("error", reason_of(error))
         wait_for_final_check()
     except KeyboardInterrupt:
-        traceback.print_exc()  # where it was
+        traceback.print_exc()  # the stack says where training was interrupted
     remove_on_every_node()
     sys.exit(1)
 

@@ -2,8 +2,9 @@
 """The policy loss ``bapo`` and the configs that bring it into a verl run: the border between verl and ``bapo/``.
 
 verl builds the config that ``policy_loss._target_`` names in the actor's process, before it makes the actor's worker.
-So the config brings the worker (``recipe.bapo.worker``). The worker finds the bounds of each update and leaves them in
-the config, which verl hands to the loss.
+There the config sets ``ActorRolloutRefWorker.actor_worker_cls``, which verl reads afterwards, to our worker
+(``recipe.bapo.worker``). The worker finds the bounds of each update and leaves them in the config, which verl hands to
+the loss.
 ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test holds the two equal.
 """
 
@@ -36,16 +37,18 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
     bounds_record_dir: str | None = None
     token_dump_dir: str | None = None
 
-    # No switches: ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being computed, from our worker.
-    found = None
-    _mutable_fields = {"found"}
+    # No switch: ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being computed, set by our worker. verl
+    # freezes every attribute of a config that is not named in ``_mutable_fields``.
+    current_bounds = None
+    _mutable_fields = {"current_bounds"}
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
-                "fixed bounds (start equal to max) it is verl's vanilla loss; others start with verl.trainer.main_ppo."
+                "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
+                "python -m verl.trainer.main_ppo."
             )
         worker.use_for_actors()
 
@@ -97,13 +100,13 @@ def compute_policy_loss_bapo(
             f"but the config is a {type(config.policy_loss).__name__}."
         )
     _refuse_padded_width(log_prob, loss_agg_mode, config)
-    if config.policy_loss.found is None:
+    if config.policy_loss.current_bounds is None:
         raise ValueError(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
             "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our "
             "worker), or derive the class of your actor's worker from ours."
         )
-    bounds, diagnostics = config.policy_loss.found
+    bounds, diagnostics = config.policy_loss.current_bounds
     surrogate = clipped_surrogate_loss(
         old_log_prob,
         log_prob,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
-Mini-batches of whole groups, the mark that saves the search its pass, the staleness metrics. The worker that finds the
+Mini-batches of whole groups, a flag that the first update's ratios are 1 (which saves the search its forward), the
+staleness metrics. The worker that finds the
 bounds does not come from here but with the loss's config (``policy_loss.py``).
 """
 
@@ -11,7 +12,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
+from recipe.bapo.worker import RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -21,8 +22,9 @@ class _BAPOTrainer:
     """What ours adds to each of verl's trainers."""
 
     def _balance_batch(self, batch, *args, **kwargs):
-        # verl lists responses as they ended, short ones first, and keeps that order within each rank. In the order of
-        # their keys (a random id of the prompt, a number) mini-batches are groups, whose advantages sum to zero.
+        # verl lists responses in the order in which they ended, short ones first. Sorted by key (a random id of the
+        # prompt, a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them, on
+        # several nearly all, because verl then balances lengths over the ranks.
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
 
@@ -30,7 +32,8 @@ class _BAPOTrainer:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 
         Not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local update,
-        where verl restores older weights to compute them.
+        where verl restores older weights to compute them. A model with dropout, which verl leaves out of that
+        computation and not of the training forward, starts near 1 only.
         """
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
@@ -45,21 +48,21 @@ class _BAPOTrainer:
         metrics["training/off_policy/updates_per_rollout_batch"] = self._updates_per_rollout_batch()
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if self.config.actor_rollout_ref.actor.policy_loss.get("token_dump_dir") is not None:
-            self._tell_versions(batch)
+            self._add_weight_versions(batch)
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
 
-    def _tell_versions(self, batch):
-        # Of the weights, for the dump. A response that was cut has the version of its first token.
+    def _add_weight_versions(self, batch):
+        """Add the versions of the weights that a dump records; an interrupted response has that of its first token."""
         trained_from = self.global_steps - 1
         sampled_by = torch.tensor([tag.get("min_global_steps", trained_from) for tag in batch.tags])
-        fields = TensorDict({SAMPLED_BY: sampled_by}, batch_size=len(sampled_by))
+        fields = TensorDict({ROLLOUT_VERSION: sampled_by}, batch_size=len(sampled_by))
         # The worker gets what ``batch.fields`` names.
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
-        batch.extra_info[TRAINED_FROM] = trained_from
+        batch.extra_info[TRAINER_VERSION] = trained_from
 
 
 def cut_fraction(tags: list[dict]) -> float:

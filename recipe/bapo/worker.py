@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
 # Set by our trainer where tokens are dumped: the version of the weights that sampled each response, and of those that
 # the first update starts from.
-SAMPLED_BY, TRAINED_FROM = "bapo_sampled_by", "bapo_trained_from"
-SEARCHED = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
+ROLLOUT_VERSION, TRAINER_VERSION = "bapo_sampled_by", "bapo_trained_from"
+SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 CLIP_RATIOS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of verl's ActorConfig
 
 
@@ -50,16 +50,16 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def __init__(self, config):
         super().__init__(config)
-        self.engine_update = self.engine.train_batch
+        self.verl_update = self.engine.train_batch
         self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
         self.bapo_config: BAPOConfig | None = None
         self.token_dump_dir = None
-        self.found = None  # bounds and diagnostics of this update, where they are known before its training forward
+        self.update_bounds = None  # with diagnostics; None where the training forward finds them
         self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
         self.trainer_version = None
         self.record_file = None
-        self.steps: list[dict[str, float]] = []  # the search's metrics of each rollout batch since the last warnings
+        self.recent_batches: list[dict[str, float]] = []  # metrics of the rollout batches since the last warnings
 
     def set_loss_fn(self, loss_fn):
         """Take verl's loss function and, where its config is one of ours, wrap it.
@@ -83,61 +83,67 @@ class BAPOTrainingWorker(TrainingWorker):
         self.actor_config = config
         if self.bapo_config is not None:
             refuse_unusable_settings(config, self.model_config)
-        # verl's train_batch calls the engine once it has set how the batch is cut and has loaded the weights.
-        self.engine.train_batch = self._update
+        # verl's ``TrainingWorker.train_batch`` calls the engine's after it has set how the mini-batch is cut and has
+        # loaded the weights: there the search belongs.
+        self.engine.train_batch = self._search_and_update
         super().set_loss_fn(partial(self._compute_loss, loss_fn))
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch."""
         self.updates_on_batch = 0
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
-        self.trainer_version = tu.pop(data, key=TRAINED_FROM, default=None)
+        self.trainer_version = tu.pop(data, key=TRAINER_VERSION, default=None)
         output = super().train_mini_batch(data)
         if self.bapo_config is not None and self.rank == 0:
             self._warn(tu.get(output, "metrics"))
         return output
 
-    def _update(self, data, loss_function):
+    def _search_and_update(self, data, loss_function):
         """One optimizer update by verl's engine, after the search for its bounds."""
         if self.bapo_config is not None:
-            self.found = self._find_bounds(data)
-        output = self.engine_update(data, loss_function)
+            self.update_bounds = self._bounds_before_training(data)
+        output = self.verl_update(data, loss_function)
         self.ratios_are_1 = False
         self.updates += 1
         self.updates_on_batch += 1
         return output
 
     def _warn(self, metrics):
-        """Once in ``WINDOW`` rollout batches, log what the search's metrics say of the target and the bounds."""
-        of_search = {name: values for name, values in metrics.items() if name.startswith(("actor/bapo/", "actor/pg_"))}
-        self.steps.append({name: fmean(values) for name, values in of_search.items()})
-        if len(self.steps) == WINDOW:
-            for text in health_warnings(self.steps, bounds_can_move=not self.bapo_config.fixed).values():
+        """Once in ``WINDOW`` rollout batches, log what the search's metrics say of the target and the bounds.
+
+        A run of ``verl.trainer.main_ppo`` has no console of ours: this is its only warning.
+        """
+        prefixes = ("actor/bapo/", "actor/pg_")
+        self.recent_batches.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
+        if len(self.recent_batches) == WINDOW:
+            for text in health_warnings(self.recent_batches, bounds_can_move=not self.bapo_config.fixed).values():
                 logger.warning("BAPO: %s", text)
-            self.steps.clear()
+            self.recent_batches.clear()
 
     def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
         """verl's loss of one micro-batch, which finds the bounds of its update in its config."""
         entropy = model_output.get("entropy")
         if entropy is not None and self.actor_config.entropy_coeff == 0:
-            # verl subtracts 0 times the entropy, whose backward would hold a plane of tokens times vocabulary.
+            # verl subtracts 0 times the entropy, whose backward would hold a (tokens, vocabulary) tensor.
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None:
             self._dump(model_output, data)
         if self.bapo_config is not None:
-            self.bapo_config.found = self.found or self._find_bounds_in_forward(model_output["log_probs"], data)
+            self.bapo_config.current_bounds = self.update_bounds or self._bounds_from_training_forward(
+                model_output["log_probs"], data
+            )
         return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
     def _dump(self, model_output, data):
         """Add a micro-batch to the dump of its tokens, whichever loss trains."""
         tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
-        planes = {}
+        optional = {}
         if model_output.get("entropy") is not None:
-            planes["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
-        if SAMPLED_BY in data.keys():
-            planes["version"] = data[SAMPLED_BY].view(-1, 1).expand_as(tokens["log_prob"])
+            optional["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
+        if ROLLOUT_VERSION in data.keys():
+            optional["version"] = data[ROLLOUT_VERSION].view(-1, 1).expand_as(tokens["log_prob"])
         if "rollout_is_weights" in data.keys():
-            planes["rollout_is_weights"] = data.select("rollout_is_weights").to_padded_tensor()["rollout_is_weights"]
+            optional["rollout_is_weights"] = data.select("rollout_is_weights").to_padded_tensor()["rollout_is_weights"]
         about = {name: data[name] for name in ("dp_size", "global_batch_size")}
         about |= {name: getattr(self.actor_config, name) for name in CLIP_RATIOS}
         about["loss_mode"] = self.actor_config.policy_loss.loss_mode
@@ -147,30 +153,32 @@ class BAPOTrainingWorker(TrainingWorker):
         write_dump(
             self.token_dump_dir,
             **tokens,
-            **planes,
+            **optional,
             about=about,
             update=self.updates_on_batch,
             trainer_version=self.trainer_version,
         )
 
-    def _find_bounds(self, data):
+    def _bounds_before_training(self, data):
         """The bounds of this update; None where the training forward finds them."""
         if self.bapo_config.bound_scope == "micro_batch":
             return None
         # Known ratios come first: on a tie a real forward rounds otherwise, and what is logged would depend on the
         # micro-batch size.
         if self.ratios_are_1:
-            statistics = self._statistics_of(_tokens_of(data.select(*SEARCHED).to(get_device_id())))
+            statistics = self._statistics_of(_tokens_of(data.select(*SEARCH_FIELDS).to(get_device_id())))
             source = "ratio 1"
         elif self._is_one_micro_batch(data):
             return None
         else:
             statistics, source = self._collect_by_forward(data), "pass"
         found = self._search(statistics)
-        self._record(read_values(*found), source)  # raises before the first training forward, on all ranks together
+        # Non-finite input raises here: on all ranks together, before the first training forward.
+        values = read_values(*found)
+        self._record(values, source)
         return found
 
-    def _find_bounds_in_forward(self, log_probs, data):
+    def _bounds_from_training_forward(self, log_probs, data):
         """The bounds of a micro-batch, or of an update that is one micro-batch, from its training forward."""
         tokens = _tokens_of(data, no_padding_2_padding(log_probs.detach(), data))
         found = self._search(self._statistics_of(tokens))
@@ -228,7 +236,7 @@ def _tokens_of(data: TensorDict, log_prob=None) -> dict:
 
     ``log_prob`` is None where it equals the old one.
     """
-    padded = data.select(*SEARCHED).to_padded_tensor()
+    padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
     old_log_prob = padded["old_log_probs"]
     return {
         "old_log_prob": old_log_prob,

@@ -40,7 +40,7 @@ def make_batch(rows, columns, dtype, device, seed=0):
 def find_bounds_for(policy_loss, batch):
     """Leave the batch's bounds in a config of ours, as the worker does; nothing in verl's."""
     if isinstance(policy_loss, BAPOConfig):
-        policy_loss.found = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
+        policy_loss.current_bounds = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
 
 
 def make_losses(batch) -> dict[str, Callable[[], object]]:

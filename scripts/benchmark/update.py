@@ -65,7 +65,7 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
 
     def find(ratios_are_1):
         actor.ratios_are_1 = ratios_are_1
-        actor._find_bounds(data)
+        actor._bounds_before_training(data)
 
     def update(ratios_are_1):
         actor.ratios_are_1 = ratios_are_1

@@ -67,11 +67,11 @@ class CollectiveCounter:
         self.all_reduce, self.infer, self.find = (
             torch.distributed.all_reduce,
             actor.engine.infer_batch,
-            actor._find_bounds,
+            actor._bounds_before_training,
         )
         torch.distributed.all_reduce = self.count_collective
         actor.engine.infer_batch = self.count_pass
-        actor._find_bounds = self.find_bounds
+        actor._bounds_before_training = self.find_bounds
 
     def find_bounds(self, data):
         self.outside_engine = True
@@ -174,11 +174,11 @@ def bounds_before_the_update(actor, data):
     def stop(*_):
         raise BeforeUpdate
 
-    engine_update, actor.engine_update = actor.engine_update, stop
+    verl_update, actor.verl_update = actor.verl_update, stop
     with pytest.raises(BeforeUpdate):
         actor.train_batch(data)
-    actor.engine_update = engine_update
-    return actor.found
+    actor.verl_update = verl_update
+    return actor.update_bounds
 
 
 def marked_updates(rank, size, port, task):
@@ -211,14 +211,14 @@ def marked_updates(rank, size, port, task):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
-    from recipe.bapo.worker import SEARCHED
+    from recipe.bapo.worker import SEARCH_FIELDS
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
         cut = [part.format(half=ROWS // size // 2) for part in CUTS["halves"]]
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-        rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCHED}
+        rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCH_FIELDS}
         for mask, old, advantages in zip(*rows.values(), strict=True):
             mask[1:3], old[1:3], advantages[1:3] = 0, log_prob, advantage
         for name, parts in rows.items():
@@ -238,15 +238,15 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.worker import SAMPLED_BY, TRAINED_FROM
+    from recipe.bapo.worker import ROLLOUT_VERSION, TRAINER_VERSION
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
         dump = f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}"
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-        data[SAMPLED_BY] = torch.arange(len(data)) % 3
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINED_FROM: 4})
+        data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4})
         expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
         actor.train_mini_batch(data)
         files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
@@ -274,7 +274,7 @@ def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
     monkeypatch.setattr(worker, "_statistics_of", stop)
     names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
     with pytest.raises(BeforeUpdate):
-        worker._find_bounds(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
+        worker._bounds_before_training(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
     assert moved == [{"response_mask", "old_log_probs", "advantages"}]
 
 
@@ -292,14 +292,14 @@ def dropout_update(rank, port, task, folder):
     )
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     before = torch.get_rng_state()
-    find, states = actor._find_bounds, []
+    find, states = actor._bounds_before_training, []
 
     def find_bounds(data):
         bounds = find(data)
         states.append(torch.get_rng_state())
         return bounds
 
-    actor._find_bounds = find_bounds
+    actor._bounds_before_training = find_bounds
     run_update(actor, data)
     after = torch.get_rng_state()
     torch.save({"before": before, "after the search": states[0], "after": after}, f"{folder}/states.pt")

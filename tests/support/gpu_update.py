@@ -139,7 +139,7 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
     if repeats:
         seen["seconds"] = {
             "update": seconds_of(lambda: actor.train_batch(data), repeats, on_gpu),
-            "pass": seconds_of(lambda: actor._find_bounds(data), repeats, on_gpu),
+            "pass": seconds_of(lambda: actor._bounds_before_training(data), repeats, on_gpu),
         }
     seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)

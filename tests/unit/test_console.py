@@ -35,6 +35,15 @@ def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     assert [data["critic/rewards/mean"] for _, data in steps] == [1, 1, 3, 3]
 
 
+def test_the_validation_before_a_resumed_run_does_not_replace_the_step_of_its_checkpoint(tmp_path):
+    validation = {"val-core/dice/reward/mean@4": 0.3}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(record(1, **step_data(1, 1)) + record(2, **step_data(2, 1)))
+    keep_earlier(path).write_text(record(2, **validation) + record(3, **step_data(3, 3)))
+    steps = dict(read_metrics(tmp_path))
+    assert steps[2] == step_data(2, 1) | validation and sorted(steps) == [1, 2, 3]
+
+
 def test_an_earlier_file_is_never_overwritten(tmp_path):
     for name in ("train.log", "train.2.log"):  # someone has removed train.1.log
         (tmp_path / name).write_text(name)

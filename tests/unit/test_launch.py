@@ -126,6 +126,11 @@ def test_where_nobody_said_what_is_wrong_the_end_of_the_log_does(launch):
     assert len(err.splitlines()) <= 8
 
 
+def test_what_hydra_prints_in_place_of_a_run_is_shown(launch):
+    code, out, err = launch("print('trainer: {}')").end()
+    assert (code, out.strip(), err) == (0, "trainer: {}", "")
+
+
 def test_a_library_that_asks_a_question_ends_the_run(launch):
     """In its own process group training would be stopped when it reads from the terminal."""
     run = launch("input('Run the custom code of this model? ')")
@@ -236,7 +241,7 @@ def test_a_failure_is_explained_while_training_still_lives(launch):
 from recipe.bapo.launch.watchdog import Watchdog
 def dead_server(self):
     time.sleep(1)
-    lives = any(process.status() != "zombie" for process in cleanup.below())
+    lives = any(process.status() != "zombie" for process in cleanup.descendants())
     return "an engine has died" if lives else "all are gone"
 Watchdog.should_end, Watchdog.dead_server = lambda self: False, dead_server
 """
@@ -288,7 +293,7 @@ def test_an_interruption_ends_the_run(launch, number):
 
 
 def test_another_interruption_does_not_break_the_clean_up(launch):
-    slow = "end = cleanup.end_below\ncleanup.end_below = lambda: time.sleep(4) or end()"
+    slow = "end = cleanup.kill_descendants\ncleanup.kill_descendants = lambda: time.sleep(4) or end()"
     run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=slow)
     run.wait_for("up")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
@@ -365,10 +370,10 @@ except KeyboardInterrupt:
 
 
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
-    monkeypatch.setattr(cleanup, "below", list)
+    monkeypatch.setattr(cleanup, "descendants", list)
     monkeypatch.setattr(cleanup.os, "waitpid", lambda *_: (0, 0))
     began = time.monotonic()
-    cleanup.end_below(patience=0.5)
+    cleanup.kill_descendants(timeout=0.5)
     assert 0.5 <= time.monotonic() - began < 5
 
 

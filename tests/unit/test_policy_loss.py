@@ -50,7 +50,9 @@ def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
     old, log_prob, advantages, mask = batch
     log_prob = log_prob.clone().requires_grad_()
     if isinstance(config.policy_loss, BAPOConfig):
-        config.policy_loss.found = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c)
+        config.policy_loss.current_bounds = find_clip_bounds(
+            *batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c
+        )
     loss, metrics = loss_fn(
         old_log_prob=old,
         log_prob=log_prob,
@@ -159,7 +161,7 @@ def test_non_finite_input_is_an_error_of_the_loss():
 
 def test_the_loss_clips_with_the_bounds_that_the_worker_left_in_its_config():
     config, batch = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=10), make_batch(1)
-    config.policy_loss.found = find_clip_bounds(*batch, BAPOConfig(**FIXED))
+    config.policy_loss.current_bounds = find_clip_bounds(*batch, BAPOConfig(**FIXED))
     metrics = compute_policy_loss_bapo(*batch, config=config)[1]
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
 
@@ -252,7 +254,7 @@ def step_of(**changes):
 )
 def test_a_target_that_does_nothing_reaches_the_workers_log_once_in_ten_rollout_batches(step, text, caplog):
     worker = object.__new__(BAPOTrainingWorker)
-    worker.bapo_config, worker.steps = BAPOConfig(), []
+    worker.bapo_config, worker.recent_batches = BAPOConfig(), []
     warned = []
     for number in range(25):
         worker._warn(step)

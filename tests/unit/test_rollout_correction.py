@@ -34,9 +34,9 @@ def corrected(batch, **settings):
 def loss_of(batch, weights=None):
     """Our loss, and the bounds that it used."""
     config = actor_config(BAPOPolicyLossConfig())
-    config.policy_loss.found = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
+    config.policy_loss.current_bounds = find_clip_bounds(*batch, CONFIG, clip_ratio_c=3.0)
     loss, _ = compute_policy_loss_bapo(*batch, config=config, rollout_is_weights=weights)
-    return loss.item(), read_values(*config.policy_loss.found)
+    return loss.item(), read_values(*config.policy_loss.current_bounds)
 
 
 def test_nothing_set_changes_nothing():

@@ -10,7 +10,7 @@ from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import RATIOS_START_AT_1, SAMPLED_BY, TRAINED_FROM
+from recipe.bapo.worker import RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
 
 
 class Parent:
@@ -79,8 +79,8 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     put = {}
 
     def kv_batch_put(keys, partition_id, fields):
-        put.update(zip(keys, fields[SAMPLED_BY], strict=True))
-        return SimpleNamespace(fields=["responses", SAMPLED_BY])
+        put.update(zip(keys, fields[ROLLOUT_VERSION], strict=True))
+        return SimpleNamespace(fields=["responses", ROLLOUT_VERSION])
 
     monkeypatch.setattr(tq, "kv_batch_put", kv_batch_put)
     trainer = Trainer("colocate_async", True, 0)
@@ -88,11 +88,11 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     tags = [{"min_global_steps": 3, "max_global_steps": 5}, {"min_global_steps": 5, "max_global_steps": 5}]
     batch = SimpleNamespace(extra_info={}, tags=tags, keys=["a", "b"], partition_id="train")
     trainer._update_actor(batch, {})
-    assert put == {} and TRAINED_FROM not in batch.extra_info
+    assert put == {} and TRAINER_VERSION not in batch.extra_info
     trainer.config.actor_rollout_ref.actor.policy_loss.token_dump_dir = "dump"
     trainer._update_actor(batch, {})
-    assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINED_FROM] == 5  # ages 2 and 0
-    assert SAMPLED_BY in batch.fields
+    assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
+    assert ROLLOUT_VERSION in batch.fields
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():

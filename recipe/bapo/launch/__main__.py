@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
     with suppress(OSError):  # the terminal is gone
         if error is not None:
             print(f"Error: {error}\nThe whole output: {log}", file=sys.stderr)
+        elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
+            print(log.read_text())
         else:
             show_result(run.run_dir, evaluated=run.config.trainer.val_only)
     return code

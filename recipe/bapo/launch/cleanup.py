@@ -38,22 +38,23 @@ def _prctl(option, value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def below() -> list[psutil.Process]:
+def descendants() -> list[psutil.Process]:
     """The processes that this one has started, those that they have started, and so on."""
     return psutil.Process().children(recursive=True)
 
 
-def end_below(patience: float = 10.0) -> None:
-    """Kill them, and wait ``patience`` seconds at most until none is left; orphans have to be adopted.
+def kill_descendants(timeout: float = 10.0) -> None:
+    """Kill the processes below this one, and wait ``timeout`` seconds at most until none is left.
 
-    Python's resource trackers are spared for half of that time: each ends by itself once the processes that it serves
-    are gone, and removes the shared memory and the semaphores that they have left.
+    ``adopt_orphans`` has to have been called before. Python's resource trackers are spared for half of that time: each
+    ends by itself once the processes that it serves are gone, and removes the shared memory and the semaphores that
+    they have left.
     """
     began = time.monotonic()
     with suppress(ChildProcessError):  # there is no child left
-        while time.monotonic() < began + patience:
-            spare_trackers = time.monotonic() < began + patience / 2
-            for pid, title in titles(below()).items():
+        while time.monotonic() < began + timeout:
+            spare_trackers = time.monotonic() < began + timeout / 2
+            for pid, title in titles(descendants()).items():
                 if not (spare_trackers and "multiprocessing.resource_tracker" in title):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

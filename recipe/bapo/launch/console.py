@@ -48,7 +48,9 @@ class StepPrinter:
             if "training/global_step" in data:
                 self.print_step(step, data)
             else:
-                self.print(f"before training: validation {validation_reward(data) or float('nan'):.3f}")
+                reward = validation_reward(data)
+                if reward is not None:
+                    self.print(f"before training: validation {reward:.3f}")
 
     def print_step(self, step: int, data: dict[str, float]) -> None:
         """Print one step with the time left at the pace so far, and each kind of warning once in ``WINDOW`` steps."""
@@ -152,12 +154,12 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
 
     if not steps:
         return []
-    already, never = mean("met_at_once"), mean("saturated")
+    already_met, out_of_reach = mean("met_at_once"), mean("saturated")
     rho = (mean("positive_contribution_start"), mean("positive_contribution"))
     rows = {
-        "updates with the target already met": f"{already:.0%}",
-        "updates with the target met by moving bounds": f"{1 - already - never:.0%}",
-        "updates with the target out of reach": f"{never:.0%}",
+        "updates with the target already met": f"{already_met:.0%}",
+        "updates with the target met by moving bounds": f"{max(0.0, 1 - already_met - out_of_reach):.0%}",
+        "updates with the target out of reach": f"{out_of_reach:.0%}",
         "positive contribution (rho)": f"{rho[0]:.3f} before, {rho[1]:.3f} after the search",
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }

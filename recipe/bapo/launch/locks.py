@@ -2,8 +2,8 @@
 """Keeps two runs from mixing their weights or their samples, and a run from a Ray cluster that is not there.
 
 verl names its sockets after Ray's job number and its queue after nothing, so that two runs on a machine or a cluster
-would train on each other's data without a word. The checks look before the start, ``main_bapo`` claims the machine and
-the trainer the cluster: whoever changes a claim has to keep that two runs that start at once do not both get it.
+would train on each other's data without a word. The checks look before the start, ``main_bapo`` claims the machine
+and its task runner the cluster: whoever changes a claim has to keep that of two runs that start at once one gets it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipe from training to the process that launched it; without a launcher, texts are printed.
 
-A pipe and not a file: a file in the run's folder would be lost where its disk is full. ``main_bapo`` and the trainer
-send; ``Supervisor.handle_message`` is the other end and has to know every kind that is sent.
+A pipe and not a file: a file in the run's folder would be lost where its disk is full. ``main_bapo`` sends;
+``Supervisor.handle_message`` is the other end and has to know every kind that is sent.
 """
 
 from __future__ import annotations

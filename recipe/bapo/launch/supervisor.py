@@ -149,7 +149,7 @@ class Supervisor:
                 self.process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(PATIENCE)
-        cleanup.end_below()
+        cleanup.kill_descendants()
         cleanup.remove(left)
         with suppress(OSError):  # the terminal is gone
             self.printer.close()

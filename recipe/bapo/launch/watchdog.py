@@ -85,7 +85,7 @@ class Watchdog:
     def processes(self) -> dict[int, str]:
         """The titles of the run's processes on this node by their ids; on a cluster those of vLLM alone."""
         if not self.on_cluster:
-            return cleanup.titles(cleanup.below())
+            return cleanup.titles(cleanup.descendants())
         return cleanup.titles(cleanup.vllm_processes(self.job)) if self.job else {}
 
     def left_outside(self) -> set[Path]:

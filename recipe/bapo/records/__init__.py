@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes in its folder and reads back: the only home of the names of its files.
+"""What a run writes in its folder and reads back. The names of its files are defined here alone.
 
-A name may be changed here alone; other people's scripts read ``metrics.jsonl``. Every other room may import this one,
-which imports none.
+Other people's scripts read ``metrics.jsonl``. Every package of the recipe may import this one, which imports none of
+them.
 """
 
 from __future__ import annotations

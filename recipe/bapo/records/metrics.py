@@ -28,7 +28,9 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
                 f"{path} has a line that verl's file logger did not write ({error}): remove it."
             ) from error
         for step, data in records:
-            steps[step] = {**(steps.get(step, {}) if step == 0 else {}), **data}
+            # A resumed run validates at the step of its checkpoint before it trains: that adds to the step.
+            trained = "training/global_step" in data
+            steps[step] = data if trained else {**steps.get(step, {}), **data}
     return sorted(steps.items())
 
 
