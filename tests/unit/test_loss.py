@@ -11,6 +11,7 @@ from support import oracle
 from support.batches import batches, make_batch
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo.loss import masked_mean
 
 
 def test_three_tokens_by_hand():
@@ -56,9 +57,20 @@ def by_definition(batch, low, high, clip_ratio_c, weights):
     }, gradient
 
 
+def mean_as_in_verl(loss, mask):
+    """verl multiplies by the mask, so that what is masked has to be finite."""
+    return (loss * mask).sum() / mask.sum().clamp(min=1)
+
+
 @settings(max_examples=20 * settings.default.max_examples)
-@given(batches(), st.sampled_from([None, 1.5, 3.0]), st.booleans(), st.integers(0, 2**31))
-def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exactly_at_a_bound, seed):
+@given(
+    batches(),
+    st.sampled_from([None, 1.5, 3.0]),
+    st.booleans(),
+    st.integers(0, 2**31),
+    st.sampled_from([masked_mean, mean_as_in_verl]),
+)
+def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exactly_at_a_bound, seed, aggregate):
     old, log_prob, advantages, mask = batch
     generator = torch.Generator().manual_seed(seed)
     weights = torch.where(mask, 2 * torch.rand(mask.shape, generator=generator), math.nan)
@@ -69,7 +81,7 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
         low, high = below[0], above[0]
         clip_ratio_c = above[-1] if clip_ratio_c else None
     old.requires_grad_(), log_prob.requires_grad_(), advantages.requires_grad_()
-    result = clipped_surrogate_loss(old, log_prob, advantages, mask, low, high, clip_ratio_c, weights)
+    result = clipped_surrogate_loss(old, log_prob, advantages, mask, low, high, clip_ratio_c, weights, aggregate)
     expected, gradient = by_definition([t.detach() for t in batch], low, high, clip_ratio_c, weights)
     for name, (value, size) in expected.items():
         assert getattr(result, name).item() == pytest.approx(value, rel=0, abs=1e-5 * size), name
