@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from tensordict import NonTensorData, TensorDict
 
-from bapo import BAPOConfig, read_values
+from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
 
@@ -56,41 +56,21 @@ COMMON = [
 
 
 class CollectiveCounter:
-    """Counts our all-reduces and the engine's forward passes without gradient.
-
-    Ours are all that ``_find_bounds`` makes outside the engine, and the float64 ones in it, which the loss makes.
-    """
+    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
 
     def __init__(self, actor):
         self.collectives = self.passes = 0
-        self.outside_engine = False
-        self.all_reduce, self.infer, self.find = (
-            torch.distributed.all_reduce,
-            actor.engine.infer_batch,
-            actor._find_bounds,
-        )
+        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
         torch.distributed.all_reduce = self.count_collective
         actor.engine.infer_batch = self.count_pass
-        actor._find_bounds = self.find_bounds
-
-    def find_bounds(self, data):
-        self.outside_engine = True
-        try:
-            return self.find(data)
-        finally:
-            self.outside_engine = False
 
     def count_collective(self, tensor, *args, **kwargs):
-        self.collectives += self.outside_engine or tensor.dtype == torch.float64
+        self.collectives += tensor.dtype == torch.float64
         return self.all_reduce(tensor, *args, **kwargs)
 
     def count_pass(self, *args, **kwargs):
         self.passes += 1
-        self.outside_engine = False
-        try:
-            return self.infer(*args, **kwargs)
-        finally:
-            self.outside_engine = True
+        return self.infer(*args, **kwargs)
 
     def stop(self):
         torch.distributed.all_reduce = self.all_reduce
@@ -137,7 +117,7 @@ def updates_of_rank(rank, size, port, task, folder):
             "passes": counter.passes,
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
         }
-    results["marked"] = marked_updates(rank, size, port, task)
+    results["marked"] = marked_updates(rank, size, port, task, folder)
     results["versions"] = dump_of_versions(rank, size, port, task)
     results["tools"] = updates_with_tool_tokens(rank, size, port, task)
     results["stock"] = stock_updates(rank, size, port, task, folder)
@@ -164,33 +144,30 @@ def stock_updates(rank, size, port, task, folder):
     return found
 
 
-def marked_updates(rank, size, port, task):
-    """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
+def marked_updates(rank, size, port, task, folder):
+    """Four updates on one rollout batch whose ratios are 1 at first, marked as such or not, and cut or not."""
     from recipe.bapo.worker import RATIOS_START_AT_1
     from verl.utils import tensordict_utils as tu
 
     found = {}
-    for marked in (True, False):
-        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON], rank, size, port)
+    for name in ("marked", "plain", "marked, one micro-batch"):
+        record = f"{folder}/{name}"
+        micro = ROWS // size // 2 if "one" in name else 2
+        overrides = [
+            f"actor_rollout_ref.model.path={task}/model",
+            *COMMON,
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+        ]
+        actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        counter = CollectiveCounter(actor)
-        actor.ratios_are_1 = marked
-        whole = data.copy()
-        actor._set_defaults(data)
-        values = read_values(*actor._find_bounds(data))
-        counter.stop()
-        found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
-        tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
-        actor._set_defaults(whole)
-        of_worker = actor._find_bounds(whole)  # None: the loss finds them
-        found[marked]["as one micro-batch"] = None if of_worker is None else read_values(*of_worker)
-
-        mark = {RATIOS_START_AT_1: True} if marked else {}
+        mark = {RATIOS_START_AT_1: True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
         counter.stop()
-        found[marked]["passes of 4 updates"] = counter.passes
+        lines = [json.loads(line) for line in Path(record, f"rank{rank}.jsonl").read_text().splitlines()]
+        found[name] = {"record": lines, "passes": counter.passes, "collectives": counter.collectives}
     return found
 
 
@@ -246,20 +223,8 @@ def dump_of_versions(rank, size, port, task):
     }
 
 
-def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
-    from recipe.bapo.worker import BAPOTrainingWorker
-
-    worker, seen = object.__new__(BAPOTrainingWorker), []
-    monkeypatch.setattr(TensorDict, "to", lambda data, device: seen.append(set(data.keys())) or data)
-    monkeypatch.setattr(worker, "_statistics_of", lambda tokens: sorted(tokens))
-    names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
-    tokens = worker._collect_at_ratio_1(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
-    assert tokens == ["advantages", "log_prob", "old_log_prob", "response_mask"]
-    assert seen == [{"response_mask", "old_log_probs", "advantages"}]
-
-
 def dropout_update(rank, port, task, folder):
-    """One update with dropout: the random state before and after the search, and a dump of the training's tokens."""
+    """One update with dropout: its record, and a dump of the training's tokens."""
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",
@@ -272,25 +237,12 @@ def dropout_update(rank, port, task, folder):
     )
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     before = torch.get_rng_state()
-    find, states = actor._find_bounds, []
-
-    def find_bounds(data):
-        bounds = find(data)
-        states.append(torch.get_rng_state())
-        return bounds
-
-    actor._find_bounds = find_bounds
     run_update(actor, data)
-    after = torch.get_rng_state()
-    torch.save({"before": before, "after the search": states[0], "after": after}, f"{folder}/states.pt")
+    assert not torch.equal(before, torch.get_rng_state())  # there is dropout
 
 
-def test_the_search_sees_the_dropout_masks_of_training_and_leaves_the_random_state(task, tmp_path):
+def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
-    states = torch.load(tmp_path / "states.pt", weights_only=True)
-    assert not torch.equal(states["before"], states["after"])  # there is dropout
-    assert torch.equal(states["before"], states["after the search"])
-
     config = BAPOConfig(positive_contribution_target=0.45)
     statistics = measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight]
     recorded = json.loads((tmp_path / "rank0.jsonl").read_text())
@@ -416,15 +368,18 @@ def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks
 
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
-        marked, plain = rank["marked"][True], rank["marked"][False]
-        assert (marked["passes"], plain["passes"]) == (0, 1) and marked["collectives"] == plain["collectives"] == 1
-        assert marked["passes of 4 updates"] == 3 and plain["passes of 4 updates"] == 4
-        assert marked["as one micro-batch"] == marked["values"] and plain["as one micro-batch"] is None
-        for name in ("low", "high", "search_steps", "saturated"):
-            assert marked["values"][name] == plain["values"][name]
-        assert marked["values"]["positive_contribution_start"] == pytest.approx(
-            plain["values"]["positive_contribution_start"], rel=1e-5
-        )
+        marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
+        assert [line["source"] for line in marked["record"]] == ["ratio 1", *3 * ["pass"]]
+        assert [line["source"] for line in plain["record"]] == 4 * ["pass"]
+        assert [line["source"] for line in whole["record"]] == ["ratio 1", *3 * ["loss"]]
+        assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
+        assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
+        # Known ratios do not depend on the cut, and a forward finds the same but for its rounding.
+        assert whole["record"][0] == marked["record"][0]
+        for name in ("low", "high", "search_steps"):
+            assert marked["record"][0][name] == plain["record"][0][name]
+        starts = [float.fromhex(found["record"][0]["positive_contribution_start"]) for found in (marked, plain)]
+        assert starts[0] == pytest.approx(starts[1], rel=1e-5)
 
 
 def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(ranks):

@@ -209,10 +209,9 @@ def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, 
     preflight = preflight_of(overrides, platform)
     tell("weights; platform", f"{seen['weights']:,}; {platform}")
     tell("peak GiB; preflight", f"{seen['peak_gibibytes']:.2f}; {preflight:.2f}")
-    seconds = seen["seconds"]
-    tell("seconds of an update; of the pass in it", f"{seconds['update']:.3f}; {seconds['pass']:.3f}")
+    for name, seconds in seen["seconds"].items():
+        tell(f"seconds of an update {name}", round(seconds, 3))
     tell("graphs that torch compiled", seen["graphs"])
-    assert 0 < seconds["pass"] < seconds["update"]
     assert seen["graphs"] == 0  # nothing is compiled anew for each number of tokens
     if rehearsal:
         return

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -101,8 +100,8 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
 
     Returns:
         A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``waits`` for the GPU by
-        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an ``update``,
-        and of the ``pass`` in it.
+        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an update, with
+        the pass and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 
@@ -137,27 +136,12 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
         "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
     }
     if repeats:
-        seen["seconds"] = {
-            "update": seconds_of(lambda: actor.train_batch(data), repeats, on_gpu),
-            "pass": seconds_of(lambda: actor._find_bounds(data), repeats, on_gpu),
-        }
+        from scripts.benchmark.update import seconds_of_updates
+
+        seen["seconds"] = seconds_of_updates(actor, data, repeats)
     seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
     return seen
-
-
-def seconds_of(call, repeats, on_gpu):
-    """The least of some calls: what others do on the machine only adds."""
-    times = []
-    for _ in range(repeats):
-        if on_gpu:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 """What we rely on in verl 0.9.1 and what a change would break without a word; the tests of the actor show the rest."""
 
 import inspect
-import re
 from pathlib import Path
 
 import verl
-from recipe.bapo import policy_loss, worker
+from recipe.bapo import policy_loss
 from recipe.bapo.checks.machine import VERL
 from recipe.bapo.trainer import TRAINERS
 from verl.trainer.ppo import core_algos
@@ -42,9 +41,11 @@ def test_the_actors_config_which_brings_our_worker_is_built_before_the_workers_c
     assert source.index("omega_conf_to_dataclass(self.config.actor)") < source.index("self.actor_worker_cls(")
 
 
-def test_our_pass_sets_what_verls_update_sets_so_that_both_cut_a_mini_batch_alike():
-    keys = re.findall(r"^ +(\w+)=self\.", inspect.getsource(engine_workers.TrainingWorker.train_batch), re.M)
-    assert "max_token_len_per_gpu" in keys and all(f"{key}=" in inspect.getsource(worker) for key in keys)
+def test_an_update_calls_the_engine_once_the_batch_says_how_it_is_cut():
+    source = inspect.getsource(engine_workers.TrainingWorker.train_batch)
+    cut = source.index("max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu")
+    loaded = source.index("self.engine.train_mode(")
+    assert cut < loaded < source.index("self.engine.train_batch(data, loss_function=self.loss_fn)")
 
 
 def test_each_mode_gets_our_trainer_on_top_of_its_own():
