@@ -100,8 +100,8 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
 
     Returns:
         A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``waits`` for the GPU by
-        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an update, with
-        the pass and without.
+        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an update
+        with the pass and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 
