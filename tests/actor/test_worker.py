@@ -2,6 +2,7 @@
 """One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
 
 import json
+import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,41 @@ def test_each_update_has_bounds_of_its_own(task, tmp_path):
     assert all(tokens["entropy"].min() > 0 for micro_batches in dumped for tokens in micro_batches)
     logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
     assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def warnings_of_rollout_batches(rank, port, task, folder):
+    """What the worker logs of the target in each of 20 rollout batches in which rho is far above it."""
+    from verl.utils import tensordict_utils as tu
+
+    overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON]
+    overrides += ["actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.05"]
+    actor = make_actor(overrides, port=port)
+    data = make_mini_batch(actor, seed=7, rows=4)
+    tu.assign_non_tensor(data, mini_batch_size=4, epochs=1)
+    messages = Messages()
+    logging.getLogger("recipe.bapo").addHandler(messages)
+    warned = []
+    for number in range(20):
+        actor.train_mini_batch(data.copy())
+        warned += [number for text in messages.texts if "the target was already met" in text]
+        messages.texts.clear()
+    (Path(folder) / "warned.json").write_text(json.dumps(warned))
+
+
+def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, tmp_path):
+    mp.spawn(warnings_of_rollout_batches, args=(free_port(), str(task), str(tmp_path)))
+    assert json.loads((tmp_path / "warned.json").read_text()) == [9, 19]
 
 
 def without_lengths(found):
