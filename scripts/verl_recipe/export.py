@@ -4,8 +4,9 @@
     .venv/bin/python -m scripts.verl_recipe.export FOLDER
 
 writes ``FOLDER/bapo``: the core in ``core/``, imports relative, so that the folder works as ``recipe.bapo`` in verl's
-tree and needs no installed package of ours. Left out are launch, checks, the CPU platform, the report and data sets.
-What differs from the files here is in this folder: the entry point, the frame of the config and the README.
+tree and needs no installed package of ours. Left out are launch, checks, the CPU platform, data sets, warnings, and the
+report with the dump and the record that it reads (``leave_out.py``). What differs from the files here is in this
+folder: the entry point, the frame of the config and the README.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from scripts.verl_recipe.leave_out import LEFT_OUT, leave_out
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipe" / "bapo"
 OWN = Path(__file__).parent
-TAKEN = ("policy_loss.py", "worker.py", "trainer.py", "token_dump.py", "health.py", "records/tokens.py")
+TAKEN = ("policy_loss.py", "worker.py", "trainer.py")
 MARK = "    # The switches of BAPO, from the repository's bapo_trainer.yaml.\n"
 
 # As in the collection's pyproject.toml.
@@ -41,12 +44,10 @@ def export(folder: Path) -> Path:
     target = folder / "bapo"
     (target / "config").mkdir(parents=True)
     (target / "core").mkdir()
-    (target / "records").mkdir()
     for path in (ROOT / "bapo").glob("*.py"):
         (target / "core" / path.name).write_text(with_relative_imports(path.read_text(), "core"))
-    for name in (*TAKEN, "records/__init__.py"):
-        text = (RECIPE / name).read_text()
-        (target / name).write_text(with_relative_imports(text, Path(name).parent.name))
+    for name in TAKEN:
+        (target / name).write_text(with_relative_imports(leave_out((RECIPE / name).read_text()), ""))
     (target / "__init__.py").write_text("")
     for name in ("main_bapo.py", "README.md"):
         shutil.copy(OWN / name, target / name)
@@ -61,7 +62,7 @@ def export(folder: Path) -> Path:
 
 
 def with_relative_imports(text: str, package: str) -> str:
-    """A file's text for the package in which it is: ``core``, ``records``, or the recipe itself ("")."""
+    """A file's text for the package in which it is: ``core``, or the recipe itself ("")."""
     up = ".." if package else "."
     core = "." if package == "core" else f"{up}core"
     text = re.sub(r"^from bapo import", f"from {core} import", text, flags=re.M)
@@ -71,9 +72,10 @@ def with_relative_imports(text: str, package: str) -> str:
 
 
 def switches_with_comments() -> str:
-    """The block ``policy_loss`` of our config, as it stands there."""
+    """The block ``policy_loss`` of our config, as it stands there but for what is left out."""
     text = (RECIPE / "config" / "bapo_trainer.yaml").read_text()
-    return re.search(r"^    policy_loss:\n(?:      .*\n)+", text, re.M).group()
+    block = re.search(r"^    policy_loss:\n(?:      .*\n)+", text, re.M).group()
+    return re.sub(rf"(?: +#.*\n)* +(?:{'|'.join(LEFT_OUT)}): .*\n", "", block)
 
 
 def main():

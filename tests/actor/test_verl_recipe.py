@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.actor import free_port
+from support.metrics import METRICS
 
 from scripts.verl_recipe.export import COLLECTIONS_STYLE, export
 
@@ -18,23 +19,24 @@ UPDATE = """
 import json, sys
 from support.actor import make_actor, make_mini_batch, run_update
 
-model, port, record = sys.argv[1:]
+model, port = sys.argv[1:]
 actor = make_actor(
     [
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
         "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-        f"+actor_rollout_ref.actor.policy_loss.bounds_record_dir={record}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ],
     port=int(port),
     stock=True,
 )
-run_update(actor, make_mini_batch(actor, seed=7, rows=8))
+metrics, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=8))
 config = next(base for base in type(actor.bapo_config).__mro__ if base.__name__ == "BAPOConfig")
 modules = [type(actor).__module__, config.__module__]
-print(json.dumps({"modules": modules, "installed": "bapo" in sys.modules, "file": sys.modules[modules[0]].__file__}))
+found = {"modules": modules, "installed": "bapo" in sys.modules, "file": sys.modules[modules[0]].__file__}
+high = metrics["actor/bapo/clip_high"][0].values
+print(json.dumps({**found, "metrics": sorted(metrics), "high": high, "gradient": gradient.abs().max().item()}))
 """
 
 
@@ -55,9 +57,10 @@ def test_it_passes_the_collections_style(recipe, tmp_path):
 def test_its_files(recipe):
     names = {path.name for path in recipe.iterdir()}
     assert {"README.md", "REQUIRED_VERL.txt", "config", "core", "main_bapo.py", "policy_loss.py", "worker.py"} <= names
-    assert not names & {"launch", "cpu", "checks", "report", "ruff.toml"}
+    assert not names & {"launch", "cpu", "checks", "report", "records", "health.py", "ruff.toml"}
     lines = [line for path in recipe.rglob("*.py") for line in path.read_text().splitlines()]
     assert not [line for line in lines if line.startswith(("from bapo", "import bapo", "from recipe", "import recipe"))]
+    assert "token_dump_dir" not in "".join(path.read_text() for path in (recipe / "config").iterdir())
 
 
 def run_with(recipe, *arguments, **options):
@@ -84,10 +87,9 @@ def test_its_entry_point_composes_its_config(with_platform, tmp_path):
 
 
 def test_an_update_of_the_real_worker(with_platform, task, tmp_path):
-    record = tmp_path / "bounds"
-    printed = run_with(with_platform, "-c", UPDATE, task / "model", str(free_port()), record, cwd=tmp_path)
+    printed = run_with(with_platform, "-c", UPDATE, task / "model", str(free_port()), cwd=tmp_path)
     found = json.loads(printed.splitlines()[-1])
     assert found["modules"] == ["recipe.bapo.worker", "recipe.bapo.core.config"] and not found["installed"]
     assert found["file"] == str(with_platform / "worker.py")
-    (line,) = (record / "rank0.jsonl").read_text().splitlines()
-    assert json.loads(line)["source"] == "pass"
+    assert set(found["metrics"]) >= METRICS and found["gradient"] > 0
+    assert len(found["high"]) == 4 and len(set(found["high"])) == 1  # one search for all micro-batches
