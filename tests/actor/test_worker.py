@@ -20,40 +20,30 @@ from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
 
 ROWS = 16
+ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
+MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]
 CUTS = {
-    "whole": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}"],
-    "halves": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={half}"],
-    "single": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
-    "dynamic": [
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-    ],
-    "dynamic, whole": [
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-    ],
-    "gradient, whole": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}",
-        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
-    ],
-    "gradient, quarters": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
-    ],
-    "micro_batch scope": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch",
-    ],
+    "whole": [f"{MICRO_BATCH}={{whole}}"],
+    "halves": [f"{MICRO_BATCH}={{half}}"],
+    "single": [f"{MICRO_BATCH}=1"],
+    "dynamic": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
+    "dynamic, whole": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
+    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"{LOSS}.contribution=gradient"],
+    "gradient, quarters": [f"{MICRO_BATCH}=4", f"{LOSS}.contribution=gradient"],
+    "micro_batch scope": [f"{MICRO_BATCH}=4", f"{LOSS}.bound_scope=micro_batch"],
 }
+COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
 
 
-COMMON = [
-    "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-]
+def cut_of(name, size):
+    """The overrides of a cut on each of ``size`` ranks."""
+    return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
+
+
+def read_record(folder, rank=0):
+    """The bounds record that a rank has written."""
+    return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
 
 
 class CollectiveCounter:
@@ -92,21 +82,12 @@ def test_a_dynamic_mini_batch_is_one_micro_batch_where_it_is_on_every_rank(lengt
 
 
 def updates_of_rank(rank, size, port, task, folder):
-    results = {}
-    for name, cut in CUTS.items():
+    """Everything that a rank shows, in a process group that all of it shares."""
+    model, ranks, results = f"actor_rollout_ref.model.path={task}/model", (rank, size, port), {}
+    for name in CUTS:
         record = f"{folder}/{name}"
-        actor = make_actor(
-            [
-                f"actor_rollout_ref.model.path={task}/model",
-                *COMMON,
-                f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
-                f"actor_rollout_ref.actor.policy_loss.token_dump_dir='{record}/dump'",
-                *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
-            ],
-            rank,
-            size,
-            port,
-        )
+        files = [f"{LOSS}.bounds_record_dir='{record}'", f"{LOSS}.token_dump_dir='{record}/dump'"]
+        actor = make_actor([model, *COMMON, *files, *cut_of(name, size)], *ranks)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         counter = CollectiveCounter(actor)
         metrics, gradient = run_update(actor, data)
@@ -117,6 +98,7 @@ def updates_of_rank(rank, size, port, task, folder):
             "collectives": counter.collectives,
             "passes": counter.passes,
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
+            "logged": [metrics[f"actor/bapo/clip_{side}"][rank].values for side in ("low", "high")],
         }
     results["marked"] = marked_updates(rank, size, port, task, folder)
     results["versions"] = dump_of_versions(rank, size, port, task)
@@ -129,19 +111,17 @@ def stock_updates(rank, size, port, task, folder):
     """Updates by verl's own config plus the two lines: bounds as recorded, and the gradient."""
     found = {}
     for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
-        cut = [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
         record = f"{folder}/stock/{name}"
         overrides = [
             f"actor_rollout_ref.model.path={task}/model",
-            "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
-            "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-            f"+actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
-            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut)),
+            f"{LOSS}.loss_mode=bapo",
+            f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+            f"+{LOSS}.bounds_record_dir='{record}'",
+            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut_of(name, size))),
         ]
         actor = make_actor(overrides, rank, size, port, stock=True)
         _, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
-        lines = Path(record, f"rank{rank}.jsonl").read_text().splitlines()
-        found[name] = {"record": [json.loads(line) for line in lines], "gradient": gradient}
+        found[name] = {"record": read_record(record, rank), "gradient": gradient}
     return found
 
 
@@ -157,8 +137,8 @@ def marked_updates(rank, size, port, task, folder):
         overrides = [
             f"actor_rollout_ref.model.path={task}/model",
             *COMMON,
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
-            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
+            f"{MICRO_BATCH}={micro}",
+            f"{LOSS}.bounds_record_dir='{record}'",
         ]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
@@ -167,8 +147,11 @@ def marked_updates(rank, size, port, task, folder):
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
         counter.stop()
-        lines = [json.loads(line) for line in Path(record, f"rank{rank}.jsonl").read_text().splitlines()]
-        found[name] = {"record": lines, "passes": counter.passes, "collectives": counter.collectives}
+        found[name] = {
+            "record": read_record(record, rank),
+            "passes": counter.passes,
+            "collectives": counter.collectives,
+        }
     return found
 
 
@@ -178,8 +161,8 @@ def updates_with_tool_tokens(rank, size, port, task):
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
-        cut = [part.format(half=ROWS // size // 2) for part in CUTS["halves"]]
-        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut], rank, size, port)
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of("halves", size)]
+        actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCHED}
         for mask, old, advantages in zip(*rows.values(), strict=True):
@@ -205,7 +188,7 @@ def dump_of_versions(rank, size, port, task):
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}"
+        dump = f"{LOSS}.token_dump_dir={folder}"
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         data[SAMPLED_BY] = torch.arange(len(data)) % 3
@@ -231,8 +214,8 @@ def dropout_update(rank, port, task, folder):
             f"actor_rollout_ref.model.path={task}/model",
             *COMMON,
             "+actor_rollout_ref.model.override_config.attention_dropout=0.3",
-            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
-            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
+            f"{LOSS}.bounds_record_dir={folder}",
+            f"{LOSS}.token_dump_dir={folder}/dump",
         ],
         port=port,
     )
@@ -246,45 +229,10 @@ def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
     config = BAPOConfig(positive_contribution_target=0.45)
     statistics = measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight]
-    recorded = json.loads((tmp_path / "rank0.jsonl").read_text())
+    (recorded,) = read_record(tmp_path)
     assert recorded["source"] == "pass"
     for key, (value,) in without_lengths(search(statistics, config)).items():
         assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
-
-
-def two_updates(rank, port, task, folder):
-    """Two updates on mini-batches that need different bounds; their metrics."""
-    actor = make_actor(
-        [
-            f"actor_rollout_ref.model.path={task}/model",
-            *COMMON,
-            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
-            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
-        ],
-        port=port,
-    )
-    batches = [
-        make_mini_batch(actor, seed=seed, rows=ROWS, staleness=staleness) for seed, staleness in ((7, 0.2), (8, 1))
-    ]
-    metrics = [run_update(actor, batch)[0] for batch in batches]
-    values = [[found[f"actor/bapo/clip_{side}"][0].values for side in ("low", "high")] for found in metrics]
-    (Path(folder) / "logged.json").write_text(json.dumps(values))
-
-
-def test_each_update_has_bounds_of_its_own(task, tmp_path):
-    mp.spawn(two_updates, args=(free_port(), str(task), str(tmp_path)))
-    recorded = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in recorded] == [0, 1]
-    bounds = [[float.fromhex(line[side]) for side in ("low", "high")] for line in recorded]
-    assert bounds[0] != bounds[1]
-    config = BAPOConfig(positive_contribution_target=0.45)
-    found = search(measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight], config)
-    assert bounds == [list(pair) for pair in zip(found["low"], found["high"], strict=True)]
-    dumped = list(read_dump(tmp_path / "dump"))
-    assert [{int(tokens["update"]) for tokens in micro_batches} for micro_batches in dumped] == [{0}, {1}]
-    assert all(tokens["entropy"].min() > 0 for micro_batches in dumped for tokens in micro_batches)
-    logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
-    assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]
 
 
 class Messages(logging.Handler):
@@ -303,7 +251,7 @@ def warnings_of_rollout_batches(rank, port, task, folder):
     from verl.utils import tensordict_utils as tu
 
     overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON]
-    overrides += ["actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.05"]
+    overrides += [f"{LOSS}.positive_contribution_target=0.05"]
     actor = make_actor(overrides, port=port)
     data = make_mini_batch(actor, seed=7, rows=4)
     tu.assign_non_tensor(data, mini_batch_size=4, epochs=1)
@@ -335,8 +283,7 @@ def ranks(request, task, tmp_path_factory):
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     for rank, result in enumerate(results):
         for name in CUTS:
-            lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
-            result[name]["record"] = [json.loads(line) for line in lines]
+            result[name]["record"] = read_record(folder / name, rank)
             result[name]["dump"] = folder / name / "dump"
     return results
 
@@ -356,9 +303,12 @@ def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
             torch.testing.assert_close(cut["gradient"], whole["gradient"], rtol=1e-5, atol=1e-5)
 
 
-def test_all_ranks_hold_bit_identical_bounds(ranks):
+def test_all_ranks_hold_bit_identical_bounds_and_log_them_with_every_micro_batch(ranks):
     for name in CUTS:
-        assert all(rank[name]["record"] == ranks[0][name]["record"] for rank in ranks), name
+        record = ranks[0][name]["record"]
+        assert all(rank[name]["record"] == record for rank in ranks), name
+        used = [{float.fromhex(line[side]) for line in record} for side in ("low", "high")]
+        assert all([set(values) for values in rank[name]["logged"]] == used for rank in ranks), name
 
 
 def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
@@ -367,6 +317,8 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
         statistics = measure(ranks[0][name]["dump"], config, 3.0).statistics[definition.contribution, "rollout_prob"]
         (recorded,) = ranks[0][name]["record"]
+        dumped = [tokens for micro_batches in read_dump(ranks[0][name]["dump"]) for tokens in micro_batches]
+        assert all(tokens["entropy"].min() > 0 for tokens in dumped)
         found = search(statistics, definition)
         assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
         for key, (value,) in without_lengths(found).items():
@@ -410,6 +362,7 @@ def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
         assert [line["source"] for line in whole["record"]] == ["ratio 1", *3 * ["loss"]]
         assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
         assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
+        assert len({(line["low"], line["high"]) for line in plain["record"]}) > 1  # each update has bounds of its own
         # Known ratios do not depend on the cut, and a forward finds the same but for its rounding.
         assert whole["record"][0] == marked["record"][0]
         for name in ("low", "high", "search_steps"):
