@@ -76,6 +76,8 @@ def _keep_a_part(node, text, edits) -> bool:
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
         pairs = zip(node.targets[0].elts, node.value.elts, strict=True)
         kept = [pair for pair in pairs if not _names_in(pair[0]) & LEFT_OUT]
+        if not kept:
+            return False
         targets, values = (", ".join(ast.unparse(part) for part in side) for side in zip(*kept, strict=True))
         edits.append((*_range_of(node, text), f"{targets} = {values}"))
         return True
