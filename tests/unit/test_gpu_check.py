@@ -7,11 +7,9 @@ import re
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
-from support import gpu_update
 from support.configs import compose_in_groups
 
 from recipe.bapo.checks import config as checks
@@ -104,25 +102,6 @@ def test_a_kill_loses_nothing_that_was_seen(tmp_path):
     _, one, two = report_of(tmp_path)
     assert one["outcome"] == "passed" and one["told"] == {"what": 1.5}
     assert two["outcome"] == "failed" and "an illegal memory access" in two["why"]
-
-
-def test_whose_code_waits_for_the_gpu():
-    message = "called a synchronizing CUDA operation"
-    found = {}
-    for name, file in (("ours", ROOT / "bapo" / "search.py"), ("verls", "/site-packages/verl/trainer.py")):
-        code = f"def {name}(then): then()"
-        exec(compile(code, str(file), "exec"), found)
-
-    def wait():
-        warnings.warn(message, stacklevel=1)
-
-    with gpu_update.waits_for_the_gpu(on_gpu=False) as counts:
-        for nested in (found["ours"], found["verls"]):
-            nested(wait)
-        found["verls"](lambda: found["ours"](wait))  # the innermost decides
-        wait()
-        warnings.warn("something else", stacklevel=1)
-    assert counts == {"ours": 2, "verl": 1, "other": 1}
 
 
 def test_the_third_stage_starts_on_one_gpu(monkeypatch, task):
