@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
-from support.oracle import response_tokens
+from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_values
 
@@ -73,7 +73,19 @@ def batches(draw):
     scale = draw(st.sampled_from([1.0, 1.0, LARGEST_SCALE[dtype], 1 / LARGEST_SCALE[dtype]]))
     hidden = draw(st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
     tensors = old + shift, log_prob + shift, advantages * scale
-    return [torch.where(mask, tensor, hidden).to(dtype) for tensor in tensors] + [mask]
+    old, log_prob, advantages = (torch.where(mask, tensor, hidden).to(dtype) for tensor in tensors)
+    return [old, with_one_ratio_each(old, log_prob), advantages, mask]
+
+
+def with_one_ratio_each(old, log_prob):
+    """``log_prob`` where a token's ``exp`` has the same bits whatever stands beside it, which depends on the machine.
+
+    Elsewhere it is ``old``, whose ratio is 1.
+    """
+    alone = [ratios(*pair) for pair in zip(old.flatten(), log_prob.flatten(), strict=True)]
+    if not alone:
+        return log_prob
+    return torch.where(ratios(old, log_prob) == torch.stack(alone).view_as(old), log_prob, old)
 
 
 @st.composite
@@ -84,10 +96,11 @@ def searches(draw):
     if draw(st.booleans()):  # the rounding of the logarithm decides on which side of a candidate a token is
         points = torch.cat([config.lower.points(), config.upper.points()]).clamp(min=1e-3)
         chosen = points[torch.arange(mask.numel()) % len(points)].reshape(mask.shape)
-        old[mask], log_prob[mask] = 0.0, chosen.log().to(log_prob.dtype)[mask]
+        old[mask] = 0.0
+        batch[1] = with_one_ratio_each(old, torch.where(mask, chosen.log().to(old.dtype), log_prob))
     if draw(st.booleans()):
-        ratios = response_tokens(*batch)[0].tolist()
-        below, above = [r for r in ratios if r < 0.99], [r for r in ratios if 1.01 < r < 4]
+        found = response_tokens(*batch)[0].tolist()
+        below, above = [r for r in found if r < 0.99], [r for r in found if 1.01 < r < 4]
         if below:
             start = draw(st.sampled_from(below))
             config = replace(config, ratio_lower_start=start, ratio_lower_max=max(start, config.ratio_lower_max))

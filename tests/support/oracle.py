@@ -9,13 +9,16 @@ import math
 import torch
 
 
+def ratios(old_log_prob, log_prob):
+    """``exp`` of the clamped difference, in float32 or wider; any shape."""
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-20, 20).exp()
+
+
 def response_tokens(old_log_prob, log_prob, advantages, mask):
     """Of the response tokens, 1-D and float64: ratios, advantages, old log-probs and log-probs."""
-    mask = mask.bool()
-    old, new = old_log_prob[mask], log_prob[mask]
-    dtype = torch.promote_types(new.dtype, torch.float32)
-    ratio = (new.to(dtype) - old.to(dtype)).clamp(-20, 20).exp()
-    return [tensor.double() for tensor in (ratio, advantages[mask], old, new)]
+    tensors = ratios(old_log_prob, log_prob), advantages, old_log_prob, log_prob
+    return [tensor[mask.bool()].double() for tensor in tensors]
 
 
 def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c):
