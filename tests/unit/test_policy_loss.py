@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
 
@@ -25,23 +26,10 @@ from recipe.bapo.worker import (
 )
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
-
-
-def actor_config(policy_loss, **changes):
-    return FSDPActorConfig(
-        strategy=changes.pop("strategy", "fsdp2"),
-        rollout_n=8,
-        ppo_mini_batch_size=16,
-        ppo_micro_batch_size_per_gpu=changes.pop("micro", 4),
-        policy_loss=policy_loss,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.28,
-        **changes,
-    )
 
 
 def with_batch_info(config, rows, dp_size=1, tokens=None):
@@ -78,7 +66,7 @@ def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
 def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
     batch = make_batch(seed, spread=1.0)
     weights = torch.rand(batch[0].shape) if weighted else None
-    vanilla = with_batch_info(actor_config(PolicyLossConfig()), rows=5, tokens=50)
+    vanilla = with_batch_info(actor_config(PolicyLossConfig(), clip_ratio_high=0.28), rows=5, tokens=50)
     ours = with_batch_info(actor_config(BAPOPolicyLossConfig(**FIXED)), rows=5, tokens=50)
     expected = run_loss(get_policy_loss_fn("vanilla"), vanilla, batch, mode, weights)
     found = run_loss(get_policy_loss_fn("bapo"), ours, batch, mode, weights)
@@ -172,7 +160,7 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
     "loss_mode, low, bounds", [("vanilla", 0.2, (0.8, 1.28)), ("vanilla", 0.0, None), ("gspo", 0.2, None)]
 )
 def test_a_dump_names_the_fixed_bounds_of_vanilla(loss_mode, low, bounds):
-    config = replace(actor_config(PolicyLossConfig(loss_mode=loss_mode)), clip_ratio_low=low)
+    config = actor_config(PolicyLossConfig(loss_mode=loss_mode), clip_ratio_low=low, clip_ratio_high=0.28)
     switches = fixed_bounds_of_vanilla(config)
     assert (switches and (switches.ratio_lower_max, switches.ratio_upper_start)) == bounds
 
