@@ -113,8 +113,38 @@ def test_a_heavy_token_without_a_gradient_leaves_no_rounding_in_the_others(ratio
     assert found["positive_contribution_start"] == rho
 
 
+# Claims of docs/algorithm.md, which names these tests.
+
+
+@pytest.mark.parametrize("negatives, steps", [(1, 0), (3, 51)])
+def test_at_ratio_1_the_search_stops_at_once_or_saturates(negatives, steps):
+    found = values_found(*tokens([1.0] * (1 + negatives), [1.0] + [-1.0] * negatives), BAPOConfig())
+    assert (found["search_steps"], found["saturated"]) == (steps, steps == 51)
+    assert found["clipfrac_positive"] == found["clipfrac_negative"] == 0
+
+
+def test_raising_c_low_never_helps_the_value_and_never_harms_the_gradient():
+    for seed in range(20):
+        ratio, advantages, *_ = oracle.response_tokens(*make_batch(seed, rows=40))
+        for kind, falls in (("value", True), ("gradient", False)):
+            shares = []
+            for low in torch.linspace(0.6, 0.9, 16).tolist():
+                p, n = oracle.contribution(ratio, advantages, torch.ones_like(ratio), low, 1.2, kind, None)
+                shares.append(p / (p + n))
+            assert shares == sorted(shares, reverse=falls) and shares[0] != shares[-1]
+
+
+@pytest.mark.parametrize("longer, rho", [(1, 0.5), (3, 0.25)])
+def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longer(longer, rho):
+    # A group of 2 right (reward 1) and 2 wrong: advantages of equal size, so that rho is the share of right tokens.
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0]).view(4, 1).expand(4, 30)
+    mask = torch.arange(30) < torch.tensor([10, 10, 10 * longer, 10 * longer]).view(4, 1)
+    old = torch.full((4, 30), -0.3)
+    assert values_found(old, old, advantages, mask, BAPOConfig())["positive_contribution_start"] == pytest.approx(rho)
+
+
 @pytest.mark.parametrize("rho0", [0.1, 0.4, 0.9])
-def test_eq_8_as_printed_is_another_value_of_the_target(rho0):
+def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
     # Eq. 8 has bars round both sums: |P| / |P - N| >= rho0. That is the share P / (P + N) >= rho0 / (1 + 2 * rho0).
     config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
     high, low = config.upper.points(), config.lower.points()
