@@ -3,8 +3,8 @@
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For several model sizes the parts of an update are timed in turn in one process: the pass (a forward without gradient
-over the mini-batch and the statistics), the search with its all-reduce and read, and verl's own update.
+For several model sizes an update is timed in one process with the pass (a forward without gradient over the mini-batch)
+and, as the trainer marks a batch whose ratios are 1, without it. The search with its all-reduce and read is in both.
 """
 
 from __future__ import annotations
@@ -43,8 +43,21 @@ def seconds_of(call, repeats):
     return statistics.median(times)
 
 
+def seconds_of_updates(actor, data, repeats):
+    """Seconds of an update with the pass, and of one that is marked as at ratio 1, without it."""
+
+    def update(ratios_are_1):
+        actor.ratios_are_1 = ratios_are_1
+        actor.train_batch(data)
+
+    return {
+        "with the pass": seconds_of(lambda: update(False), repeats),
+        "without": seconds_of(lambda: update(True), repeats),
+    }
+
+
 def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
-    """Seconds of the parts of one update of one model, with responses of up to ``longest`` tokens."""
+    """Seconds of one update of one model, with responses of up to ``longest`` tokens."""
     from recipe.bapo.example.task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
@@ -58,33 +71,11 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
         port=free_port(),
         platform=platform,
     )
-    from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
-
     data = make_mini_batch(actor, seed=1, rows=ROWS, longest=longest)
-    actor._set_defaults(data)
 
-    def find(ratios_are_1):
-        actor.ratios_are_1 = ratios_are_1
-        actor._bounds_before_training(data)
-
-    def update(ratios_are_1):
-        actor.ratios_are_1 = ratios_are_1
-        actor.train_batch(data)
-
-    def collect(rows):
-        view = data.copy()
-        tu.assign_non_tensor(view, micro_batch_size_per_gpu=rows)
-        actor._collect_by_forward(view)
-
-    weights = sum(p.numel() for p in actor.engine.module.parameters())
     return {
-        "weights": weights,
-        "update, with the pass": seconds_of(lambda: update(False), repeats),
-        "update, marked: no pass": seconds_of(lambda: update(True), repeats),
-        "the pass and the search": seconds_of(lambda: find(False), repeats),
-        "the search at ratio 1": seconds_of(lambda: find(True), repeats),
-        "the pass alone": seconds_of(lambda: collect(MICRO), repeats),
-        f"the pass, micro-batches of {ROWS}": seconds_of(lambda: collect(ROWS), repeats),
+        "weights": sum(p.numel() for p in actor.engine.module.parameters()),
+        **seconds_of_updates(actor, data, repeats),
     }
 
 
@@ -100,13 +91,11 @@ def main():
             found = {
                 name: measure(folder, *size, arguments.repeats, arguments.platform) for name, size in SIZES.items()
             }
-    parts = [part for part in next(iter(found.values())) if part != "weights"]
-    print("| model | weights | " + " | ".join(f"{part}, s" for part in parts) + " | pass / marked update |")
-    print("|---|---|" + "---|" * (len(parts) + 1))
+    print("| model, layers x hidden | weights | update with the pass, s | update without, s | pass / update without |")
+    print("|---|---|---|---|---|")
     for name, row in found.items():
-        share = row["the pass and the search"] / row["update, marked: no pass"]
-        cells = " | ".join(f"{row[part]:.3f}" for part in parts)
-        print(f"| {name} | {row['weights']:,} | {cells} | {share:.2f} |")
+        a, b = row["with the pass"], row["without"]
+        print(f"| {name} | {row['weights']:,} | {a:.2f} | {b:.2f} | {(a - b) / b:.2f} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 

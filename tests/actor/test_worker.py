@@ -2,6 +2,7 @@
 """One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
 
 import json
+import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,83 +15,53 @@ from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from tensordict import NonTensorData, TensorDict
 
-from bapo import BAPOConfig, read_values
+from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.measure import measure, search
 
 ROWS = 16
+ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
+MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]
 CUTS = {
-    "whole": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}"],
-    "halves": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={half}"],
-    "single": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
-    "dynamic": [
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-    ],
-    "dynamic, whole": [
-        "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-    ],
-    "gradient, whole": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={whole}",
-        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
-    ],
-    "gradient, quarters": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.policy_loss.contribution=gradient",
-    ],
-    "micro_batch scope": [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch",
-    ],
+    "whole": [f"{MICRO_BATCH}={{whole}}"],
+    "halves": [f"{MICRO_BATCH}={{half}}"],
+    "single": [f"{MICRO_BATCH}=1"],
+    "dynamic": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
+    "dynamic, whole": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
+    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"{LOSS}.contribution=gradient"],
+    "gradient, quarters": [f"{MICRO_BATCH}=4", f"{LOSS}.contribution=gradient"],
+    "micro_batch scope": [f"{MICRO_BATCH}=4", f"{LOSS}.bound_scope=micro_batch"],
 }
+COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
 
 
-COMMON = [
-    "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-]
+def cut_of(name, size):
+    """The overrides of a cut on each of ``size`` ranks."""
+    return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
+
+
+def read_record(folder, rank=0):
+    """The bounds record that a rank has written."""
+    return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
 
 
 class CollectiveCounter:
-    """Counts our all-reduces and the engine's forward passes without gradient.
-
-    Ours are all that ``_find_bounds`` makes outside the engine, and the float64 ones in it, which the loss makes.
-    """
+    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
 
     def __init__(self, actor):
         self.collectives = self.passes = 0
-        self.outside_engine = False
-        self.all_reduce, self.infer, self.find = (
-            torch.distributed.all_reduce,
-            actor.engine.infer_batch,
-            actor._bounds_before_training,
-        )
+        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
         torch.distributed.all_reduce = self.count_collective
         actor.engine.infer_batch = self.count_pass
-        actor._bounds_before_training = self.find_bounds
-
-    def find_bounds(self, data):
-        self.outside_engine = True
-        try:
-            return self.find(data)
-        finally:
-            self.outside_engine = False
 
     def count_collective(self, tensor, *args, **kwargs):
-        self.collectives += self.outside_engine or tensor.dtype == torch.float64
+        self.collectives += tensor.dtype == torch.float64
         return self.all_reduce(tensor, *args, **kwargs)
 
     def count_pass(self, *args, **kwargs):
         self.passes += 1
-        self.outside_engine = False
-        try:
-            return self.infer(*args, **kwargs)
-        finally:
-            self.outside_engine = True
+        return self.infer(*args, **kwargs)
 
     def stop(self):
         torch.distributed.all_reduce = self.all_reduce
@@ -111,21 +82,12 @@ def test_a_dynamic_mini_batch_is_one_micro_batch_where_it_is_on_every_rank(lengt
 
 
 def updates_of_rank(rank, size, port, task, folder):
-    results = {}
-    for name, cut in CUTS.items():
+    """Everything that a rank shows, in a process group that all of it shares."""
+    model, ranks, results = f"actor_rollout_ref.model.path={task}/model", (rank, size, port), {}
+    for name in CUTS:
         record = f"{folder}/{name}"
-        actor = make_actor(
-            [
-                f"actor_rollout_ref.model.path={task}/model",
-                *COMMON,
-                f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
-                f"actor_rollout_ref.actor.policy_loss.token_dump_dir='{record}/dump'",
-                *(part.format(whole=ROWS // size, half=ROWS // size // 2) for part in cut),
-            ],
-            rank,
-            size,
-            port,
-        )
+        files = [f"{LOSS}.bounds_record_dir='{record}'", f"{LOSS}.token_dump_dir='{record}/dump'"]
+        actor = make_actor([model, *COMMON, *files, *cut_of(name, size)], *ranks)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         counter = CollectiveCounter(actor)
         metrics, gradient = run_update(actor, data)
@@ -136,8 +98,9 @@ def updates_of_rank(rank, size, port, task, folder):
             "collectives": counter.collectives,
             "passes": counter.passes,
             "keys": sorted(key for key in metrics if key.startswith("actor/bapo/")),
+            "logged": [metrics[f"actor/bapo/clip_{side}"][rank].values for side in ("low", "high")],
         }
-    results["marked"] = marked_updates(rank, size, port, task)
+    results["marked"] = marked_updates(rank, size, port, task, folder)
     results["versions"] = dump_of_versions(rank, size, port, task)
     results["tools"] = updates_with_tool_tokens(rank, size, port, task)
     results["stock"] = stock_updates(rank, size, port, task, folder)
@@ -148,64 +111,47 @@ def stock_updates(rank, size, port, task, folder):
     """Updates by verl's own config plus the two lines: bounds as recorded, and the gradient."""
     found = {}
     for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
-        cut = [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
         record = f"{folder}/stock/{name}"
         overrides = [
             f"actor_rollout_ref.model.path={task}/model",
-            "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
-            "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-            f"+actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'",
-            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut)),
+            f"{LOSS}.loss_mode=bapo",
+            f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+            f"+{LOSS}.bounds_record_dir='{record}'",
+            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut_of(name, size))),
         ]
         actor = make_actor(overrides, rank, size, port, stock=True)
         _, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
-        lines = Path(record, f"rank{rank}.jsonl").read_text().splitlines()
-        found[name] = {"record": [json.loads(line) for line in lines], "gradient": gradient}
+        found[name] = {"record": read_record(record, rank), "gradient": gradient}
     return found
 
 
-class BeforeUpdate(Exception):
-    """Raised where verl's engine would begin its update."""
-
-
-def bounds_before_the_update(actor, data):
-    """What the worker has found when verl's engine would begin its update, which it does not."""
-
-    def stop(*_):
-        raise BeforeUpdate
-
-    verl_update, actor.verl_update = actor.verl_update, stop
-    with pytest.raises(BeforeUpdate):
-        actor.train_batch(data)
-    actor.verl_update = verl_update
-    return actor.update_bounds
-
-
-def marked_updates(rank, size, port, task):
-    """Bounds and passes of first updates whose ratios are 1, marked or not, and of all updates on one marked batch."""
+def marked_updates(rank, size, port, task, folder):
+    """Four updates on one rollout batch whose ratios are 1 at first, marked as such or not, and cut or not."""
     from recipe.bapo.worker import RATIOS_START_AT_1
     from verl.utils import tensordict_utils as tu
 
     found = {}
-    for marked in (True, False):
-        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON], rank, size, port)
+    for name in ("marked", "plain", "marked, one micro-batch"):
+        record = f"{folder}/{name}"
+        micro = ROWS // size // 2 if "one" in name else 2
+        overrides = [
+            f"actor_rollout_ref.model.path={task}/model",
+            *COMMON,
+            f"{MICRO_BATCH}={micro}",
+            f"{LOSS}.bounds_record_dir='{record}'",
+        ]
+        actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        counter = CollectiveCounter(actor)
-        actor.ratios_are_1 = marked
-        whole = data.copy()
-        values = read_values(*bounds_before_the_update(actor, data))
-        counter.stop()
-        found[marked] = {"values": values, "passes": counter.passes, "collectives": counter.collectives}
-        tu.assign_non_tensor(whole, micro_batch_size_per_gpu=len(whole))
-        of_worker = bounds_before_the_update(actor, whole)  # None: the training forward finds them
-        found[marked]["as one micro-batch"] = None if of_worker is None else read_values(*of_worker)
-
-        mark = {RATIOS_START_AT_1: True} if marked else {}
+        mark = {RATIOS_START_AT_1: True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
         counter.stop()
-        found[marked]["passes of 4 updates"] = counter.passes
+        found[name] = {
+            "record": read_record(record, rank),
+            "passes": counter.passes,
+            "collectives": counter.collectives,
+        }
     return found
 
 
@@ -215,8 +161,8 @@ def updates_with_tool_tokens(rank, size, port, task):
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
-        cut = [part.format(half=ROWS // size // 2) for part in CUTS["halves"]]
-        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut], rank, size, port)
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of("halves", size)]
+        actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCH_FIELDS}
         for mask, old, advantages in zip(*rows.values(), strict=True):
@@ -242,7 +188,7 @@ def dump_of_versions(rank, size, port, task):
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}"
+        dump = f"{LOSS}.token_dump_dir={folder}"
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
@@ -261,97 +207,67 @@ def dump_of_versions(rank, size, port, task):
     }
 
 
-def test_at_ratio_1_only_the_fields_of_the_search_go_to_the_device(monkeypatch):
-    from recipe.bapo.worker import BAPOTrainingWorker
-
-    def stop(tokens):
-        assert sorted(tokens) == ["advantages", "log_prob", "old_log_prob", "response_mask"]
-        raise BeforeUpdate
-
-    worker, moved = object.__new__(BAPOTrainingWorker), []
-    worker.bapo_config, worker.ratios_are_1 = BAPOConfig(), True
-    monkeypatch.setattr(TensorDict, "to", lambda data, device: moved.append(set(data.keys())) or data)
-    monkeypatch.setattr(worker, "_statistics_of", stop)
-    names = ("input_ids", "position_ids", "response_mask", "old_log_probs", "advantages")
-    with pytest.raises(BeforeUpdate):
-        worker._bounds_before_training(TensorDict({name: torch.zeros(2, 1) for name in names}, [2]))
-    assert moved == [{"response_mask", "old_log_probs", "advantages"}]
-
-
 def dropout_update(rank, port, task, folder):
-    """One update with dropout: the random state before and after the search, and a dump of the training's tokens."""
+    """One update with dropout: its record, and a dump of the training's tokens."""
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",
             *COMMON,
             "+actor_rollout_ref.model.override_config.attention_dropout=0.3",
-            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
-            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
+            f"{LOSS}.bounds_record_dir={folder}",
+            f"{LOSS}.token_dump_dir={folder}/dump",
         ],
         port=port,
     )
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     before = torch.get_rng_state()
-    find, states = actor._bounds_before_training, []
-
-    def find_bounds(data):
-        bounds = find(data)
-        states.append(torch.get_rng_state())
-        return bounds
-
-    actor._bounds_before_training = find_bounds
     run_update(actor, data)
-    after = torch.get_rng_state()
-    torch.save({"before": before, "after the search": states[0], "after": after}, f"{folder}/states.pt")
+    assert not torch.equal(before, torch.get_rng_state())  # there is dropout
 
 
-def test_the_search_sees_the_dropout_masks_of_training_and_leaves_the_random_state(task, tmp_path):
+def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
-    states = torch.load(tmp_path / "states.pt", weights_only=True)
-    assert not torch.equal(states["before"], states["after"])  # there is dropout
-    assert torch.equal(states["before"], states["after the search"])
-
     config = BAPOConfig(positive_contribution_target=0.45)
     statistics = measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight]
-    recorded = json.loads((tmp_path / "rank0.jsonl").read_text())
+    (recorded,) = read_record(tmp_path)
     assert recorded["source"] == "pass"
     for key, (value,) in without_lengths(search(statistics, config)).items():
         assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
 
 
-def two_updates(rank, port, task, folder):
-    """Two updates on mini-batches that need different bounds; their metrics."""
-    actor = make_actor(
-        [
-            f"actor_rollout_ref.model.path={task}/model",
-            *COMMON,
-            f"actor_rollout_ref.actor.policy_loss.bounds_record_dir={folder}",
-            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder}/dump",
-        ],
-        port=port,
-    )
-    batches = [
-        make_mini_batch(actor, seed=seed, rows=ROWS, staleness=staleness) for seed, staleness in ((7, 0.2), (8, 1))
-    ]
-    metrics = [run_update(actor, batch)[0] for batch in batches]
-    values = [[found[f"actor/bapo/clip_{side}"][0].values for side in ("low", "high")] for found in metrics]
-    (Path(folder) / "logged.json").write_text(json.dumps(values))
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
 
 
-def test_each_update_has_bounds_of_its_own(task, tmp_path):
-    mp.spawn(two_updates, args=(free_port(), str(task), str(tmp_path)))
-    recorded = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in recorded] == [0, 1]
-    bounds = [[float.fromhex(line[side]) for side in ("low", "high")] for line in recorded]
-    assert bounds[0] != bounds[1]
-    config = BAPOConfig(positive_contribution_target=0.45)
-    found = search(measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight], config)
-    assert bounds == [list(pair) for pair in zip(found["low"], found["high"], strict=True)]
-    dumped = list(read_dump(tmp_path / "dump"))
-    assert [{int(tokens["update"]) for tokens in micro_batches} for micro_batches in dumped] == [{0}, {1}]
-    assert all(tokens["entropy"].min() > 0 for micro_batches in dumped for tokens in micro_batches)
-    logged = json.loads((tmp_path / "logged.json").read_text())  # by every micro-batch
-    assert [[set(values) for values in pair] for pair in logged] == [[{low}, {high}] for low, high in bounds]
+def warnings_of_rollout_batches(rank, port, task, folder):
+    """What the worker logs of the target in each of 20 rollout batches in which rho is far above it."""
+    from verl.utils import tensordict_utils as tu
+
+    overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON]
+    overrides += [f"{LOSS}.positive_contribution_target=0.05"]
+    actor = make_actor(overrides, port=port)
+    data = make_mini_batch(actor, seed=7, rows=4)
+    tu.assign_non_tensor(data, mini_batch_size=4, epochs=1)
+    messages = Messages()
+    logging.getLogger("recipe.bapo").addHandler(messages)
+    warned = []
+    for number in range(20):
+        actor.train_mini_batch(data.copy())
+        warned += [number for text in messages.texts if "the target was already met" in text]
+        messages.texts.clear()
+    (Path(folder) / "warned.json").write_text(json.dumps(warned))
+
+
+def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, tmp_path):
+    mp.spawn(warnings_of_rollout_batches, args=(free_port(), str(task), str(tmp_path)))
+    assert json.loads((tmp_path / "warned.json").read_text()) == [9, 19]
 
 
 def without_lengths(found):
@@ -367,8 +283,7 @@ def ranks(request, task, tmp_path_factory):
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     for rank, result in enumerate(results):
         for name in CUTS:
-            lines = (folder / name / f"rank{rank}.jsonl").read_text().splitlines()
-            result[name]["record"] = [json.loads(line) for line in lines]
+            result[name]["record"] = read_record(folder / name, rank)
             result[name]["dump"] = folder / name / "dump"
     return results
 
@@ -388,9 +303,12 @@ def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
             torch.testing.assert_close(cut["gradient"], whole["gradient"], rtol=1e-5, atol=1e-5)
 
 
-def test_all_ranks_hold_bit_identical_bounds(ranks):
+def test_all_ranks_hold_bit_identical_bounds_and_log_them_with_every_micro_batch(ranks):
     for name in CUTS:
-        assert all(rank[name]["record"] == ranks[0][name]["record"] for rank in ranks), name
+        record = ranks[0][name]["record"]
+        assert all(rank[name]["record"] == record for rank in ranks), name
+        used = [{float.fromhex(line[side]) for line in record} for side in ("low", "high")]
+        assert all([set(values) for values in rank[name]["logged"]] == used for rank in ranks), name
 
 
 def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
@@ -399,6 +317,8 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
         statistics = measure(ranks[0][name]["dump"], config, 3.0).statistics[definition.contribution, "rollout_prob"]
         (recorded,) = ranks[0][name]["record"]
+        dumped = [tokens for micro_batches in read_dump(ranks[0][name]["dump"]) for tokens in micro_batches]
+        assert all(tokens["entropy"].min() > 0 for tokens in dumped)
         found = search(statistics, definition)
         assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
         for key, (value,) in without_lengths(found).items():
@@ -436,15 +356,19 @@ def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks
 
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
-        marked, plain = rank["marked"][True], rank["marked"][False]
-        assert (marked["passes"], plain["passes"]) == (0, 1) and marked["collectives"] == plain["collectives"] == 1
-        assert marked["passes of 4 updates"] == 3 and plain["passes of 4 updates"] == 4
-        assert marked["as one micro-batch"] == marked["values"] and plain["as one micro-batch"] is None
-        for name in ("low", "high", "search_steps", "saturated"):
-            assert marked["values"][name] == plain["values"][name]
-        assert marked["values"]["positive_contribution_start"] == pytest.approx(
-            plain["values"]["positive_contribution_start"], rel=1e-5
-        )
+        marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
+        assert [line["source"] for line in marked["record"]] == ["ratio 1", *3 * ["pass"]]
+        assert [line["source"] for line in plain["record"]] == 4 * ["pass"]
+        assert [line["source"] for line in whole["record"]] == ["ratio 1", *3 * ["loss"]]
+        assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
+        assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
+        assert len({line["positive_contribution_start"] for line in plain["record"]}) == 4  # a search for each update
+        # Known ratios do not depend on the cut, and a forward finds the same but for its rounding.
+        assert whole["record"][0] == marked["record"][0]
+        for name in ("low", "high", "search_steps"):
+            assert marked["record"][0][name] == plain["record"][0][name]
+        starts = [float.fromhex(found["record"][0]["positive_contribution_start"]) for found in (marked, plain)]
+        assert starts[0] == pytest.approx(starts[1], rel=1e-5)
 
 
 def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(ranks):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search and loss on the GPU, beside the CPU. Needs torch and pytest alone."""
 
-import statistics
-import time
 import warnings
 from itertools import product
 
@@ -12,22 +10,11 @@ import torch
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
 from bapo.config import CHOICES
 from bapo.statistics import GPU_CHUNK
+from scripts.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SWITCHES = ("contribution", "token_weight", "search_order")
 TARGETS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6)
-DUAL_CLIP = 3.0
 BYTES_PER_TOKEN = 160  # of the search's temporaries; by arithmetic 108
-
-
-def make_batch(rows, columns, dtype, device, seed=0):
-    """Old log-probs, log-probs, advantages and mask like those of a few updates on the same rollouts, ``(B, T)``."""
-    generator = torch.Generator().manual_seed(seed)
-    old = -torch.rand(rows, columns, generator=generator) * 2
-    log_prob = old + 0.15 * torch.randn(rows, columns, generator=generator)
-    advantages = torch.randn(rows, 1, generator=generator).expand(rows, columns)
-    mask = torch.ones(rows, columns, dtype=torch.bool)
-    return [tensor.to(device) for tensor in (old.to(dtype), log_prob.to(dtype), advantages.contiguous(), mask)]
 
 
 def search(batch, config=None):
@@ -158,20 +145,6 @@ def test_peak_memory_of_the_search(device, large, on_gpu, tell):
     assert each <= BYTES_PER_TOKEN
 
 
-def median_milliseconds(run, device, repeats):
-    """Of a call, on the host's clock with nothing left to do on the device."""
-    times = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])  # the first loads the kernels
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_times_beside_vanilla(dtype, device, large, rehearsal, tell):
     """Told, not judged: nobody knows yet what a GPU takes."""
@@ -183,7 +156,7 @@ def test_times_beside_vanilla(dtype, device, large, rehearsal, tell):
         "search": lambda: search(batch),
         "search and loss": lambda: search_and_loss(batch),
     }
-    milliseconds = {name: median_milliseconds(run, device, repeats) for name, run in runs.items()}
+    milliseconds = measure(runs, repeats, device)
     assert all(took > 0 for took in milliseconds.values())
     for name, took in milliseconds.items():
         tell(f"{name}, ms", round(took, 3))

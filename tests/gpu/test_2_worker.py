@@ -32,15 +32,15 @@ FLOAT32 = [
     f"{FSDP}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
 ]
 PLAIN = f"{MODEL}.use_fused_kernels=false"
-SETTINGS = {  # name: overrides, and how often our code may wait for the GPU (None: told only)
-    "four micro-batches": ([PLAIN], 5),  # a read of the bounds, and one of each micro-batch's metrics
-    "micro-batch scope": ([PLAIN, f"{ACTOR}.policy_loss.bound_scope=micro_batch"], 8),  # both, for each of four
-    "one micro-batch": ([PLAIN, f"{ACTOR}.ppo_micro_batch_size_per_gpu={ROWS}"], 2),
-    "dynamic batches": ([PLAIN, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64"], None),
-    "no gradient checkpointing": ([PLAIN, f"{MODEL}.enable_gradient_checkpointing=false"], 5),
-    "offload": ([PLAIN, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"], None),
-    "LoRA": ([PLAIN, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"], 5),
-    "fused kernels": ([f"{MODEL}.use_fused_kernels=true"], 5),
+SETTINGS = {
+    "four micro-batches": [PLAIN],
+    "micro-batch scope": [PLAIN, f"{ACTOR}.policy_loss.bound_scope=micro_batch"],
+    "one micro-batch": [PLAIN, f"{ACTOR}.ppo_micro_batch_size_per_gpu={ROWS}"],
+    "dynamic batches": [PLAIN, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
+    "no gradient checkpointing": [PLAIN, f"{MODEL}.enable_gradient_checkpointing=false"],
+    "offload": [PLAIN, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
+    "LoRA": [PLAIN, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"],
+    "fused kernels": [f"{MODEL}.use_fused_kernels=true"],
 }
 SCOPES = {"micro-batch scope"}  # with bounds of their own
 
@@ -72,7 +72,7 @@ def reference(task, folder):
 
     def update(name):
         if name not in made:
-            overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *SETTINGS[name][0]]
+            overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *SETTINGS[name]]
             (made[name],) = look_at_update(folder / f"cpu, {name}", overrides, "cpu", rows=ROWS)
         return made[name]
 
@@ -94,20 +94,15 @@ def distance_of_rho(seen, expected):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_bounds_of_an_update_are_those_of_the_cpu(name, task, folder, platform, reference, rehearsal, tell):
-    overrides, most = SETTINGS[name]
+def test_the_bounds_of_an_update_are_those_of_the_cpu(name, task, folder, platform, reference, tell):
     expected = reference(name if name in SCOPES else "four micro-batches")
     if name not in SCOPES:
         assert 0 < bounds_of(expected)[0][2] < 51  # the search stopped on its way
-    (seen,) = look_at_update(
-        folder / name, [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *overrides], platform, rows=ROWS
-    )
+    overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *SETTINGS[name]]
+    (seen,) = look_at_update(folder / name, overrides, platform, rows=ROWS)
     assert bounds_of(seen) == bounds_of(expected)
     assert distance_of_rho(seen, expected) <= 1e-4
     tell("rho is off by", distance_of_rho(seen, expected))
-    tell("waits for the GPU, ours and verl's", [seen["waits"].get(whose, 0) for whose in ("ours", "verl")])
-    if not rehearsal and most is not None:
-        assert seen["waits"].get("ours", 0) <= most
 
 
 def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, rehearsal):
@@ -209,10 +204,9 @@ def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, 
     preflight = preflight_of(overrides, platform)
     tell("weights; platform", f"{seen['weights']:,}; {platform}")
     tell("peak GiB; preflight", f"{seen['peak_gibibytes']:.2f}; {preflight:.2f}")
-    seconds = seen["seconds"]
-    tell("seconds of an update; of the pass in it", f"{seconds['update']:.3f}; {seconds['pass']:.3f}")
+    for name, seconds in seen["seconds"].items():
+        tell(f"seconds of an update {name}", round(seconds, 3))
     tell("graphs that torch compiled", seen["graphs"])
-    assert 0 < seconds["pass"] < seconds["update"]
     assert seen["graphs"] == 0  # nothing is compiled anew for each number of tokens
     if rehearsal:
         return

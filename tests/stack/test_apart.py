@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two runs at once on one machine, each with a /tmp of its own."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.stack_runs import ROOT, SHORT_STEPS
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.bapo.records.metrics import read_metrics
 
@@ -125,14 +123,3 @@ def test_two_runs_at_once_keep_weights_records_and_samples_apart(shared_folder):
         samples[name] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]
         assert len(records[name]) == 2 * 8 and len(samples[name]) == 2
     assert not set(records["a"]) & set(records["b"]) and not set(samples["a"]) & set(samples["b"])
-    # The other's weights would have been seen.
-    assert _difference(*models.values(), json.loads(samples["a"][0].splitlines()[0])) > 0.03
-
-
-def _difference(one, other, sample):
-    """Mean difference of two models' probabilities of a sample's tokens."""
-    tokens = AutoTokenizer.from_pretrained(one)(sample["input"] + sample["output"], return_tensors="pt").input_ids
-    with torch.no_grad():
-        logits = [AutoModelForCausalLM.from_pretrained(model).float()(tokens).logits[:, :-1] for model in (one, other)]
-    p, q = (x.softmax(-1).gather(2, tokens[:, 1:, None]) for x in logits)
-    return (p - q).abs().mean().item()

@@ -12,7 +12,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.stack_runs import ROOT, SHORT_STEPS, left_since, removing_what_others_leave, temporary_files
+from support.stack_runs import (
+    ROOT,
+    SHORT_STEPS,
+    free_ports,
+    left_since,
+    removing_what_others_leave,
+    temporary_files,
+)
 
 from recipe.bapo.records.metrics import read_metrics
 
@@ -58,15 +65,6 @@ def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
     here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(token), "WAIT_SECONDS": "1"}
     run = call("bash", "scripts/cluster/ray.sh", *arguments, timeout=120, **here)
     assert run.returncode in (1, 2) and message in run.stdout
-
-
-def free_ports(count):
-    """Ports that nothing listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def test_a_head_whose_port_is_taken_names_it(tmp_path):

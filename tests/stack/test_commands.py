@@ -9,27 +9,15 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 from support.commands import ROOT, run_script
 
 RECIPE = ROOT / "recipe" / "bapo"
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("data.train_batch_size=abc", "data.train_batch_size='abc' is not usable"),
-        (
-            "actor_rollout_ref.actor.policy_loss.positive_contribution=0.4",
-            "use actor_rollout_ref.actor.policy_loss.positive_contribution_target.",
-        ),
-        ("actor_rollout_ref.actor.ppo_epochs=0", "actor_rollout_ref.actor.ppo_epochs=0 is not usable"),
-    ],
-)
-def test_a_wrong_key_or_value_ends_the_run_before_ray_starts(override, message, tmp_path):
-    run = run_script(override, OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode != 0
-    assert message in run.stderr, run.stdout + run.stderr
+def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
+    key = "actor_rollout_ref.actor.policy_loss.positive_contribution"
+    run = run_script(f"{key}=0.4", OUTPUT_DIR=str(tmp_path / "run"))
+    assert run.returncode == 1 and f"use {key}_target." in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 

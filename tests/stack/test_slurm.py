@@ -13,7 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-from support.stack_runs import ROOT, SHORT_STEPS, left_since, removing_what_others_leave, temporary_files
+from support.stack_runs import (
+    ROOT,
+    SHORT_STEPS,
+    free_ports,
+    left_since,
+    removing_what_others_leave,
+    temporary_files,
+)
 
 from recipe.bapo.records.metrics import read_metrics
 
@@ -43,15 +50,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
-
-
-def free_ports(count):
-    """Ports that nothing listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def until(true, seconds, what):

@@ -73,13 +73,12 @@ def compose_stock_config(overrides):
         return compose("ppo_trainer", ["hydra.searchpath=[pkg://recipe.bapo.config]", *overrides])
 
 
-def actor_config(policy_loss):
-    """verl's actor config with the whole batch as one mini-batch, for calls of a loss without a worker."""
+def actor_config(policy_loss, **changes):
+    """verl's actor config for calls of a loss without a worker."""
     from verl.workers.config import FSDPActorConfig
 
-    return FSDPActorConfig(
-        strategy="fsdp2", rollout_n=8, ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss
-    )
+    sizes = {"rollout_n": 8, "ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
+    return FSDPActorConfig(strategy="fsdp2", policy_loss=policy_loss, **sizes, **changes)
 
 
 def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):

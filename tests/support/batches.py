@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random configs and batches for the tests, and what a search finds on them."""
 
+import math
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
+from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_values
 
@@ -44,11 +48,69 @@ def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=
     return old.to(dtype), log_prob.to(dtype), advantages.to(dtype), mask
 
 
+SHAPES = [(5, 17), (5, 17), (5, 17), (1, 1), (3, 2), (0, 4), (3, 0)]
+LARGEST_SCALE = {torch.float16: 1.0, torch.bfloat16: 1e20, torch.float32: 1e20, torch.float64: 1e200}
+
+
+@st.composite
+def batches(draw):
+    """Batches of any shape, float type and size of numbers; what is masked holds anything.
+
+    Some have one token, none, or advantages of one sign; in some a response has advantages of both signs.
+    """
+    rows, columns = draw(st.sampled_from(SHAPES))
+    dtype = draw(st.sampled_from(list(LARGEST_SCALE)))
+    seed, spread = draw(st.integers(0, 2**31)), draw(st.sampled_from([0.0, 0.1, 0.7, 3.0]))
+    masked = draw(st.sampled_from([0.0, 0.3, 0.3, 1.0]))
+    old, log_prob, advantages, mask = make_batch(seed, rows, columns, spread, masked, dtype=torch.float64)
+    if draw(st.booleans()):
+        advantages = advantages.roll(1, dims=1) * torch.where(torch.arange(columns) % 3 == 0, -1, 1)
+    sign = draw(st.sampled_from([None, None, None, 0, 1, -1]))
+    if sign is not None:
+        advantages = sign * advantages.abs()
+    # exp(-150) is 0 in float32. It changes all weights by one factor, and no share.
+    shift = draw(st.sampled_from([0.0, 0.0, -150.0]))
+    scale = draw(st.sampled_from([1.0, 1.0, LARGEST_SCALE[dtype], 1 / LARGEST_SCALE[dtype]]))
+    hidden = draw(st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+    tensors = old + shift, log_prob + shift, advantages * scale
+    old, log_prob, advantages = (torch.where(mask, tensor, hidden).to(dtype) for tensor in tensors)
+    return [old, with_one_ratio_each(old, log_prob), advantages, mask]
+
+
+def with_one_ratio_each(old, log_prob):
+    """``log_prob`` where a token's ``exp`` has the same bits whatever stands beside it, which depends on the machine.
+
+    Elsewhere it is ``old``, whose ratio is 1.
+    """
+    alone = [ratios(*pair) for pair in zip(old.flatten(), log_prob.flatten(), strict=True)]
+    if not alone:
+        return log_prob
+    return torch.where(ratios(old, log_prob) == torch.stack(alone).view_as(old), log_prob, old)
+
+
+@st.composite
+def searches(draw):
+    """A batch, a config and a dual clip. Some tokens lie beside candidates, and some ratios exactly at a bound."""
+    batch, config, clip_ratio_c = draw(batches()), draw(configs()), draw(st.sampled_from([None, 1.5, 3.0]))
+    old, log_prob, _, mask = batch
+    if draw(st.booleans()):  # the rounding of the logarithm decides on which side of a candidate a token is
+        points = torch.cat([config.lower.points(), config.upper.points()]).clamp(min=1e-3)
+        chosen = points[torch.arange(mask.numel()) % len(points)].reshape(mask.shape)
+        old[mask] = 0.0
+        batch[1] = with_one_ratio_each(old, torch.where(mask, chosen.log().to(old.dtype), log_prob))
+    if draw(st.booleans()):
+        found = response_tokens(*batch)[0].tolist()
+        below, above = [r for r in found if r < 0.99], [r for r in found if 1.01 < r < 4]
+        if below:
+            start = draw(st.sampled_from(below))
+            config = replace(config, ratio_lower_start=start, ratio_lower_max=max(start, config.ratio_lower_max))
+        if above:
+            start = draw(st.sampled_from(above))
+            config = replace(config, ratio_upper_start=start, ratio_upper_max=max(start, config.ratio_upper_max))
+            clip_ratio_c = draw(st.sampled_from(above)) if clip_ratio_c else None
+    return batch, config, clip_ratio_c
+
+
 def values_found(*batch_and_config, **settings):
     """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
     return read_values(*find_clip_bounds(*batch_and_config, **settings))
-
-
-def same_bits(a, b):
-    """Whether two scalar tensors hold the same number, bit for bit."""
-    return float(a).hex() == float(b).hex()

@@ -9,10 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-import warnings
-from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -63,46 +59,13 @@ def _end(process):
         return process.wait()
 
 
-@contextmanager
-def waits_for_the_gpu(on_gpu):
-    """Counts where the host waits for the GPU: in ``ours``, in ``verl`` or elsewhere (``other``)."""
-    counts: Counter[str] = Counter()
-
-    def show(message, *_, **__):
-        if "called a synchronizing" in str(message):
-            counts[whose_code_calls()] += 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield counts
-        finally:
-            if on_gpu:
-                torch.cuda.set_sync_debug_mode("default")
-
-
-def whose_code_calls():
-    """The innermost frame that is ours or verl's decides."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename.startswith((f"{ROOT}/bapo/", f"{ROOT}/recipe/")):
-            return "ours"
-        if "/verl/" in frame.f_code.co_filename:
-            return "verl"
-    return "other"
-
-
 def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entropy=False, repeats=0):
     """One update, then ``repeats`` more that are timed.
 
     Returns:
-        A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``waits`` for the GPU by
-        whose code waits; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an ``update``,
-        and of the ``pass`` in it.
+        A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``weights``, their
+        number; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an update with the pass
+        and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 
@@ -128,36 +91,19 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
     tu.assign_non_tensor(data, calculate_entropy=entropy)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with waits_for_the_gpu(on_gpu) as waits:
-        actor.train_batch(data)
+    actor.train_batch(data)
     seen = {
         "record": [json.loads(line) for line in (record / f"rank{rank}.jsonl").read_text().splitlines()],
         "log_probs": dtypes[0],
-        "waits": dict(waits),
         "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
     }
     if repeats:
-        seen["seconds"] = {
-            "update": seconds_of(lambda: actor.train_batch(data), repeats, on_gpu),
-            "pass": seconds_of(lambda: actor._bounds_before_training(data), repeats, on_gpu),
-        }
+        from scripts.benchmark.update import seconds_of_updates
+
+        seen["seconds"] = seconds_of_updates(actor, data, repeats)
     seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
     return seen
-
-
-def seconds_of(call, repeats, on_gpu):
-    """The least of some calls: what others do on the machine only adds."""
-    times = []
-    for _ in range(repeats):
-        if on_gpu:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 if __name__ == "__main__":

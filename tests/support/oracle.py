@@ -1,9 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithm 1 as it is written: one candidate at a time, every sum afresh. The reference for the vectorised search."""
+"""The search, its diagnostics and the loss as they are defined: one candidate and one token at a time, in float64.
+
+The reference for the vectorised code. Change it only where a definition changes.
+"""
 
 import math
 
 import torch
+
+
+def ratios(old_log_prob, log_prob):
+    """``exp`` of the clamped difference, in float32 or wider; any shape."""
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-20, 20).exp()
+
+
+def response_tokens(old_log_prob, log_prob, advantages, mask):
+    """Of the response tokens, 1-D and float64: ratios, advantages, old log-probs and log-probs."""
+    tensors = ratios(old_log_prob, log_prob), advantages, old_log_prob, log_prob
+    return [tensor[mask.bool()].double() for tensor in tensors]
 
 
 def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c):
@@ -26,12 +41,8 @@ def grid_point(start, maximum, step, k):
 
 def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_ratio_c=None):
     """The bounds by the literal loop: (low, high, rho, rho at the start, steps taken, saturated)."""
-    mask = mask.bool()
-    old = old_log_prob[mask]
-    dtype = torch.promote_types(log_prob.dtype, torch.float32)
-    ratio = (log_prob[mask].to(dtype) - old.to(dtype)).clamp(-20, 20).exp().double()
-    adv = advantages[mask].double()
-    weight = old.double().exp() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
+    ratio, adv, old, _ = response_tokens(old_log_prob, log_prob, advantages, mask)
+    weight = old.exp() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
 
     def point(side, k):
         return grid_point(*(getattr(config, f"ratio_{side}_{part}") for part in ("start", "max", "step")), k)
@@ -50,3 +61,32 @@ def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_rat
         if reached or (low == last["lower"] and high == last["upper"]):
             return low, high, rho, start, sum(k.values()), not reached
         k[first if point(first, k[first]) < last[first] else second] += 1
+
+
+def share(part, whole):
+    """0 where there is nothing to divide by."""
+    return float(part) / float(whole) if whole > 0 else 0.0
+
+
+def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
+    """The metrics of ``bapo.Diagnostics`` but the counts of bad input, by name."""
+    ratio, adv, *_ = response_tokens(old_log_prob, log_prob, advantages, mask)
+    positive, negative, size = adv > 0, adv < 0, ratio * adv.abs()
+    responses = {sign: ((advantages * sign > 0) & mask.bool()).any(1).sum() for sign in (1, -1)}
+    return {
+        "positive_token_fraction": share(positive.sum(), len(adv)),
+        "clipfrac_positive": share((positive & (ratio >= high)).sum(), positive.sum()),
+        "clipfrac_negative": share((negative & (ratio <= low)).sum(), negative.sum()),
+        "length_positive": share(positive.sum(), responses[1]),
+        "length_negative": share(negative.sum(), responses[-1]),
+        "effective_sample_size": share(ratio.sum() ** 2, len(adv) * (ratio**2).sum()),
+        "negative_unbounded_share": share(size[negative & (ratio > 3)].sum(), size.sum()),
+    }
+
+
+def surrogate(ratio, advantage, low, high, clip_ratio_c):
+    """PPO's clipped objective of a token with verl's dual clip, and its derivative with respect to the ratio."""
+    objective = min(ratio * advantage, min(max(ratio, low), high) * advantage)
+    if clip_ratio_c is not None and advantage < 0:
+        objective = max(objective, clip_ratio_c * advantage)
+    return objective, advantage if objective == ratio * advantage else 0.0

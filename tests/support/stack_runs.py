@@ -4,6 +4,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -51,6 +52,15 @@ def log_of(output, lines=40):
 def explain(run, output):
     """What to read when a run failed."""
     return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
+
+
+def free_ports(count):
+    """Ports that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 def temporary_files():

@@ -2,6 +2,9 @@
 """BAPOConfig only validates, and says what is wrong."""
 
 import pytest
+from hypothesis import given
+from support.batches import configs
+from support.oracle import grid_point
 
 from bapo import BAPOConfig
 
@@ -48,11 +51,13 @@ def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
 def test_start_equal_to_max_fixes_a_bound():
     config = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
     assert config.lower.fixed and config.upper.fixed and config.fixed
-    assert config.lower.points().tolist() == [0.8] and config.upper.points().tolist() == [1.28]
     one = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8)
     assert one.lower.fixed and not one.upper.fixed and not one.fixed
 
 
-def test_the_last_step_ends_at_the_maximum_when_the_width_is_no_multiple():
-    config = BAPOConfig(ratio_upper_start=1.2, ratio_upper_max=1.5, ratio_upper_step=0.2)
-    assert config.upper.steps == 2 and config.upper.points().tolist() == [1.2, 1.2 + 0.2, 1.5]
+@given(configs())
+def test_the_points_of_a_range_are_start_plus_steps_and_last_the_maximum(config):
+    for part in (config.upper, config.lower):
+        expected = [grid_point(part.start, part.maximum, part.step, k) for k in range(part.steps + 1)]
+        assert part.points().tolist() == expected and expected[-1] == part.maximum
+        assert expected == sorted(set(expected))

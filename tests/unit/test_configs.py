@@ -40,29 +40,11 @@ def test_the_trainer_config_shows_every_switch_with_its_default():
     assert set(BAPOConfig.__dataclass_fields__) <= set(shown)
 
 
-def test_every_switch_of_the_trainer_config_has_a_comment():
-    text = (ROOT / "recipe/bapo/config/bapo_trainer.yaml").read_text()
-    block = re.search(r"^    policy_loss:\n((?:      .*\n)+)", text, re.M).group(1).splitlines()
-    keys = [line.split(":")[0].strip() for line in block if not line.strip().startswith("#")]
-    after_a_comment = {
-        line.split(":")[0].strip() for above, line in zip(block, block[1:], strict=False) if above.strip()[0] == "#"
-    }
-    families = {key.rpartition("_")[0] for key in after_a_comment}  # ratio_lower_start speaks for _max and _step
-    uncommented = {key for key in keys if key not in after_a_comment and key.rpartition("_")[0] not in families}
-    assert uncommented == {"_target_", "loss_mode"}
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_rays_settings_of_a_platform_are_literal(platform):
     """verl's own entry point hands them to Ray without resolving them."""
     settings = OmegaConf.load(ROOT / f"recipe/bapo/config/platform/{platform}.yaml")
     assert "${" not in str(OmegaConf.to_container(OmegaConf.create(settings.get("ray_kwargs", {}))))
-
-
-def test_the_defaults_are_grpo_without_kl():
-    config = compose_in_groups()
-    assert config.algorithm.adv_estimator == "grpo" and not config.actor_rollout_ref.actor.use_kl_loss
-    assert config.run_dir == "runs/bapo"
 
 
 def test_the_runs_folder_comes_from_the_environment(monkeypatch):
@@ -112,7 +94,7 @@ def documented_methods():
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["gpu", "cpu_example"])  # the latter chooses a method of its own
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_what_the_table_says_under_every_size(method, size):
     loss = check(compose_in_groups("experiment=example", f"size={size}", f"method={method}"))
@@ -152,83 +134,44 @@ def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
     size = "cpu" if platform == "cpu" and not name.startswith("paper_") else "gpu"
     config = compose_in_groups(f"experiment={name}", f"size={size}", f"platform={platform}")
     check(config)
+    actor, rollout, model = (config.actor_rollout_ref[part] for part in ("actor", "rollout", "model"))
     assert config.trainer.device == ("cpu" if platform == "cpu" else "cuda")
     if name == "separate_async":
-        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend == ("gloo" if platform == "cpu" else "nccl")
+        assert rollout.checkpoint_engine.backend == ("gloo" if platform == "cpu" else "nccl")
     if platform == "gpu_without_flash_attn":
         longest = config.data.max_prompt_length + config.data.max_response_length
-        assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == longest
-        assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == longest
-        assert config.actor_rollout_ref.actor.entropy_from_logits_with_chunking
-        model = config.actor_rollout_ref.model  # no logits, and no padding to the longest sequence of a micro-batch
-        assert model.use_fused_kernels and model.use_remove_padding
+        assert actor.ppo_max_token_len_per_gpu == rollout.log_prob_max_token_len_per_gpu == longest
+        # No logits, and no padding to the longest sequence of a micro-batch.
+        assert actor.entropy_from_logits_with_chunking and model.use_fused_kernels and model.use_remove_padding
         assert model.override_config.attn_implementation == "sdpa"
-
-
-def test_the_papers_settings():
-    paper, octothinker = (
-        compose_in_groups("experiment=example", "size=gpu", f"method={m}") for m in ("paper", "paper_octothinker")
-    )
-    for config, target, lower, upper in ((paper, 0.4, 0.6, 3.0), (octothinker, 0.45, 0.8, 2.0)):
-        loss = check(config)
-        assert loss.positive_contribution_target == target
-        assert (loss.ratio_lower_start, loss.ratio_lower_max) == (lower, 0.9)
-        assert (loss.ratio_upper_start, loss.ratio_upper_max) == (1.2, upper)
 
 
 def loss_of(name):
     return check(compose_in_groups("experiment=example", "size=gpu", f"method={name}"))
 
 
-def test_eq_8_to_the_letter_is_a_value_of_the_target():
-    literal, paper = loss_of("eq8_literal"), loss_of("paper")
+def test_published_settings_of_another_definition_are_values_of_the_target():
+    paper, literal, script = (loss_of(name) for name in ("paper", "eq8_literal", "authors_script"))
     rho0 = paper.positive_contribution_target
     assert literal.positive_contribution_target == pytest.approx(rho0 / (1 + 2 * rho0), abs=5e-5)
     assert replace(literal, positive_contribution_target=rho0) == paper
-
-
-def test_the_authors_code_with_the_values_of_its_yaml_and_of_its_script():
-    yaml, script = loss_of("authors_code"), loss_of("authors_script")
     assert script.positive_contribution_target == pytest.approx(0.5 / (1 + 0.5))  # their target is P/N
-    assert (script.ratio_lower_start, script.ratio_lower_max, script.ratio_lower_step) == (0.8, 0.95, 0.05)
-    assert (script.ratio_upper_start, script.ratio_upper_max, script.ratio_upper_step) == (1.2, 2.0, 0.1)
-    of_the_yaml = {"positive_contribution_target": 0.5, "ratio_lower_start": 0.6, "ratio_lower_max": 0.8}
-    assert replace(script, **of_the_yaml, ratio_upper_step=0.05) == yaml  # nothing else differs
-    assert (yaml.token_weight, yaml.search_order, yaml.bound_scope) == ("uniform", "lower_first", "micro_batch")
 
 
-@pytest.mark.parametrize(
-    "name, model_length, staleness",
-    [
-        ("paper_7b", 8192, 8),
-        ("paper_llama_3b", 8192, 8),
-        ("paper_32b", 65536, 4),
-        ("paper_r1_32b", 65536, 4),
-        ("paper_7b_64k", 65536, 4),
-        ("paper_32k", 32768, 4),
-    ],
-)
-def test_the_papers_scale(name, model_length, staleness):
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("paper_")])
+def test_the_papers_settings_fit_their_own_limits(name):
     config = compose_in_groups(f"experiment={name}", "size=gpu")
-    loss = check(config)
-    assert loss.positive_contribution_target == (0.45 if name == "paper_llama_3b" else 0.4)
+    check(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert actor.optim.lr == 2e-6 and rollout.temperature == 0.6 and actor.clip_ratio_c > 1e6
-    assert config.data.max_response_length == model_length and rollout.val_kwargs.n == 16
-    assert config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs == staleness
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert actor.ppo_max_token_len_per_gpu * sequence_parallel(config)[1] >= longest
     assert sequence_parallel(config)[0].endswith("fsdp_config.ulysses_sequence_parallel_size")  # not the deprecated key
-    assert not actor.fsdp_config.param_offload and not actor.fsdp_config.optimizer_offload
-    if name == "paper_32b":  # verl's own 8,192 would read a resumed response in nine steps
-        assert rollout.max_num_batched_tokens > 8192
-    script = (actor.optim.weight_decay, actor.optim.lr_warmup_steps_ratio, config.trainer.total_training_steps)
-    assert (script == (0.1, 0.1, 1000)) == (model_length == 8192)  # what these two take from the authors' script
     assert (rollout.max_model_len or longest) >= longest
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("staleness", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("staleness", [1, 32])
 def test_staleness_is_updates_per_rollout_batch(staleness, size):
     config = compose_in_groups("experiment=replay", f"size={size}")
     config.staleness = staleness
@@ -251,22 +194,13 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
     config = compose_in_groups(f"experiment={name}", f"size={size}")
     check(config)
     assert config.trainer.v1.trainer_mode == mode and "the policy that sampled" in check_ratio(config)
-    assert config.actor_rollout_ref.actor.calculate_entropy
+    actor = config.actor_rollout_ref.actor
+    assert actor.calculate_entropy
     if size == "gpu":  # without its logits in float32
-        actor = config.actor_rollout_ref.actor
         assert actor.entropy_from_logits_with_chunking and actor.entropy_checkpointing
     if mode == "separate_async":  # what verl asserts
         steps = config.trainer.v1.separate_async.parameter_sync_step
-        assert steps > 1
-        assert config.data.train_batch_size == steps * config.actor_rollout_ref.actor.ppo_mini_batch_size
-        assert config.actor_rollout_ref.rollout.nnodes > 0 and config.actor_rollout_ref.rollout.n_gpus_per_node > 0
-        assert config.actor_rollout_ref.rollout.checkpoint_engine.backend != "naive"
-
-
-def test_a_switch_is_overridden_without_a_plus():
-    override = "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4"
-    config = compose_in_groups(f"experiment={EXPERIMENTS[0]}", override)
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).positive_contribution_target == 0.4
+        assert steps > 1 and config.data.train_batch_size == steps * actor.ppo_mini_batch_size
 
 
 def test_a_submitted_job_gets_every_variable_that_a_config_reads():

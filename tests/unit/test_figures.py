@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's picture: its curves by hand, and that its updates are a stored run's."""
+"""The README's picture: its updates are a stored run's."""
 
 import json
 
 import pytest
 from matplotlib import image
 
-from scripts.figures.first_screen import draw, recorded_run, surrogate
+from scripts.figures.first_screen import draw, recorded_run
 from scripts.study.example import PICTURED, RESULTS, example_settings
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, expected",
-    [(0.5, 1, 0.5), (1.1, 1, 1.1), (2.0, 1, 1.2), (0.5, -1, -0.8), (0.9, -1, -0.9), (2.0, -1, -2.0)],
-)
-def test_the_surrogate_by_hand(ratio, advantage, expected):
-    assert surrogate(ratio, advantage, 0.8, 1.2) == expected
 
 
 def test_its_updates_are_the_first_of_the_first_seed_and_meet_the_target_in_every_way():

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped surrogate: by hand, its gradient, and what is under the mask."""
+"""The clipped surrogate by hand and against its definition token by token, and its part in the contribution."""
 
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
-from support.batches import make_batch
+from hypothesis import given, settings
+from support import oracle
+from support.batches import batches, make_batch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo.loss import masked_mean
 
 
 def test_three_tokens_by_hand():
@@ -25,144 +29,117 @@ def test_three_tokens_by_hand():
     assert log_prob.grad.abs().max() == 0
 
 
-def test_inside_the_bounds_the_gradient_is_the_ratio_times_the_advantage():
-    log_prob = torch.tensor([[1.1, 0.9]]).log().requires_grad_()
-    advantages = torch.tensor([[1.0, -2.0]])
-    clipped_surrogate_loss(torch.zeros(1, 2), log_prob, advantages, torch.ones(1, 2), 0.8, 1.2).loss.backward()
-    torch.testing.assert_close(log_prob.grad, torch.tensor([[-1.1 / 2, 2 * 0.9 / 2]]))
+def by_definition(batch, low, high, clip_ratio_c, weights):
+    """The figures of the loss, each with the size of what was added up; and the gradient, for ratios off the bounds."""
+    mask = batch[3]
+    columns = [tensor.tolist() for tensor in (*oracle.response_tokens(*batch), weights[mask].double())]
+    tokens, gradient = max(1, len(columns[0])), []
+    losses, kl, clipped, dual_clipped, weighted = [], [], 0, 0, []
+    for ratio, advantage, _, log_prob, weight in zip(*columns, strict=True):
+        objective, derivative = oracle.surrogate(ratio, advantage, low, high, clip_ratio_c)
+        is_dual = clip_ratio_c is not None and advantage < 0 and ratio > clip_ratio_c
+        dual_clipped += is_dual
+        clipped += objective != ratio * advantage and not is_dual
+        losses.append(-weight * objective / tokens)
+        kl.append(-math.log(ratio) / tokens)
+        weighted.append((ratio, ratio * derivative, log_prob))
+        gradient.append(-weight * derivative * ratio / tokens if abs(math.log(ratio)) < 19.99 else 0.0)
+    total = sum(ratio for ratio, *_ in weighted) or 1.0
+    mean = sum(ratio * log_prob for ratio, _, log_prob in weighted) / total
+    covariances = [kept * (log_prob - mean) / total for _, kept, log_prob in weighted]
+    size = sum(abs(kept) * (abs(log_prob) + abs(mean)) / total for _, kept, log_prob in weighted)
+    return {
+        "loss": (sum(losses), sum(map(abs, losses))),
+        "ppo_kl": (sum(kl), sum(map(abs, kl))),
+        "pg_clipfrac": (clipped / tokens, 1.0),
+        "pg_clipfrac_lower": (dual_clipped / tokens, 1.0),
+        "entropy_covariance": (sum(covariances), size),
+    }, gradient
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_gradient_contribution_is_the_autograd_sum(seed):
-    config = BAPOConfig(contribution="gradient", token_weight="uniform", positive_contribution_target=0.6)
-    old, log_prob, advantages, mask = make_batch(seed, dtype=torch.float64)
-    statistics = collect_clip_statistics(old, log_prob, advantages, mask, config, clip_ratio_c=3.0)
-    bounds = search_clip_bounds(statistics, config)
-    log_prob.requires_grad_()
-    clipped_surrogate_loss(
-        old, log_prob, advantages, mask, bounds.low, bounds.high, 3.0, aggregate=lambda loss, mask: loss.sum()
-    ).loss.backward()
-    p = log_prob.grad.abs()[advantages > 0].sum().item()
-    n = log_prob.grad.abs()[advantages < 0].sum().item()
-    assert bounds.positive_contribution.item() == pytest.approx(p / (p + n), rel=1e-9)
+def mean_as_in_verl(loss, mask):
+    """verl multiplies by the mask, so that what is masked has to be finite."""
+    return (loss * mask).sum() / mask.sum().clamp(min=1)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_value_contribution_is_the_share_of_the_loss(seed):
-    config = BAPOConfig(token_weight="uniform", positive_contribution_target=0.6)
-    old, log_prob, advantages, mask = make_batch(seed, dtype=torch.float64)
-    bounds = search_clip_bounds(collect_clip_statistics(old, log_prob, advantages, mask, config), config)
+@settings(max_examples=20 * settings.default.max_examples)
+@given(
+    batches(),
+    st.sampled_from([None, 1.5, 3.0]),
+    st.booleans(),
+    st.integers(0, 2**31),
+    st.sampled_from([masked_mean, mean_as_in_verl]),
+)
+def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exactly_at_a_bound, seed, aggregate):
+    old, log_prob, advantages, mask = batch
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.where(mask, 2 * torch.rand(mask.shape, generator=generator), math.nan)
+    ratio = oracle.response_tokens(*batch)[0]
+    low, high = 0.75, 1.25  # in any float type
+    below, above = ratio[ratio < 0.99].tolist(), ratio[ratio > 1.01].tolist()
+    if exactly_at_a_bound and below and above:
+        low, high = below[0], above[0]
+        clip_ratio_c = above[-1] if clip_ratio_c else None
+    old.requires_grad_(), log_prob.requires_grad_(), advantages.requires_grad_()
+    result = clipped_surrogate_loss(old, log_prob, advantages, mask, low, high, clip_ratio_c, weights, aggregate)
+    expected, gradient = by_definition([t.detach() for t in batch], low, high, clip_ratio_c, weights)
+    for name, (value, size) in expected.items():
+        assert getattr(result, name).item() == pytest.approx(value, rel=0, abs=1e-5 * size), name
 
-    def part(rows):
-        loss = clipped_surrogate_loss(old, log_prob, advantages, mask & rows, bounds.low, bounds.high)
-        return abs(loss.loss.item()) * (mask & rows).sum().item()
-
-    p, n = part(advantages > 0), part(advantages < 0)
-    assert bounds.positive_contribution.item() == pytest.approx(p / (p + n), rel=1e-9)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_masked_changes_neither_loss_nor_gradient(value):
-    old, log_prob, advantages, mask = make_batch(2)
-    weights = torch.rand(old.shape)
-
-    def loss_and_gradient(old, log_prob, advantages, weights):
-        log_prob = log_prob.clone().requires_grad_()
-        loss = clipped_surrogate_loss(old, log_prob, advantages, mask, 0.7, 1.4, 3.0, rollout_is_weights=weights).loss
-        loss.backward()
-        return loss.item(), log_prob.grad
-
-    loss, gradient = loss_and_gradient(old, log_prob, advantages, weights)
-    spoiled = [torch.where(mask, tensor, value) for tensor in (old, log_prob, advantages, weights)]
-    spoiled_loss, spoiled_gradient = loss_and_gradient(*spoiled)
-    assert spoiled_loss == loss and torch.equal(spoiled_gradient, gradient)
-    assert (spoiled_gradient[~mask] == 0).all()
+    result.loss.backward()
+    assert old.grad is None and advantages.grad is None and not log_prob.grad[~mask].any()
+    smooth = torch.tensor([r not in (low, high, clip_ratio_c) for r in ratio.tolist()], dtype=torch.bool)
+    found, gradient = log_prob.grad[mask].double(), torch.tensor(gradient, dtype=torch.float64)
+    rounding = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(log_prob.dtype, 1e-5)
+    smallest = torch.finfo(log_prob.dtype).tiny  # below it a gradient loses bits
+    torch.testing.assert_close(found[smooth], gradient[smooth], rtol=rounding, atol=smallest)
 
 
-@pytest.mark.parametrize("advantage, mask", [(0.0, 1), (1.0, 0)])
-def test_nothing_to_learn_is_a_loss_of_0_that_can_be_walked_backward(advantage, mask):
-    log_prob = torch.zeros(2, 3, requires_grad=True)
-    loss = clipped_surrogate_loss(
-        torch.zeros(2, 3), log_prob, torch.full((2, 3), advantage), torch.full((2, 3), mask), 0.6, 1.2
-    ).loss
-    loss.backward()
-    assert loss.item() == 0 and (log_prob.grad == 0).all()
+@pytest.mark.parametrize("bound, sign", [("clip_ratio_c", -1.0), ("high", 1.0), ("low", -1.0)])
+def test_a_token_exactly_at_a_bound_is_not_clipped(bound, sign):
+    log_prob = torch.tensor([[-0.5 if bound == "low" else 0.5]])
+    bounds = {"low": 0.1, "high": 9.0, "clip_ratio_c": 9.0, bound: log_prob.exp().item()}
+    result = clipped_surrogate_loss(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), torch.ones(1, 1), **bounds)
+    assert (result.pg_clipfrac.item(), result.pg_clipfrac_lower.item()) == (0, 0)
+    assert result.loss.item() == pytest.approx(-sign * bounds[bound])
+
+
+@pytest.mark.parametrize("kind", ["value", "gradient"])
+def test_the_contribution_at_the_bounds_is_the_losss_own_share(kind):
+    config = BAPOConfig(contribution=kind, token_weight="uniform", positive_contribution_target=0.6)
+    for seed in range(20):
+        old, log_prob, advantages, mask = make_batch(seed, dtype=torch.float64)
+        clip_ratio_c = 3.0 if kind == "gradient" else None
+        bounds, _ = find_clip_bounds(old, log_prob, advantages, mask, config, clip_ratio_c=clip_ratio_c)
+        log_prob.requires_grad_()
+
+        def part(rows, batch=(old, log_prob, advantages, mask), limits=(bounds.low, bounds.high, clip_ratio_c)):
+            *tensors, mask = batch
+            loss = clipped_surrogate_loss(
+                *tensors, mask & rows, *limits, aggregate=lambda loss, mask: torch.where(mask, loss, 0).sum()
+            ).loss
+            return loss.abs() if kind == "value" else torch.autograd.grad(loss, tensors[1])[0].abs().sum()
+
+        p, n = part(advantages > 0), part(advantages < 0)
+        assert bounds.positive_contribution.item() == pytest.approx((p / (p + n)).item(), rel=1e-9)
 
 
 def test_the_gradient_per_token_does_not_depend_on_the_cut():
     old, log_prob, advantages, mask = make_batch(4, rows=6)
     tokens = mask.sum()
-
-    def gradient(pieces):
+    gradients = []
+    for pieces in (1, 2, 3, 6):
         leaf = log_prob.clone().requires_grad_()
-        total = 0.0
         for rows in torch.arange(6).tensor_split(pieces):
-            loss = clipped_surrogate_loss(
-                old[rows],
-                leaf[rows],
-                advantages[rows],
-                mask[rows],
-                torch.tensor(0.7, dtype=torch.float64),
-                torch.tensor(1.4, dtype=torch.float64),
-                3.0,
+            clipped_surrogate_loss(
+                *(tensor[rows] for tensor in (old, leaf, advantages, mask)),
+                low=torch.tensor(0.7, dtype=torch.float64),
+                high=torch.tensor(1.4, dtype=torch.float64),
+                clip_ratio_c=3.0,
                 aggregate=lambda loss, mask: torch.where(mask, loss, 0).sum() / tokens,
-            ).loss
-            loss.backward()
-            total += loss.item()
-        return total, leaf.grad
-
-    whole, whole_gradient = gradient(1)
-    for pieces in (2, 3, 6):
-        total, cut = gradient(pieces)
-        assert torch.equal(cut, whole_gradient)
-        assert total == pytest.approx(whole, rel=1e-6)
-
-
-def test_only_the_policy_gets_a_gradient():
-    old, advantages = torch.zeros(1, 2, requires_grad=True), torch.tensor([[1.0, -2.0]], requires_grad=True)
-    log_prob = torch.tensor([[0.05, -0.05]], requires_grad=True)
-    clipped_surrogate_loss(old, log_prob, advantages, torch.ones(1, 2), 0.8, 1.2).loss.backward()
-    assert log_prob.grad.abs().min() > 0 and old.grad is None and advantages.grad is None
-
-
-def test_a_second_derivative_is_that_of_the_loss():
-    # Inside the bounds the loss is -A * exp(log_prob - old), which is its own second derivative.
-    log_prob = torch.tensor([[1.1, 0.9, 1.5]]).log().requires_grad_()
-    advantages, mask = torch.tensor([[1.0, -2.0, 1.0]]), torch.ones(1, 3)
-    loss = clipped_surrogate_loss(torch.zeros(1, 3), log_prob, advantages, mask, 0.8, 1.2).loss
-    (gradient,) = torch.autograd.grad(loss, log_prob, create_graph=True)
-    (second,) = torch.autograd.grad(gradient.sum(), log_prob)
-    torch.testing.assert_close(second, torch.tensor([[-1.1 / 3, 2 * 0.9 / 3, 0.0]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_advantages_beyond_the_range_of_float32_make_a_finite_loss(dtype):
-    advantages = torch.tensor([[1e200, -1e200]], dtype=torch.float64)
-    log_prob = torch.tensor([[0.1, 0.0]], dtype=dtype)
-    result = clipped_surrogate_loss(torch.zeros(1, 2, dtype=dtype), log_prob, advantages, torch.ones(1, 2), 0.8, 1.2)
-    assert result.loss.item() == pytest.approx(-1e200 * (math.exp(0.1) - 1) / 2, rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_types_lose_nothing_beyond_their_inputs(dtype):
-    for seed in range(5):
-        old, log_prob, advantages, mask = make_batch(seed, dtype=dtype)
-        found, expected = (
-            clipped_surrogate_loss(*(tensor.to(kind) for tensor in (old, log_prob, advantages)), mask, 0.8, 1.2, 3.0)
-            for kind in (dtype, torch.float32)
-        )
-        for name, value in vars(expected).items():
-            assert torch.equal(getattr(found, name), value), name
-
-
-def test_a_dual_clip_that_is_not_above_1_is_refused():
-    with pytest.raises(ValueError, match="clip_ratio_c=1.0"):
-        clipped_surrogate_loss(*make_batch(0), low=0.8, high=1.2, clip_ratio_c=1.0)
-
-
-def test_the_bounds_the_search_tries_are_around_1():
-    config = BAPOConfig()
-    assert config.lower.points().max() < 1 < config.upper.points().min()
+            ).loss.backward()
+        gradients.append(leaf.grad)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def softmax_policy(seed):
@@ -200,26 +177,5 @@ def test_the_entropy_covariance_predicts_the_change_of_entropy():
         policy = log_prob.detach().exp()
         step = policy * (kept - (policy * kept).sum())
         torch.testing.assert_close(-gradient, step)
-        mean = (policy * log_prob.detach()).sum()
-        by_gradient = change_of_entropy(logits, step)
-        assert by_gradient == pytest.approx(
-            -(policy * (log_prob.detach() - mean) * step).sum().item(), rel=1e-4, abs=1e-8
-        )
-        signs.add((by_natural_gradient > 0, by_gradient > 0))
+        signs.add((by_natural_gradient > 0, change_of_entropy(logits, step) > 0))
     assert len(signs) == 4  # the two can differ in sign: docs/algorithm.md
-
-
-def test_the_entropy_covariance_of_no_tokens_is_0():
-    log_prob = torch.full((2, 3), math.nan)
-    found = clipped_surrogate_loss(log_prob, log_prob, log_prob, torch.zeros(2, 3), 0.8, 1.2)
-    assert found.entropy_covariance.item() == 0
-
-
-def test_what_is_masked_does_not_enter_the_entropy_covariance():
-    batch = make_batch(4, masked=0, dtype=torch.float64)
-    padded = [
-        torch.nn.functional.pad(tensor, (0, 5), value=value)
-        for tensor, value in zip(batch, [math.nan] * 3 + [False], strict=True)
-    ]
-    found = [clipped_surrogate_loss(*tensors, 0.8, 1.2).entropy_covariance.item() for tensors in (batch, padded)]
-    assert found[0] == pytest.approx(found[1]) and abs(found[0]) > 1e-2

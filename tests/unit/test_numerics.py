@@ -37,9 +37,9 @@ def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16))
     return [torch.where(mask, seen, unseen) for seen, unseen in zip(visible, hidden, strict=True)] + [mask]
 
 
-@settings(max_examples=4 * settings.default.max_examples, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(extreme_batches(), configs())
-def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
+def test_bounds_metrics_loss_and_gradient_are_finite_and_in_range(batch, config):
     found = values_found(*batch, config, clip_ratio_c=DUAL_CLIP)
     assert all(math.isfinite(value) for value in found.values())
     assert config.ratio_lower_start <= found["low"] <= config.ratio_lower_max
@@ -48,53 +48,26 @@ def test_bounds_and_their_metrics_are_finite_and_in_range(batch, config):
         assert 0 <= found[name] <= 1, name
     assert found["saturated"] in (0, 1) and 0 <= found["search_steps"] <= config.upper.steps + config.lower.steps
 
-
-@settings(max_examples=4 * settings.default.max_examples, deadline=None)
-@given(extreme_batches(), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
-def test_the_loss_and_its_gradient_are_finite(batch, bounds):
     old, log_prob, advantages, mask = batch
     leaf = log_prob.detach().requires_grad_()
-    result = clipped_surrogate_loss(old, leaf, advantages, mask, *bounds, DUAL_CLIP)
+    result = clipped_surrogate_loss(old, leaf, advantages, mask, found["low"], found["high"], DUAL_CLIP)
     result.loss.backward()
     assert result.loss.isfinite() and leaf.grad.isfinite().all() and not leaf.grad[~mask].any()
-    for value in (result.pg_clipfrac, result.pg_clipfrac_lower):
-        assert 0 <= value <= 1
-    assert result.ppo_kl.isfinite()
+    assert result.ppo_kl.isfinite() and 0 <= result.pg_clipfrac <= 1 and 0 <= result.pg_clipfrac_lower <= 1
 
 
-@settings(max_examples=2 * settings.default.max_examples, deadline=None)
-@given(extreme_batches(), st.data())
-def test_a_bad_token_is_the_named_error(batch, data):
-    mask = batch[3]
-    assume(mask.any())
-    index = data.draw(st.integers(0, 2))
-    row, column = data.draw(st.sampled_from(mask.nonzero().tolist()))
-    batch[index][row, column] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
-    found = find_clip_bounds(*batch, data.draw(configs()), clip_ratio_c=DUAL_CLIP)
+@settings(max_examples=2 * settings.default.max_examples)
+@given(extreme_batches(), st.integers(0, 2), st.randoms(), st.sampled_from([math.nan, math.inf, -math.inf]), configs())
+def test_bad_tokens_are_named_and_counted(batch, index, random, value, config):
+    places = batch[3].nonzero().tolist()
+    assume(places)
+    bad = random.sample(places, random.randint(1, len(places)))
+    for row, column in bad:
+        batch[index][row, column] = value
+    found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP)
     name = ("old_log_prob", "log_prob", "advantages")[index]
-    with pytest.raises(ValueError, match=rf": 1 in {name}\. No clip bounds were found"):
+    with pytest.raises(ValueError, match=rf": {len(bad)} in {name}\. No clip bounds were found"):
         read_values(*found)
-
-
-@settings(max_examples=settings.default.max_examples, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([None, 1.5, DUAL_CLIP]), st.sampled_from([(0.6, 1.2), (0.9, 3.0)]))
-def test_the_gradient_is_that_of_finite_differences(seed, clip_ratio_c, bounds):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(scale):
-        return scale * torch.randn(3, 5, generator=generator, dtype=torch.float64)
-
-    old, advantages = -normal(1.0).abs(), normal(1.0)
-    log_prob = old + normal(0.6)
-    mask = torch.rand(3, 5, generator=generator) < 0.8
-    ratio = (log_prob - old).exp()
-    kinks = [*bounds, *([clip_ratio_c] if clip_ratio_c else [])]
-    mask &= torch.stack([(ratio - kink).abs() > 1e-4 for kink in kinks]).all(0)  # no derivative there
-    assume(mask.any())
-    assert torch.autograd.gradcheck(
-        lambda value: clipped_surrogate_loss(old, value, advantages, mask, *bounds, clip_ratio_c).loss,
-        log_prob.requires_grad_(),
-    )
 
 
 def test_log_ratios_beyond_20_count_as_20_and_carry_no_gradient():

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's rollout correction beside BAPO, row by row of docs/algorithm.md's table: verl's own functions and ours."""
-
-from types import SimpleNamespace
+"""verl's rollout correction beside BAPO, as docs/algorithm.md's table has it: verl's own functions and ours."""
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from support.actor import actor_config
 from support.batches import make_batch, values_found
-from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
 
-import verl.trainer.ppo.v1.trainer_base as trainer_base
 from bapo import BAPOConfig, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from recipe.bapo.records.tokens import read_dump, write_dump
@@ -39,12 +34,6 @@ def loss_of(batch, weights=None):
     return loss.item(), read_values(*config.policy_loss.current_bounds)
 
 
-def test_nothing_set_changes_nothing():
-    batch = make_batch(3)
-    mask, weights = corrected(batch)
-    assert weights is None and torch.equal(mask, batch[3])
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_change_the_loss_and_not_the_bounds(level):
     batch = make_batch(3)
@@ -65,50 +54,6 @@ def test_rejected_tokens_count_neither_in_the_loss_nor_in_rho():
     kept = (*batch[:3], mask)
     spoiled = [torch.where(mask, tensor, torch.nan) for tensor in batch[:3]]
     assert loss_of((*spoiled, mask)) == loss_of(kept) and loss_of(kept)[1] != loss_of(batch)[1]
-
-
-class Store(dict):
-    """Stands for verl's TransferQueue: what was put can be got."""
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        return TensorDict({name: self[name] for name in select_fields if name in self}, batch_size=len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields):
-        self.update(fields.items())
-        return "put"
-
-
-def test_in_bypass_mode_the_ratio_is_against_the_sampler_and_there_are_no_weights(monkeypatch):
-    rows = [torch.arange(3.0), torch.arange(2.0)]
-    nested = {
-        name: torch.nested.as_nested_tensor([scale * row for row in rows], layout=torch.jagged)
-        for name, scale in (("rollout_log_probs", -1.0), ("rm_scores", 1.0))
-    }
-    mask = torch.nested.as_nested_tensor([torch.ones_like(row) for row in rows], layout=torch.jagged)
-    store = Store(nested, uid=NonTensorStack("a", "a"), response_mask=mask)
-    monkeypatch.setattr(trainer_base, "tq", store)
-    config = OmegaConf.create(
-        {
-            "algorithm": {
-                "rollout_correction": {"bypass_mode": True, "rollout_is": "token", "rollout_rs": "token_k1"},
-                "use_kl_in_reward": False,
-                "adv_estimator": "grpo",
-                "gamma": 1.0,
-                "lam": 1.0,
-            },
-            "actor_rollout_ref": {"rollout": {"n": 2}},
-        }
-    )
-    batch = trainer_base.KVBatchMeta(partition_id="train", keys=["a_0_0", "a_1_0"], tags=[{}, {}])
-    trainer = SimpleNamespace(config=config)
-    metrics = {}
-    trainer_base.PPOTrainer._compute_old_log_prob(trainer, batch, metrics)
-    assert [row.tolist() for row in store["old_log_probs"].unbind()] == [[0, -1, -2], [0, -1]]
-    trainer_base.PPOTrainer._compute_advantage(trainer, batch, metrics)
-    assert "advantages" in store and "rollout_is_weights" not in store and metrics == {}
-    config.algorithm.rollout_correction = {"bypass_mode": False, "rollout_is": "token"}
-    trainer_base.PPOTrainer._compute_advantage(trainer, batch, metrics)
-    assert "rollout_is_weights" in store
 
 
 def test_a_dump_holds_the_weights(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run script names what is missing or wrong in its environment in a line, before it sets anything up."""
+"""The run scripts name what is missing or wrong in their environment in a line, before they set anything up."""
 
 import json
 import os
@@ -9,31 +9,45 @@ import pytest
 from support.commands import ROOT, run_script
 from support.gpus import write_nvidia_smi
 
+MODEL_MISSING = "Error: MODEL_PATH is not set: Hugging Face folder or hub name."
+ASYNC = {"CONFIG": "separate_async"}
+
 
 @pytest.mark.parametrize(
-    "environment, overrides, message",
+    "gpus, environment, message",
     [
-        ({"TRAIN_FILE": "/no/such.parquet"}, [], "Error: TRAIN_FILE=/no/such.parquet does not exist"),
-        ({"CONFIG": "nothing"}, [], "Error: CONFIG=nothing is not usable: choose from"),
-        ({"SIZE": "nothing"}, [], "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),
-        ({"CONFIG": "paper_7b"}, [], "Error: CONFIG=paper_7b is for GPUs"),
-        ({"GPUS_PER_NODE": "many"}, [], "Error: GPUS_PER_NODE=many is not usable"),
-        ({"MODEL_PATH": "/no/such"}, [], "Error: MODEL_PATH=/no/such is not a folder"),
-        ({"TRAIN_FILE": "/tmp"}, [], "Error: TRAIN_FILE=/tmp is a folder: give a parquet file"),
-        ({"CONFIG": "../size/cpu"}, [], "Error: CONFIG=../size/cpu is not usable: choose from"),
-        ({"NNODES": "2", "VERL_PLATFORM": ""}, [], "Error: NNODES=2 but this machine has no GPU"),
-        (
-            {"RAY_ADDRESS": "http://h:1", "VERL_PLATFORM": ""},
-            [],
-            "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU",
-        ),
+        (0, {"TRAIN_FILE": "/no/such.parquet"}, "Error: TRAIN_FILE=/no/such.parquet does not exist"),
+        (0, {"TRAIN_FILE": "/tmp"}, "Error: TRAIN_FILE=/tmp is a folder: give a parquet file"),
+        (0, {"MODEL_PATH": "/no/such"}, "Error: MODEL_PATH=/no/such is not a folder"),
+        (0, {"CONFIG": "../size/cpu"}, "Error: CONFIG=../size/cpu is not usable: choose from"),
+        (0, {"SIZE": "nothing"}, "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),
+        (0, {"CONFIG": "paper_7b"}, "Error: CONFIG=paper_7b is for GPUs"),
+        (0, {"GPUS_PER_NODE": "many"}, "Error: GPUS_PER_NODE=many is not usable"),
+        # The CPU path is for this machine alone, and for who asked for it where there are GPUs of another kind.
+        (0, {"NNODES": "2"}, "Error: NNODES=2 but this machine has no GPU"),
+        (0, {"RAY_ADDRESS": "http://h:1"}, "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU"),
+        ("AMD", {}, "Error: this machine has AMD GPUs, which are not supported"),
+        (0, {"VERL_PLATFORM": "huawei"}, "Error: VERL_PLATFORM=huawei is not usable: leave it unset"),
+        (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": "0"}, MODEL_MISSING),  # verl's own name of it
+        (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": ""}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
+        (1, {}, MODEL_MISSING),
+        (8, ASYNC, MODEL_MISSING),
+        (1, ASYNC, "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample on each node, and this node has 1"),
+        (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=0"),
+        # GPUs that CUDA is told to leave are not counted, and those of a cluster are its own to count.
+        (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "and this node has 2"),
+        (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
     ],
 )
-def test_the_script_ends_before_ray_starts(environment, overrides, message, tmp_path):
-    run = run_script(*overrides, OUTPUT_DIR=str(tmp_path / "run"), **environment)
-    assert run.returncode != 0
-    assert message in run.stderr, run.stdout + run.stderr
-    assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
+def test_what_is_missing_or_wrong_is_named_in_a_line(gpus, environment, message, tmp_path):
+    if gpus == "AMD":
+        (tmp_path / "rocm-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "rocm-smi").chmod(0o755)
+    write_nvidia_smi(tmp_path, 0 if gpus == "AMD" else gpus)
+    default = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "OUTPUT_DIR": f"{tmp_path}/run"}
+    run = run_script(**default | environment)
+    assert run.returncode == 1 and message in run.stderr, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) == 1 and "Starting Ray" not in run.stdout
 
 
 def test_nothing_in_the_environment_is_run_and_json_stays_json(tmp_path):
@@ -53,37 +67,6 @@ def test_help_is_the_scripts_header():
     assert run.returncode == 0 and "--preflight [--json]" in run.stdout and "GPUS_PER_NODE" in run.stdout
 
 
-def test_those_that_train_and_sample_may_be_different_nodes_of_a_cluster(tmp_path):
-    write_nvidia_smi(tmp_path, gpus=8)
-    gpus = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CONFIG": "separate_async"}
-    apart = {**gpus, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8"}
-    alone = run_script(**apart)
-    assert "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=8 to sample on each node, and this" in alone.stderr
-    joined = run_script(**apart, RAY_ADDRESS="http://10.0.0.1:8265")
-    assert "Error: MODEL_PATH is not set" in joined.stderr  # the next thing that is asked for
-
-
-def test_gpus_that_cuda_is_told_to_leave_are_not_counted(tmp_path):
-    write_nvidia_smi(tmp_path, gpus=8)
-    chosen = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}
-    run = run_script(CONFIG="separate_async", ROLLOUT_GPUS_PER_NODE="3", **chosen)
-    assert run.returncode == 1 and "ROLLOUT_GPUS_PER_NODE=3 to sample on each node, and this node has 2" in run.stderr
-
-
-@pytest.mark.parametrize("platform", ["gpu", "huawei"])
-def test_a_platform_that_verl_or_we_do_not_know_is_named(platform):
-    run = run_script(VERL_PLATFORM=platform)
-    assert run.returncode == 1 and f"VERL_PLATFORM={platform} is not usable: leave it unset" in run.stderr
-
-
-def test_verls_own_name_of_the_platform_is_none(tmp_path):
-    write_nvidia_smi(tmp_path)
-    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia", CUDA_VISIBLE_DEVICES="0")
-    assert run.returncode == 1 and "Error: MODEL_PATH is not set" in run.stderr
-    without = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="nvidia", CUDA_VISIBLE_DEVICES="")
-    assert without.returncode == 1 and "VERL_PLATFORM=nvidia, but no GPU is visible here" in without.stderr
-
-
 def test_the_gsm8k_script_leaves_the_platform_to_verl(tmp_path, task):
     write_nvidia_smi(tmp_path)
     python = tmp_path / "bin" / "python"
@@ -99,32 +82,3 @@ def test_the_gsm8k_script_leaves_the_platform_to_verl(tmp_path, task):
     start = run.stdout.splitlines()[-1].split()
     assert start[:4] == ["platform=unset", "Qwen/Qwen2.5-0.5B-Instruct", "-m", "recipe.bapo.launch"]
     assert "experiment=replay" in start and "size=gpu" in start and start[-1] == "trainer.total_epochs=1"
-
-
-def test_a_machine_with_amd_gpus_does_not_train_the_toy_task(tmp_path):
-    (tmp_path / "rocm-smi").write_text("#!/bin/sh\n")
-    (tmp_path / "rocm-smi").chmod(0o755)
-    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="")
-    assert run.returncode == 1 and "Error: this machine has AMD GPUs, which are not supported" in run.stderr
-
-
-@pytest.mark.parametrize(
-    "gpus, environment, message",
-    [
-        (1, {}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
-        (8, {"CONFIG": "separate_async"}, "Error: MODEL_PATH is not set: Hugging Face folder or hub name."),
-        (
-            1,
-            {"CONFIG": "separate_async"},
-            "GPUS_PER_NODE=1 to train and ROLLOUT_GPUS_PER_NODE=0 to sample on each node, and this node has 1",
-        ),
-        (8, {"CONFIG": "separate_async", "GPUS_PER_NODE": "8"}, "GPUS_PER_NODE=8 to train and ROLLOUT_GPUS_PER_NODE=0"),
-        (8, {"CONFIG": "separate_async", "ROLLOUT_GPUS_PER_NODE": "9"}, "ROLLOUT_GPUS_PER_NODE=9 to sample"),
-    ],
-)
-def test_with_gpus_what_is_missing_is_named(tmp_path, gpus, environment, message):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\n" + "echo 'GPU 0: a test'\n" * gpus)
-    fake.chmod(0o755)
-    run = run_script(PATH=f"{tmp_path}:{os.environ['PATH']}", VERL_PLATFORM="", **environment)
-    assert run.returncode == 1 and message in run.stderr and len(run.stderr.splitlines()) == 1
