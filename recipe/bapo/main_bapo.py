@@ -79,10 +79,7 @@ def give_up(*errors: str) -> NoReturn:
 
 
 def choose_cluster(config) -> None:
-    """Have Ray join the cluster that there is, or start one of its own.
-
-    A job submitted to a cluster finds ``RAY_ADDRESS`` in its environment; several nodes need one that is up.
-    """
+    """Have Ray join the cluster that is up (``RAY_ADDRESS``, or several nodes), or start one of its own."""
     ray_init = config.ray_kwargs.ray_init
     with open_dict(config):
         if joins_a_cluster(config):

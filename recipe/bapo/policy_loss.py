@@ -103,8 +103,7 @@ def compute_policy_loss_bapo(
     if config.policy_loss.current_bounds is None:
         raise ValueError(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
-            "another worker trains here. Use verl's ActorRolloutRefWorker as it is (the config has it make our "
-            "worker), or derive the class of your actor's worker from ours."
+            "another worker trains here. Use verl's ActorRolloutRefWorker, or derive your worker from ours."
         )
     bounds, diagnostics = config.policy_loss.current_bounds
     surrogate = clipped_surrogate_loss(

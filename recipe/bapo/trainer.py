@@ -38,16 +38,13 @@ class _BAPOTrainer:
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
-    def _updates_per_rollout_batch(self) -> float:
-        """Optimizer updates on one batch of ``data.train_batch_size`` prompts: the staleness of sample replay."""
-        actor = self.config.actor_rollout_ref.actor
-        return self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
-
     def _update_actor(self, batch, metrics):
+        actor = self.config.actor_rollout_ref.actor
+        updates = self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
+        metrics["training/off_policy/updates_per_rollout_batch"] = updates  # the staleness of sample replay
         metrics["training/off_policy/cut_fraction"] = cut_fraction(batch.tags)
-        metrics["training/off_policy/updates_per_rollout_batch"] = self._updates_per_rollout_batch()
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
-        if self.config.actor_rollout_ref.actor.policy_loss.get("token_dump_dir") is not None:
+        if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.

@@ -53,12 +53,11 @@ class BAPOTrainingWorker(TrainingWorker):
         self.verl_update = self.engine.train_batch
         self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
         self.bapo_config: BAPOConfig | None = None
-        self.token_dump_dir = None
         self.update_bounds = None  # with diagnostics; None where the training forward finds them
+        self.token_dump_dir = None
         self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
-        self.trainer_version = None
-        self.record_file = None
+        self.trainer_version = self.record_file = None
         self.recent_batches: list[dict[str, float]] = []  # metrics of the rollout batches since the last warnings
 
     def set_loss_fn(self, loss_fn):
@@ -232,10 +231,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
 
 def _tokens_of(data: TensorDict, log_prob=None) -> dict:
-    """What the search and a dump read of a micro-batch, ``(B, T)`` each, by the names of their arguments.
-
-    ``log_prob`` is None where it equals the old one.
-    """
+    """What the search reads of a micro-batch, ``(B, T)`` each; ``log_prob`` is None where it equals the old one."""
     padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
     old_log_prob = padded["old_log_probs"]
     return {
@@ -258,8 +254,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     if actor_config.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
             f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
-            "fsdp or fsdp2, for which it is written. (In pipelines, for one, only the last stage calls the loss, and "
-            "the collective of its search would hang.)"
+            "fsdp or fsdp2. (In pipelines only the last stage calls the loss, and its collective would hang.)"
         )
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
@@ -272,8 +267,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     if model_config.enable_activation_offload and actor_config.policy_loss.bound_scope == "mini_batch":
         raise ValueError(
             "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
-            "offloading counts on a backward after every forward, and the search makes one without. Set it to false; "
-            "actor_rollout_ref.model.enable_gradient_checkpointing=true saves the memory of activations, too."
+            "offloading counts on a backward after every forward, and the search makes one without. Set it to false."
         )
 
 
@@ -291,6 +285,5 @@ def use_for_actors() -> None:
         if not issubclass(own, BAPOTrainingWorker):
             raise TypeError(
                 f"{subclass.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
-                "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker, or use verl's "
-                "ActorRolloutRefWorker."
+                "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker."
             )
