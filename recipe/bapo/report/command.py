@@ -2,7 +2,7 @@
 """What is clipped in a run, is it the staleness, and would BAPO's target be in reach: from the run's dumped tokens.
 
 ... actor_rollout_ref.actor.policy_loss.token_dump_dir=/data/dump      # in a run of a few steps, any method
-.venv/bin/python -m recipe.bapo.report /data/dump                      # table, and /data/dump/report.html
+.venv/bin/python -m recipe.bapo.report /data/dump                      # verdict, and /data/dump/report.html
 .venv/bin/python -m recipe.bapo.report /data/dump --html report.html --json report.json
 
 docs/clip_report.md says what its sections answer and how other trainers dump.
@@ -17,40 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from bapo import BAPOConfig
 from recipe.bapo.records.tokens import count_files
 from recipe.bapo.report.facts import TARGETS, report_on
 from recipe.bapo.report.page import page
-
-WIDTHS = {
-    "contribution": 12,
-    "token weight": 12,
-    "rho before": 20,
-    "target": 6,
-    "already met": 11,
-    "by moving": 9,
-    "out of reach": 12,
-    "c_low": 5,
-    "c_high": 6,
-}
-
-
-def table(report: dict, config: BAPOConfig) -> str:
-    """One line per definition and target."""
-    rows = [list(WIDTHS)]
-    for rho in report["rho"]:
-        before = "{mean:.3f} [{lowest:.3f}, {highest:.3f}]".format(**rho["before"])
-        for row in rho["targets"]:
-            shares = [f"{row[key]:.2f}" for key in ("already_met", "met_by_moving", "out_of_reach")]
-            bounds = [f"{row[key]:.3f}" for key in ("c_low", "c_high")]
-            rows.append([rho["contribution"], rho["token_weight"], before, f"{row['target']:g}", *shares, *bounds])
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, WIDTHS.values(), strict=True)) for row in rows]
-    title = (
-        f"{report['dump']['updates']} updates. rho before the search, at [{config.ratio_lower_start:g}, "
-        f"{config.ratio_upper_start:g}]: mean [lowest, highest]. Target already met, met by moving the bounds, out of "
-        "reach: share of updates. Bounds: mean."
-    )
-    return "\n".join([title, *lines])
 
 
 def main():
@@ -59,13 +28,8 @@ def main():
     parser.add_argument("dump", type=Path, help="the folder that token_dump_dir named")
     parser.add_argument("--html", type=Path, help="where the page goes (default: report.html in the dump's folder)")
     parser.add_argument("--json", type=Path, help="write the report's numbers")
-    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="values of rho0 in the table")
+    parser.add_argument("--targets", type=float, nargs="+", default=TARGETS, help="values of rho0 in the tables")
     parser.add_argument("--clip-ratio-c", type=float, help="the run's dual clip (default: as the dump says, else 3.0)")
-    parser.add_argument(
-        "--updates-per-rollout-batch",
-        type=int,
-        help="where the dump does not number its updates: one of another trainer's",
-    )
     for side, bound in (("lower", "c_low"), ("upper", "c_high")):
         metavar, text = ("START", "MAX", "STEP"), f"range and step of {bound} (default: the run's, else BAPO's)"
         parser.add_argument(f"--{side}", type=float, nargs=3, metavar=metavar, help=text)
@@ -82,12 +46,11 @@ def main():
                 raise ValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("Reading the dump", total=count_files(arguments.dump))
-            options = (arguments.clip_ratio_c, arguments.updates_per_rollout_batch, lambda: progress.advance(task))
-            report, config = report_on(arguments.dump, tuple(arguments.targets), ranges, *options)
+            options = (tuple(arguments.targets), ranges, arguments.clip_ratio_c, lambda: progress.advance(task))
+            report, _ = report_on(arguments.dump, *options)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         html.write_text(page(report, arguments.dump.resolve().name))
     except (ValueError, OSError) as error:
         parser.exit(1, f"Error: {error}\n")
-    print("\n".join(filter(None, [*report["verdict"], report["staleness"]])))
-    print(f"\n{table(report, config)}\n\nReport: {html}")
+    print("\n".join(filter(None, [*report["verdict"], report["staleness"], f"Report: {html}"])))

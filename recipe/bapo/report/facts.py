@@ -7,7 +7,6 @@ The page reads every number by its path in this JSON; a number that is added her
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +18,13 @@ from bapo import BAPOConfig
 from bapo.search import candidates, reaches_target
 from recipe.bapo.records.tokens import about_dump
 from recipe.bapo.report.measure import ABOVE, COLUMNS, DEFINITIONS, NEGATIVE, POSITIVE, key_of, measure, search
-from recipe.bapo.report.methods import CISPO, DPPOKL, DPPOTV, GSPO, M2PO, SAPO, TOPR, Bounds, dual_clip, loss_of_run
+from recipe.bapo.report.methods import loss_of_run, methods_to_compare, settings_of
 from recipe.bapo.report.verdict import OWN, staleness, verdict
 
 TARGETS = (0.4, 0.45, 0.5, 0.55)
 CURVE = [round(0.25 + 0.01 * k, 2) for k in range(51)]  # targets of the picture
 VERLS_CLIP_RATIO_C = 3.0
+SIGNS = {"positive": POSITIVE, "negative": NEGATIVE}
 
 
 def report_on(
@@ -32,7 +32,6 @@ def report_on(
     targets: tuple[float, ...] = TARGETS,
     ranges: dict[str, float] | None = None,
     clip_ratio_c: float | None = None,
-    updates_per_rollout_batch: int | None = None,
     after_file: Callable[[], None] = lambda: None,
 ) -> tuple[dict, BAPOConfig]:
     """The numbers of the report, and the switches whose ranges they are for: the run's own if it searches.
@@ -42,23 +41,20 @@ def report_on(
         targets: of the tables.
         ranges: values of ``ratio_lower_start`` and so on.
         clip_ratio_c: the run's dual clip; None: as the dump says, else 3.0.
-        updates_per_rollout_batch: where the dump does not number its updates; None: unknown.
         after_file: called after each file that was read.
 
     Raises:
         ValueError: as ``read_dump``, or a range or target is not usable.
     """
     about = about_dump(folder)
-    own = switches_of(about)
-    config = replace(BAPOConfig() if own is None or own.fixed else own, **(ranges or {}))
-    for target in targets:
-        replace(config, positive_contribution_target=target)
-    if updates_per_rollout_batch is not None and updates_per_rollout_batch < 1:
-        raise ValueError(f"--updates-per-rollout-batch={updates_per_rollout_batch} is not usable: give 1 or more.")
     if clip_ratio_c is None:
         clip_ratio_c = float(about.get("clip_ratio_c", VERLS_CLIP_RATIO_C))
-    rows = methods(config, targets, clip_ratio_c, own, about)
-    measured = measure(folder, config, clip_ratio_c, {name: method for name, (_, method) in rows.items()}, after_file)
+    own = loss_of_run(about, clip_ratio_c)
+    config = replace(own if isinstance(own, BAPOConfig) else BAPOConfig(), **(ranges or {}))
+    methods = methods_to_compare(config, targets, clip_ratio_c)
+    if own is not None:
+        methods = {OWN: own, **methods}
+    measured = measure(folder, config, clip_ratio_c, methods, after_file)
     updates = measured.updates
     by_sign = sum(update.by_sign for update in updates)
     tokens = sum(update.tokens for update in updates)
@@ -71,10 +67,10 @@ def report_on(
             "loss_mode": about.get("loss_mode"),
             "clip_ratio_c": clip_ratio_c if clip_ratio_c < 1e6 else None,
         },
-        "by_update": _by_update(updates, effective_sizes, updates_per_rollout_batch),
+        "by_update": _by_update(updates, effective_sizes),
         "by_age": [{"age": age, **_row(sums)} for age, sums in sorted(measured.by_age.items())] or None,
         "signs": _signs(by_sign, tokens),
-        "methods": _methods(rows, updates, by_sign),
+        "methods": _left_by(methods, updates, by_sign, clip_ratio_c),
         "ranges": {"c_low": vars(config.lower), "c_high": vars(config.upper)},
         "rho": [_rho(measured, replace(config, contribution=c, token_weight=w), targets) for c, w in DEFINITIONS],
         "curve": _curve(measured, config),
@@ -84,88 +80,38 @@ def report_on(
     return {"verdict": verdict(report, config, about), "staleness": staleness(report), **report}, config
 
 
-def switches_of(about: dict[str, str]) -> BAPOConfig | None:
-    """Those of the run that made the dump; None where it does not say.
-
-    Raises:
-        ValueError: they are not those of this version.
-    """
-    if "switches" not in about:
-        return None
-    try:
-        return BAPOConfig(**json.loads(about["switches"]))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"switches={about['switches']} in the dump's metadata are not those of this version: {error}. Dump the "
-            "tokens anew."
-        ) from error
-
-
-def methods(config, targets, clip_ratio_c, own, about) -> dict:
-    """The rows of the table of methods: by name the settings as the page shows them, and the method itself."""
-    of_run = None
-    if own is not None and own.fixed:
-        of_run = Bounds(own.ratio_lower_start, own.ratio_upper_start, clip_ratio_c)
-    elif own is None:
-        of_run = loss_of_run(about, clip_ratio_c)
-    rows: dict = {}
-    if own is not None and not own.fixed:
-        what = f"BAPO {own.positive_contribution_target:g}: {own.contribution}, {own.token_weight}"
-        rows[OWN] = (what + dual_clip(clip_ratio_c), own)
-    elif of_run is not None:
-        rows[OWN] = (f"{about.get('loss_mode', 'fixed bounds')}: {of_run.settings()}", of_run)
-    named: dict = {
-        "GRPO": Bounds(0.8, 1.2, clip_ratio_c),
-        "clip-higher (DAPO)": Bounds(0.8, 1.28, clip_ratio_c),
-        "upper bound raised alone": Bounds(0.8, 3.0, clip_ratio_c),
-        "both wide": Bounds(0.9, 3.0, clip_ratio_c),
-    }
-    for target in targets:
-        named[f"BAPO {target:g}"] = replace(config, positive_contribution_target=target)
-    of_bapo = f"{config.contribution}, {config.token_weight}{dual_clip(clip_ratio_c)}"
-    named |= {"GSPO": GSPO(), "SAPO": SAPO(), "CISPO": CISPO(), "DPPO-TV": DPPOTV(), "DPPO-KL": DPPOKL()}
-    named |= {"M2PO": M2PO, "TOPR": TOPR()}
-    for name, method in named.items():
-        rows[name] = (of_bapo if isinstance(method, BAPOConfig) else method.settings(), method)
-    return rows
-
-
 def _signs(by_sign, tokens):
     sizes = by_sign[:, 1]
     found = {
         name: {"tokens": _share(by_sign[sign, 0], tokens), "gradient": _share(sizes[sign], sizes.sum())}
-        for name, sign in (("positive", POSITIVE), ("negative", NEGATIVE))
+        for name, sign in SIGNS.items()
     }
     return {**found, "zero": {"tokens": _share(tokens - by_sign[:, 0].sum(), tokens)}}
 
 
-def _methods(rows, updates, by_sign):
+def _left_by(methods, updates, by_sign, clip_ratio_c):
     """Of each method, by sign: the share of the tokens without a gradient, and of r*|A| what its gradient is."""
     without = sum(update.without_gradient for update in updates)
     left = sum(update.gradient_left for update in updates)
-    tokens, sizes = by_sign[:, 0], by_sign[:, 1]
-    found = []
-    for (name, (settings, _)), of_tokens, of_sizes in zip(rows.items(), without, left, strict=True):
+    rows = []
+    for (name, method), of_tokens, of_sizes in zip(methods.items(), without, left, strict=True):
         if of_sizes.isnan().any():  # it needs to know where responses begin, which the dump does not say
             continue
-        found.append(
+        rows.append(
             {
                 "method": name,
-                "settings": settings,
-                "without_gradient": {
-                    "all": _share(of_tokens.sum(), tokens.sum()),
-                    "positive": _share(of_tokens[POSITIVE], tokens[POSITIVE]),
-                    "negative": _share(of_tokens[NEGATIVE], tokens[NEGATIVE]),
-                },
-                "gradient_left": {
-                    "all": _share(of_sizes.sum(), sizes.sum()),
-                    "positive": _share(of_sizes[POSITIVE], sizes[POSITIVE]),
-                    "negative": _share(of_sizes[NEGATIVE], sizes[NEGATIVE]),
-                },
+                "settings": settings_of(method, clip_ratio_c),
+                "without_gradient": _shares_by_sign(of_tokens, by_sign[:, 0]),
+                "gradient_left": _shares_by_sign(of_sizes, by_sign[:, 1]),
                 "positive_share": _share(of_sizes[POSITIVE], of_sizes.sum()),
             }
         )
-    return found
+    return rows
+
+
+def _shares_by_sign(part, whole):
+    of_sign = {name: _share(part[sign], whole[sign]) for name, sign in SIGNS.items()}
+    return {"all": _share(part.sum(), whole.sum()), **of_sign}
 
 
 def _rho(measured, config, targets):
@@ -245,12 +191,12 @@ def _share(part, whole):
     return float(part / whole) if whole else 0.0
 
 
-def _by_update(updates, effective_sizes, per_batch):
-    if updates[0].number is None and per_batch is None:
+def _by_update(updates, effective_sizes):
+    if updates[0].number is None:
         return None
     groups: dict[int, list[int]] = {}
     for index, update in enumerate(updates):
-        groups.setdefault(index % per_batch if update.number is None else update.number, []).append(index)
+        groups.setdefault(update.number, []).append(index)
     return [
         {
             "update": number + 1,

@@ -106,11 +106,12 @@ def measure(
     methods = methods or {}
     ranges = [replace(config, token_weight=weight) for weight in ("rollout_prob", "uniform")]
     searches = [method for method in methods.values() if isinstance(method, BAPOConfig)]
+    distinct = {key_of(of): of for of in [*ranges, *searches]}
     updates: list[Update] = []
     by_age: dict[int, Tensor] = {}
     for micro_batches in read_dump(folder, after_file):
         chunks = list(_chunks_of(micro_batches))
-        statistics = {key_of(of): _collect(chunks, of, clip_ratio_c) for of in [*ranges, *searches]}
+        statistics = {key: _collect(chunks, of, clip_ratio_c) for key, of in distinct.items()}
         corrected = None
         if "rollout_is_weights" in micro_batches[0]:
             corrected = _collect(chunks, ranges[1], clip_ratio_c, corrected=True)
@@ -167,7 +168,7 @@ def _collect(chunks, config, clip_ratio_c, corrected=False) -> ClipStatistics:
 def _in_update(method, statistics, chunks, clip_ratio_c) -> Loss:
     """A method as the loss that it is in one update."""
     if method is M2PO:
-        return M2PO.of_update(chunk.tokens for chunk in chunks)
+        return M2PO.of_update(replace(chunk.tokens) for chunk in chunks)
     if isinstance(method, BAPOConfig):
         bounds = search_clip_bounds(statistics[key_of(method)], method)
         return Bounds(bounds.low.item(), bounds.high.item(), clip_ratio_c or math.inf)
@@ -186,7 +187,8 @@ def _sums_of(chunks, losses, by_age) -> dict:
         "gradient_left": zeros(len(losses), 2),
     }
     largest = 0.0
-    for tokens, _, ages in chunks:
+    for chunk, _, ages in chunks:
+        tokens = replace(chunk)  # a copy, because Tokens keep what the losses work out of them
         ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
         size = ratio * advantages.abs()
         signs = torch.stack([advantages > 0, advantages < 0]).double()

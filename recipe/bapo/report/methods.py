@@ -3,19 +3,23 @@
 
 The gradient of a token's loss with respect to its log-prob is ``-factor * A`` before aggregation; without clipping the
 factor is the ratio r. Each class is a loss: its fields are the settings by verl's names, their defaults the published
-ones. A new loss is added here and to ``rows`` in ``facts``; ``tests/unit/test_report_methods.py`` holds every factor
+ones. A new loss is added here and to ``methods_to_compare``; ``tests/unit/test_report_methods.py`` holds every factor
 equal to autograd of verl's own function, which this room does not import.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from bapo import BAPOConfig
 from bapo.ratio import LOG_RATIO_LIMIT, log_ratio_of
 
 GSPO_LOG_RATIO_LIMIT = 10.0  # verl's
@@ -37,22 +41,22 @@ class Tokens:
     advantages: Tensor
     response_log_ratio: Tensor
 
-    @property
+    @cached_property
     def positive(self) -> Tensor:
         """Whether A > 0."""
         return self.advantages > 0
 
-    @property
+    @cached_property
     def log_ratio(self) -> Tensor:
         """Log of the ratio, limited to +-20."""
         return log_ratio_of(self.old_log_prob, self.log_prob)
 
-    @property
+    @cached_property
     def ratio(self) -> Tensor:
         """r."""
         return self.log_ratio.exp()
 
-    @property
+    @cached_property
     def ratio_gradient(self) -> Tensor:
         """dr / dlog_prob: r, or 0 where the limit on the log-ratio holds it."""
         free = (self.log_prob - self.old_log_prob).abs() <= LOG_RATIO_LIMIT
@@ -213,22 +217,60 @@ class TOPR(Loss):
         return "weight 1 for A > 0, min(r, 1) for A < 0"
 
 
-VERL_LOSSES = {"gspo": GSPO, "sapo": SAPO, "cispo": CISPO, "dppo_tv": DPPOTV, "dppo_kl": DPPOKL}
+def vanilla(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float) -> Bounds:
+    """verl's ``vanilla``, whose settings are distances from 1."""
+    return Bounds(1 - clip_ratio_low, 1 + clip_ratio_high, clip_ratio_c)
 
 
-def loss_of_run(about: dict[str, str], clip_ratio_c: float) -> Loss | None:
-    """The loss of verl's that made a dump, from the dump's metadata; None where they do not say enough.
+VERL_LOSSES: dict[str, Callable[..., Loss]] = {
+    "vanilla": vanilla,
+    "gspo": GSPO,
+    "sapo": SAPO,
+    "cispo": CISPO,
+    "dppo_tv": DPPOTV,
+    "dppo_kl": DPPOKL,
+}
+
+
+def loss_of_run(about: dict[str, str], clip_ratio_c: float) -> Loss | BAPOConfig | None:
+    """The loss that made a dump, from the dump's metadata; None where they do not say enough.
 
     Args:
-        about: ``loss_mode`` and its settings by verl's names.
+        about: ``loss_mode`` and its settings by verl's names, of BAPO ``switches``.
         clip_ratio_c: the run's dual clip.
+
+    Raises:
+        ValueError: the switches are not usable.
     """
-    loss_mode = about.get("loss_mode")
-    if loss_mode == "vanilla" and {"clip_ratio_low", "clip_ratio_high"} <= about.keys():
-        return Bounds(1 - float(about["clip_ratio_low"]), 1 + float(about["clip_ratio_high"]), clip_ratio_c)
-    if loss_mode not in VERL_LOSSES:
+    if "switches" in about:
+        config = BAPOConfig(**json.loads(about["switches"]))
+        return Bounds(config.ratio_lower_start, config.ratio_upper_start, clip_ratio_c) if config.fixed else config
+    make = VERL_LOSSES.get(about.get("loss_mode", ""))
+    if make is None:
         return None
-    names = [field.name for field in fields(VERL_LOSSES[loss_mode])]
-    if not set(names) <= about.keys():
-        return None
-    return VERL_LOSSES[loss_mode](**{name: float(about[name]) for name in names})
+    # verl's clip_ratio stands for a side that is not set.
+    both = {name: about.get("clip_ratio") for name in ("clip_ratio_low", "clip_ratio_high")}
+    known = {**both, **about, "clip_ratio_c": clip_ratio_c}
+    settings = {name: known.get(name) for name in inspect.signature(make).parameters}
+    return None if None in settings.values() else make(**{name: float(value) for name, value in settings.items()})
+
+
+def methods_to_compare(config: BAPOConfig, targets: tuple[float, ...], clip_ratio_c: float) -> dict:
+    """The methods of the report by name: losses, searches by ``config`` for each target, and ``M2PO``."""
+    fixed = {
+        "GRPO": Bounds(0.8, 1.2, clip_ratio_c),
+        "clip-higher (DAPO)": Bounds(0.8, 1.28, clip_ratio_c),
+        "upper bound raised alone": Bounds(0.8, 3.0, clip_ratio_c),
+        "both wide": Bounds(0.9, 3.0, clip_ratio_c),
+    }
+    searches = {f"BAPO {target:g}": replace(config, positive_contribution_target=target) for target in targets}
+    of_verl = {"GSPO": GSPO(), "SAPO": SAPO(), "CISPO": CISPO(), "DPPO-TV": DPPOTV(), "DPPO-KL": DPPOKL()}
+    return {**fixed, **searches, **of_verl, "M2PO": M2PO, "TOPR": TOPR()}
+
+
+def settings_of(method: Loss | BAPOConfig | type[M2PO], clip_ratio_c: float) -> str:
+    """The settings of a method as the page shows them."""
+    if isinstance(method, BAPOConfig):
+        switches = f"target {method.positive_contribution_target:g}, {method.contribution}, {method.token_weight}"
+        return switches + dual_clip(clip_ratio_c)
+    return method.settings()

@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-WIDTH, HEIGHT = 480, 200  # of the picture, without its labels
+WIDTH, HEIGHT = 420, 180  # of the picture, without its labels
 
 
 def page(report: dict, name: str) -> str:
@@ -38,10 +38,9 @@ def look_up(report: dict, path: str):
 
 
 def percent(share: float) -> str:
-    """``12.3 %``; small shares keep two digits, so that 0.02 % is not 0."""
-    if share == 0 or abs(share) >= 0.01:
-        return f"{100 * share:.1f} %"
-    return f"{100 * share:.2g} %"
+    """``12.3 %``, without a line break in it; small shares keep two digits, so that 0.02 % is not 0."""
+    digits = ".1f" if share == 0 or abs(share) >= 0.01 else ".2g"
+    return f"{100 * share:{digits}}\N{NO-BREAK SPACE}%"
 
 
 FORMATS = {

@@ -19,8 +19,7 @@ def _percent(share):
 def verdict(report: dict, config: BAPOConfig, about: dict[str, str]) -> list[str]:
     """What is clipped, who carries the gradient, which target is in reach; and where the run's own scope differs."""
     row = report["methods"][0]
-    who = "This run's own loss" if row["method"] == OWN else "GRPO"
-    verb = "leaves" if row["method"] == OWN else "would leave"
+    who, verb = ("This run's own loss", "leaves") if row["method"] == OWN else (row["method"], "would leave")
     without = {name: _percent(share) for name, share in row["without_gradient"].items()}
     clip = (
         f"{who} ({row['settings']}) {verb} {without['all']} of the tokens without a gradient (A > 0: "
@@ -54,17 +53,22 @@ def verdict(report: dict, config: BAPOConfig, about: dict[str, str]) -> list[str
 
 
 def staleness(report: dict) -> str | None:
-    """One sentence, or None where the dump says neither the update's number nor the weights' age."""
+    """One sentence, or None where the dump says neither the update's number nor the weights' age.
+
+    Where it says both, the sentence is about the one with which clipping grows.
+    """
+    sentences = []
     for key, name in (("by_age", "age"), ("by_update", "update")):
         rows = report[key]
-        if rows and len(rows) > 1:
-            first, last = rows[0], rows[-1]
-            before, after = first["clipped_by_grpo"], last["clipped_by_grpo"]
-            where = f"[0.8, 1.2] clips {_percent(before)} of the tokens at {name} {first[name]}, {_percent(after)} at "
-            where += f"{name} {last[name]}"
-            if max(before, after) < 0.001:
-                return f"{where}: hardly anything is clipped."
-            if after > 2 * before:
-                return f"{where}: it grows with staleness."
-            return f"{where}: staleness is not the main cause; compare the log-probs of sampler and trainer."
-    return None
+        if not rows or len(rows) < 2:
+            continue
+        before, after = rows[0]["clipped_by_grpo"], rows[-1]["clipped_by_grpo"]
+        where = f"[0.8, 1.2] clips {_percent(before)} of the tokens at {name} {rows[0][name]}, {_percent(after)} at "
+        where += f"{name} {rows[-1][name]}"
+        if max(before, after) < 0.001:
+            sentences.append(f"{where}: hardly anything is clipped.")
+        elif after > 2 * before:
+            return f"{where}: it grows with staleness."
+        else:
+            sentences.append(f"{where}: staleness is not the main cause; compare the log-probs of sampler and trainer.")
+    return sentences[0] if sentences else None
