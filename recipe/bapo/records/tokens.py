@@ -8,7 +8,7 @@ names of tensors and metadata are read by others and stay; a new tensor is added
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -90,21 +90,12 @@ def about_dump(folder: str | Path) -> dict[str, str]:
     return _read(_paths_of(folder)[0])[1]
 
 
-def count_files(folder: str | Path) -> int:
-    """Files of a dump. Raises as ``read_dump``."""
-    return len(_paths_of(folder))
-
-
-def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None) -> Iterator[list[dict[str, Tensor]]]:
+def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
     Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
     file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape, in all or no
     files. Ranks that dumped the same tokens (of one tensor or sequence parallel group) count once.
-
-    Args:
-        folder: of the dump.
-        after_file: called after each file that was read.
 
     Raises:
         ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
@@ -126,7 +117,6 @@ def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None)
             raise ValueError(
                 f"{path} is of another run than {first[0].name} ({what} differ): give each its own folder."
             )
-        after_file()
         return tensors, metadata
 
     for parts in zip(*(_updates_of_rank(of_rank, read) for of_rank in ranks.values()), strict=False):

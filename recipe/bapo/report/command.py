@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
-from recipe.bapo.records.tokens import count_files
 from recipe.bapo.report.facts import TARGETS, report_on
 from recipe.bapo.report.page import page
 
@@ -44,10 +44,8 @@ def main():
         for path in filter(None, (arguments.html, arguments.json)):  # before the dump is read
             if not path.absolute().parent.is_dir():
                 raise ValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}.")
-        with Progress(console=Console(stderr=True)) as progress:
-            task = progress.add_task("Reading the dump", total=count_files(arguments.dump))
-            options = (tuple(arguments.targets), ranges, arguments.clip_ratio_c, lambda: progress.advance(task))
-            report, _ = report_on(arguments.dump, *options)
+        watch = partial(track, description="Reading the dump's updates", console=Console(stderr=True))
+        report, _ = report_on(arguments.dump, tuple(arguments.targets), ranges, arguments.clip_ratio_c, watch)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         html.write_text(page(report, arguments.dump.resolve().name))

@@ -7,7 +7,7 @@ The page reads every number by its path in this JSON; a number that is added her
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,7 @@ def report_on(
     targets: tuple[float, ...] = TARGETS,
     ranges: dict[str, float] | None = None,
     clip_ratio_c: float | None = None,
-    after_file: Callable[[], None] = lambda: None,
+    watch: Callable[[Iterable], Iterable] = iter,
 ) -> tuple[dict, BAPOConfig]:
     """The numbers of the report, and the switches whose ranges they are for: the run's own if it searches.
 
@@ -41,7 +41,7 @@ def report_on(
         targets: of the tables.
         ranges: values of ``ratio_lower_start`` and so on.
         clip_ratio_c: the run's dual clip; None: as the dump says, else 3.0.
-        after_file: called after each file that was read.
+        watch: as in ``measure``.
 
     Raises:
         ValueError: as ``read_dump``, or a range or target is not usable.
@@ -54,9 +54,9 @@ def report_on(
     methods = methods_to_compare(config, targets, clip_ratio_c)
     if own is not None:
         methods = {OWN: own, **methods}
-    measured = measure(folder, config, clip_ratio_c, methods, after_file)
+    measured = measure(folder, config, clip_ratio_c, methods, watch)
     updates = measured.updates
-    by_sign = sum(update.by_sign for update in updates)
+    total = _named(sum(update.columns for update in updates))
     tokens = sum(update.tokens for update in updates)
     of_config = measured.statistics[config.contribution, config.token_weight]
     effective_sizes = search(of_config, config)["effective_sample_size"]
@@ -68,31 +68,40 @@ def report_on(
             "clip_ratio_c": clip_ratio_c if clip_ratio_c < 1e6 else None,
         },
         "by_update": _by_update(updates, effective_sizes),
-        "by_age": [{"age": age, **_row(sums)} for age, sums in sorted(measured.by_age.items())] or None,
-        "signs": _signs(by_sign, tokens),
-        "methods": _left_by(methods, updates, by_sign, clip_ratio_c),
+        "by_age": [{"age": age, **_row(columns)} for age, columns in sorted(measured.by_age.items())] or None,
+        "signs": _signs(total, tokens),
+        "methods": _left_by(methods, updates, total, clip_ratio_c),
         "ranges": {"c_low": vars(config.lower), "c_high": vars(config.upper)},
         "rho": [_rho(measured, replace(config, contribution=c, token_weight=w), targets) for c, w in DEFINITIONS],
         "curve": _curve(measured, config),
         "corrected": _corrected(updates, config),
-        "unbounded": _unbounded(updates, by_sign, effective_sizes),
+        "unbounded": _unbounded(updates, total, effective_sizes),
     }
     return {"verdict": verdict(report, config, about), "staleness": staleness(report), **report}, config
 
 
-def _signs(by_sign, tokens):
-    sizes = by_sign[:, 1]
+def _named(columns):
+    return dict(zip(COLUMNS, columns.tolist(), strict=True))
+
+
+def _share(part, whole):
+    return float(part / whole) if whole else 0.0
+
+
+def _signs(total, tokens):
+    sizes = total["positive_gradient"] + total["negative_gradient"]
     found = {
-        name: {"tokens": _share(by_sign[sign, 0], tokens), "gradient": _share(sizes[sign], sizes.sum())}
-        for name, sign in SIGNS.items()
+        sign: {"tokens": _share(total[sign], tokens), "gradient": _share(total[f"{sign}_gradient"], sizes)}
+        for sign in SIGNS
     }
-    return {**found, "zero": {"tokens": _share(tokens - by_sign[:, 0].sum(), tokens)}}
+    return {**found, "zero": {"tokens": _share(tokens - total["positive"] - total["negative"], tokens)}}
 
 
-def _left_by(methods, updates, by_sign, clip_ratio_c):
+def _left_by(methods, updates, total, clip_ratio_c):
     """Of each method, by sign: the share of the tokens without a gradient, and of r*|A| what its gradient is."""
     without = sum(update.without_gradient for update in updates)
     left = sum(update.gradient_left for update in updates)
+    tokens, sizes = (torch.tensor([total[sign + of] for sign in SIGNS]) for of in ("", "_gradient"))
     rows = []
     for (name, method), of_tokens, of_sizes in zip(methods.items(), without, left, strict=True):
         if of_sizes.isnan().any():  # it needs to know where responses begin, which the dump does not say
@@ -101,8 +110,8 @@ def _left_by(methods, updates, by_sign, clip_ratio_c):
             {
                 "method": name,
                 "settings": settings_of(method, clip_ratio_c),
-                "without_gradient": _shares_by_sign(of_tokens, by_sign[:, 0]),
-                "gradient_left": _shares_by_sign(of_sizes, by_sign[:, 1]),
+                "without_gradient": _shares_by_sign(of_tokens, tokens),
+                "gradient_left": _shares_by_sign(of_sizes, sizes),
                 "positive_share": _share(of_sizes[POSITIVE], of_sizes.sum()),
             }
         )
@@ -165,17 +174,17 @@ def _corrected(updates, config):
     return {key: fmean(search(sums, config)["positive_contribution_start"]) for key, sums in sides.items()}
 
 
-def _unbounded(updates, by_sign, effective_sizes):
-    above = sum(update.above for update in updates)
+def _unbounded(updates, total, effective_sizes):
+    sizes = total["positive_gradient"] + total["negative_gradient"]
     return {
         "above": [
             {
                 "ratio": ratio,
-                "negative_tokens": _share(tokens, by_sign[NEGATIVE, 0]),
-                "negative_gradient": _share(size, by_sign[NEGATIVE, 1]),
-                "gradient": _share(size, by_sign[:, 1].sum()),
+                "negative_tokens": _share(total[f"negative_above_{ratio:g}"], total["negative"]),
+                "negative_gradient": _share(total[f"gradient_above_{ratio:g}"], total["negative_gradient"]),
+                "gradient": _share(total[f"gradient_above_{ratio:g}"], sizes),
             }
-            for ratio, (tokens, size) in zip(ABOVE, above.tolist(), strict=True)
+            for ratio in ABOVE
         ],
         "largest_ratio": max(update.largest_negative for update in updates),
         "effective_sample_size": {"mean": fmean(effective_sizes), "lowest": min(effective_sizes)},
@@ -185,10 +194,6 @@ def _unbounded(updates, by_sign, effective_sizes):
 
 def _second_moment(updates):
     return _share(sum(update.log_squared for update in updates), sum(update.tokens for update in updates))
-
-
-def _share(part, whole):
-    return float(part / whole) if whole else 0.0
 
 
 def _by_update(updates, effective_sizes):
@@ -210,10 +215,11 @@ def _by_update(updates, effective_sizes):
 
 
 def _row(columns):
-    sums = dict(zip(COLUMNS, columns.tolist(), strict=True))
+    sums = _named(columns)
+    tokens, sizes = sums["positive"] + sums["negative"], sums["positive_gradient"] + sums["negative_gradient"]
     return {
-        "tokens": int(sums["tokens"]),
-        "clipped_by_grpo": _share(sums["clipped_by_grpo"], sums["tokens"]),
+        "tokens": int(tokens),
+        "clipped_by_grpo": _share(sums["clipped_by_grpo"], tokens),
         "negative_above_3": _share(sums["negative_above_3"], sums["negative"]),
-        "gradient_above_3": _share(sums["gradient_above_3"], sums["gradient"]),
+        "gradient_above_3": _share(sums["gradient_above_3"], sizes),
     }

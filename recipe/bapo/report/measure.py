@@ -8,9 +8,8 @@ sum is added here where the page has a new question; nothing here decides what a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,42 +24,41 @@ DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in ("rollout_prob", "
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
 POSITIVE, NEGATIVE = 0, 1  # first index of sums by sign
 ABOVE = (1.0, 2.0, 3.0, 10.0)  # ratios on the unbounded side
-UNBOUNDED = ABOVE.index(3.0)
 GRPO = Bounds(0.8, 1.2)  # how stale tokens are is told by what these bounds clip, whatever the run's own
-# The columns of the tables by update and by age: sums over tokens.
-COLUMNS = ("tokens", "clipped_by_grpo", "negative", "negative_above_3", "gradient", "gradient_above_3")
+# Sums over tokens, of an update and of an age: numbers of tokens, and r*|A| of those with a sign and above a ratio.
+COLUMNS = (
+    "clipped_by_grpo",
+    *("positive", "negative", "positive_gradient", "negative_gradient"),
+    *(f"negative_above_{ratio:g}" for ratio in ABOVE),
+    *(f"gradient_above_{ratio:g}" for ratio in ABOVE),
+)
 
 
 @dataclass
 class Update:
-    """Sums over the tokens of one update, float64.
+    """What is measured of one update; sums over tokens, float64.
 
     Attributes:
         number: of the update within its rollout batch, from 0; None where the dump does not say.
-        tokens: number of all tokens.
-        log_squared: of (log r)^2 over all tokens.
-        largest_negative: largest ratio of a token with A < 0; 0 without one.
-        by_sign: ``(2, 2)``: by sign the number of tokens and r*|A|.
-        above: ``(len(ABOVE), 2)``: the same of tokens with A < 0 and a ratio above each of these.
-        columns: ``(len(COLUMNS),)``.
-        without_gradient: ``(methods, 2)``: by sign the number of tokens to which a method gives no gradient.
-        gradient_left: ``(methods, 2)``: by sign the sum of |gradient| that a method leaves.
         statistics: by the ranges and the token weight, as ``key_of`` says.
         corrected: those of the uniform weight with the weights of verl's rollout correction on the advantages; None
             where the dump has none.
+        columns: ``(len(COLUMNS),)``.
+        without_gradient: ``(methods, 2)``: by sign the number of tokens to which a method gives no gradient.
+        gradient_left: ``(methods, 2)``: by sign the sum of |gradient| that a method leaves.
+        tokens, log_squared: number of all tokens, and (log r)^2 over them.
+        largest_negative: largest ratio of a token with A < 0; 0 without one.
     """
 
     number: int | None
-    tokens: int
-    log_squared: Tensor
-    largest_negative: float
-    by_sign: Tensor
-    above: Tensor
+    statistics: dict[tuple, ClipStatistics]
+    corrected: ClipStatistics | None
     columns: Tensor
     without_gradient: Tensor
     gradient_left: Tensor
-    statistics: dict[tuple, ClipStatistics]
-    corrected: ClipStatistics | None
+    tokens: int = 0
+    log_squared: float = 0.0
+    largest_negative: float = 0.0
 
 
 @dataclass
@@ -88,7 +86,7 @@ def measure(
     config: BAPOConfig,
     clip_ratio_c: float | None,
     methods: dict[str, Loss | BAPOConfig | type[M2PO]] | None = None,
-    after_file: Callable[[], None] = lambda: None,
+    watch: Callable[[Iterable], Iterable] = iter,
 ) -> Measured:
     """Read a dump once.
 
@@ -98,7 +96,7 @@ def measure(
         clip_ratio_c: the run's dual clip; None: none.
         methods: by name the losses whose gradients are measured. A ``BAPOConfig`` becomes the bounds that its search
             finds in each update, and ``M2PO`` its mask of each update.
-        after_file: called after each file that was read.
+        watch: passes the updates on as they are read, for a progress bar.
 
     Raises:
         ValueError: as ``read_dump``.
@@ -109,22 +107,19 @@ def measure(
     distinct = {key_of(of): of for of in [*ranges, *searches]}
     updates: list[Update] = []
     by_age: dict[int, Tensor] = {}
-    for micro_batches in read_dump(folder, after_file):
+    for micro_batches in watch(read_dump(folder)):
         chunks = list(_chunks_of(micro_batches))
         statistics = {key: _collect(chunks, of, clip_ratio_c) for key, of in distinct.items()}
         corrected = None
         if "rollout_is_weights" in micro_batches[0]:
             corrected = _collect(chunks, ranges[1], clip_ratio_c, corrected=True)
         losses = [_in_update(method, statistics, chunks, clip_ratio_c) for method in methods.values()]
-        number = micro_batches[0].get("update")
-        updates.append(
-            Update(
-                number=None if number is None else int(number),
-                statistics=statistics,
-                corrected=corrected,
-                **_sums_of(chunks, losses, by_age),
-            )
-        )
+        number = int(micro_batches[0]["update"]) if "update" in micro_batches[0] else None
+        columns = torch.zeros(len(COLUMNS), dtype=torch.float64)
+        without_gradient, gradient_left = torch.zeros(2, len(losses), 2, dtype=torch.float64)
+        update = Update(number, statistics, corrected, columns, without_gradient, gradient_left)
+        _add_sums(update, chunks, losses, by_age)
+        updates.append(update)
     by_weight = {of.token_weight: [update.statistics[key_of(of)] for update in updates] for of in ranges}
     return Measured(updates, by_age, {(c, w): by_weight[w] for c, w in DEFINITIONS})
 
@@ -175,42 +170,27 @@ def _in_update(method, statistics, chunks, clip_ratio_c) -> Loss:
     return method
 
 
-def _sums_of(chunks, losses, by_age) -> dict:
-    """The other fields of ``Update``; adds to ``by_age``."""
-    zeros = partial(torch.zeros, dtype=torch.float64)
-    sums = {
-        "log_squared": zeros(()),
-        "by_sign": zeros(2, 2),
-        "above": zeros(len(ABOVE), 2),
-        "columns": zeros(len(COLUMNS)),
-        "without_gradient": zeros(len(losses), 2),
-        "gradient_left": zeros(len(losses), 2),
-    }
-    largest = 0.0
+def _add_sums(update, chunks, losses, by_age) -> None:
+    """Add the sums over ``chunks`` to those of their update and of their ages."""
     for chunk, _, ages in chunks:
         tokens = replace(chunk)  # a copy, because Tokens keep what the losses work out of them
         ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
-        size = ratio * advantages.abs()
         signs = torch.stack([advantages > 0, advantages < 0]).double()
-        counted, negative = signs.sum(0), signs[NEGATIVE]
-        above = negative * (ratio > torch.tensor(ABOVE, dtype=torch.float64)[:, None])
+        size = ratio * advantages.abs()
         factors = torch.stack([loss.factor(tokens) for loss in (GRPO, *losses)])
         without = (factors == 0).double()
-        unbounded = above[UNBOUNDED]
-        columns = torch.stack([counted, counted * without[0], negative, unbounded, size, size * unbounded])
+        above = signs[NEGATIVE] * (ratio > torch.tensor(ABOVE, dtype=torch.float64)[:, None])
+        columns = torch.cat([without[:1] * signs.sum(0), signs, signs * size, above, above * size])
 
-        largest = max(largest, (ratio * negative).max().item())
-        sums["log_squared"] += tokens.log_ratio.double().square().sum()
-        sums["by_sign"] += signs @ torch.stack([counted, size], dim=1)
-        sums["above"] += above @ torch.stack([counted, size], dim=1)
-        sums["columns"] += columns.sum(1)
-        sums["without_gradient"] += without[1:] @ signs.T
-        sums["gradient_left"] += factors[1:].double() @ (signs * advantages.abs()).T
+        update.tokens += len(ratio)
+        update.log_squared += tokens.log_ratio.double().square().sum().item()
+        update.largest_negative = max(update.largest_negative, (ratio * signs[NEGATIVE]).max().item())
+        update.columns += columns.sum(1)
+        update.without_gradient += without[1:] @ signs.T
+        update.gradient_left += factors[1:].double() @ (signs * advantages.abs()).T
         if ages is not None:
             for age in ages.unique().tolist():
                 by_age[age] = by_age.get(age, 0) + columns[:, ages == age].sum(1)
-    tokens_of_all = sum(len(tokens.advantages) for tokens, _, _ in chunks)
-    return {"tokens": tokens_of_all, "largest_negative": largest, **sums}
 
 
 def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, list[float]]:
