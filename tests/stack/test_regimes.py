@@ -14,7 +14,7 @@ from support.stack_runs import ROOT, SHORT_STEPS, explain, removing_what_others_
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
-from recipe.bapo.report.command import report_on
+from recipe.bapo.report.facts import report_on
 from recipe.bapo.report.measure import measure, search
 
 LOSS = "actor_rollout_ref.actor.policy_loss"

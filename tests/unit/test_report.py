@@ -87,7 +87,7 @@ def test_the_unbounded_side(report):
 BY_HAND = {
     "GRPO": (6, 10, 12, 4),
     "clip-higher (DAPO)": (6 - 4, 15, 12, 4),
-    "upper bound raised alone": (0, 20, 12, 4),
+    "upper bound alone": (0, 20, 12, 4),
     # The means of log r: A > 0: 0 and (4 log 1.25 + 2 log 2.5) / 6. A < 0: 8 log 0.5 / 12, (3 log 4 + log 20) / 4.
     "GSPO": (6, 10, 12, 4 * 20**0.25 * 4**0.75),
     "CISPO": (0, 10 + 4 * 1.2 + 2 * 1.2, 0, 4 + 4 + 4 * 1.2),

@@ -125,9 +125,7 @@ def test_a_rollout_of_slimes_is_an_update(tmp_path, by_response):
 
 def test_rollout_data_of_slimes_have_nothing_to_compare(tmp_path):
     torch.save({"samples": [{"rollout_log_probs": [-1.0], "reward": 1.0}]}, tmp_path / "0.pt")
-    with pytest.raises(
-        ValueError, match="0.pt lacks log_probs, advantages, loss_masks: run slime with"
-    ):
+    with pytest.raises(ValueError, match="0.pt lacks log_probs, advantages, loss_masks: run slime with"):
         import_slime([tmp_path / "0.pt"], tmp_path / "dump")
 
 

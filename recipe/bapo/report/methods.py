@@ -260,8 +260,8 @@ def methods_to_compare(config: BAPOConfig, targets: tuple[float, ...], clip_rati
     fixed = {
         "GRPO": Bounds(0.8, 1.2, clip_ratio_c),
         "clip-higher (DAPO)": Bounds(0.8, 1.28, clip_ratio_c),
-        "upper bound raised alone": Bounds(0.8, 3.0, clip_ratio_c),
-        "both wide": Bounds(0.9, 3.0, clip_ratio_c),
+        "upper bound alone": Bounds(0.8, 3.0, clip_ratio_c),
+        "both bounds wide": Bounds(0.9, 3.0, clip_ratio_c),
     }
     searches = {f"BAPO {target:g}": replace(config, positive_contribution_target=target) for target in targets}
     of_verl = {"GSPO": GSPO(), "SAPO": SAPO(), "CISPO": CISPO(), "DPPO-TV": DPPOTV(), "DPPO-KL": DPPOKL()}
