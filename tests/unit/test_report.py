@@ -15,6 +15,7 @@ from bapo import BAPOConfig
 from recipe.bapo.records.tokens import TENSORS
 from recipe.bapo.report.facts import report_on
 from recipe.bapo.report.page import FORMATS, HEIGHT, WIDTH, areas, look_up, page
+from recipe.bapo.report.verdict import staleness
 
 # One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
 #   A > 0: 10 * 1.0 * 1 = 10, 4 * 1.25 * 1 = 5, 2 * 2.5 * 1 = 5: 20 of 16 tokens
@@ -81,6 +82,18 @@ def test_the_unbounded_side(report):
     size = ratios.sum() ** 2 / (40 * (ratios**2).sum())
     assert report["unbounded"]["effective_sample_size"] == {"mean": close(size.item()), "lowest": close(size.item())}
     assert report["unbounded"]["second_moment_of_log_ratio"] == close((ratios.log() ** 2).mean().item())
+
+
+def test_the_advantage_is_in_the_size_of_a_gradient(tmp_path):
+    # r*|A| of 15, 1 and 8; GRPO's upper bound takes the first, the dual clip the last.
+    log_prob, advantages = torch.tensor([log(5), 0.0, log(4)]) - 9, torch.tensor([3.0, -1.0, -2.0])
+    tensors = {"old_log_prob": torch.full((3,), -9.0), "log_prob": log_prob, "advantages": advantages}
+    save_file(tensors, tmp_path / "a.safetensors")
+    found, _ = report_on(tmp_path)
+    assert found["signs"]["positive"]["gradient"] == close(15 / 24)
+    assert found["unbounded"]["above"][2]["gradient"] == close(8 / 24)
+    assert found["unbounded"]["largest_ratio"] == close(4)  # of a token with A < 0
+    assert method(found, "GRPO")["gradient_left"]["all"] == close(1 / 24)
 
 
 # Tokens without a gradient and what is left of r*|A|, A > 0 and A < 0. The dual clip at 3 takes four tokens with 32.
@@ -153,6 +166,19 @@ def test_by_update_and_is_it_the_staleness(tmp_path):
     assert report["unbounded"]["largest_ratio"] == close(20)  # of both updates
 
 
+GROWS, FLAT, NOTHING = (0.1, 0.3), (0.1, 0.15), (0.0, 0.0005)
+SAID = ["30 % at update 2: it grows", "15 % at age 2: staleness is not the main cause", "hardly anything is clipped"]
+
+
+@pytest.mark.parametrize(
+    "by_age, by_update, said", zip([FLAT, FLAT, NOTHING], [GROWS, FLAT, NOTHING], SAID, strict=True)
+)
+def test_what_is_said_of_staleness(by_age, by_update, said):
+    report = {"by_age": [{"age": k + 1, "clipped_by_grpo": by_age[k]} for k in (0, 1)]}
+    report["by_update"] = [{"update": k + 1, "clipped_by_grpo": by_update[k]} for k in (0, 1)]
+    assert said in staleness(report)
+
+
 def test_the_age_of_the_weights_where_the_files_have_it(tmp_path):
     tensors = {
         "old_log_prob": torch.full((2, 2), -1.0),
@@ -220,14 +246,14 @@ def test_a_run_of_another_loss_has_a_row_of_its_own(tmp_path):
 def test_the_verdict_where_a_few_updates_can_be_moved(tmp_path):
     plant(tmp_path)
     (tmp_path / "rank0-000002.safetensors").write_bytes((tmp_path / "rank0-000000.safetensors").read_bytes())
-    assert "is met by moving them in 33 % of the updates" in report_on(tmp_path)[0]["verdict"][2]
+    verdict = report_on(tmp_path)[0]["verdict"][2]
+    assert "is met by moving them in 33 % of the updates, more than any other: BAPO can adapt here" in verdict
 
 
 def test_the_verdict_where_nothing_is_clipped(tmp_path):
     clip, _, reach = report_on(plant(tmp_path, updates=1))[0]["verdict"]
-    assert clip == (
-        "GRPO ([0.8, 1.2], dual clip 3) would leave 0 % of the tokens without a gradient (A > 0: 0 %, A < 0: 0 %) and "
-        "100 % of the gradient's size before clipping."
+    assert clip.startswith(
+        "GRPO ([0.8, 1.2], dual clip 3) would leave 0 % of the tokens without a gradient (A > 0: 0 %,"
     )
     assert reach.endswith("no target is met by moving them: BAPO has nothing to adapt here.")
 
@@ -237,8 +263,10 @@ def test_the_picture_draws_the_shares_by_target(tmp_path):
         tensors = {"old_log_prob": torch.full((20,), -1.0), "advantages": torch.tensor([1.0, -1.0]).repeat(10)}
         log_prob = torch.where(tensors["advantages"] > 0, log(ratio), 0.0) - 1
         save_file({**tensors, "log_prob": log_prob}, tmp_path / f"{name}.safetensors")
-    curve = report_on(tmp_path)[0]["curve"]
-    assert curve["before"] == close((12 / 22 + 0.5) / 2)
+    report, _ = report_on(tmp_path)
+    curve, before = report["curve"], (12 / 22 + 0.5) / 2
+    assert report["rho"][0]["before"] == {"mean": close(before), "lowest": 0.5, "highest": close(12 / 22)}
+    assert curve["before"] == close(before)
     expected = {0.4: (1, 0, 0), 0.52: (0.5, 0, 0.5), 0.55: (0, 0.5, 0.5), 0.6: (0, 0, 1)}
     drawn = {name: [point.split(",") for point in points.split()] for name, points in areas(curve).items()}
     for target, (met, moving, missed) in expected.items():
@@ -249,10 +277,6 @@ def test_the_picture_draws_the_shares_by_target(tmp_path):
             assert [float(value) for value in drawn[name][at + 1]] == pytest.approx([x, y], abs=0.06)
 
 
-def numbers_on(html):
-    return re.findall(r'<data data-at="([^"]+)" value="([^"]+)">([^<]+)</data>', html)
-
-
 def test_the_pages_numbers_are_the_jsons(tmp_path):
     plant(tmp_path)
     out = {kind: tmp_path / f"report.{kind}" for kind in ("html", "json")}
@@ -261,7 +285,7 @@ def test_the_pages_numbers_are_the_jsons(tmp_path):
     assert run.returncode == 0, run.stderr
     report, html = json.loads(out["json"].read_text()), out["html"].read_text()
     assert html == page(report, tmp_path.name)
-    found = numbers_on(html)
+    found = re.findall(r'<data data-at="([^"]+)" value="([^"]+)">([^<]+)</data>', html)
     assert len(found) > 250
     for path, value, text in found:
         assert float(value) == look_up(report, path), path

@@ -159,6 +159,9 @@ def test_what_the_search_finds_at_each_target_by_hand(tmp_path):
         expected, before = (value, 17.2 / 58) if rho["contribution"] == "value" else (gradient, 10 / 26)
         assert list(rho["before"].values()) == [pytest.approx(before)] * 3
         assert [tuple(row[key] for key in keys) for row in rho["targets"]] == [pytest.approx(row) for row in expected]
+    fixed = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}  # nothing to move: 0.297 by value
+    (row,) = report_on(tmp_path, (0.3,), fixed)[0]["rho"][0]["targets"]
+    assert [row[key] for key in keys] == [0, 0, 1, 0.6, 1.2]
 
 
 def test_the_command_prints_the_verdict_and_writes_the_page_into_the_dump(tmp_path, monkeypatch, capsys):
