@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pip install .`` and its extras, each in an empty environment, and what people then run. Minutes each."""
 
+import json
 import os
 import subprocess
 import sys
@@ -87,3 +88,20 @@ def test_the_report_needs_neither_verl_nor_ray(tmp_path):
 def test_verls_extra_brings_what_recipe_and_checks_import(tmp_path):
     python = install(tmp_path / "venv", "[verl]")
     assert "imported" in run(python, "-c", IMPORT_ALL, cwd=tmp_path, VERL_PLATFORM="cpu")
+
+
+@pytest.mark.slow
+def test_the_example_for_trl_dumps_what_the_report_reads(tmp_path):
+    python = install(tmp_path / "venv", "[report]")
+    example, model = ROOT / "docs/examples/trl_dump.py", ROOT / "recipe/bapo/example/files/model"
+    (trl,) = {word for word in example.read_text().split() if word.startswith("trl==")}
+    subprocess.run([Path(sys.executable).with_name("uv"), "pip", "install", "-q", "--python", python, trl], check=True)
+    run(python, example, model, "dump", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    said = run(python.with_name("bapo-report"), "dump", "--json", "report.json", cwd=tmp_path)
+    assert said.startswith("This run's own loss ([0.8, 1.2]) leaves")
+    report = json.loads((tmp_path / "report.json").read_text())
+    first, second = report["by_update"]  # two optimizer steps on one rollout, of two micro-batches each
+    assert first["tokens"] == second["tokens"] > 0
+    assert first["effective_sample_size"] == pytest.approx(1) and second["effective_sample_size"] < 0.999
+    assert report["methods"][0]["method"] == "this run's own" and "GSPO" in {row["method"] for row in report["methods"]}
+    assert not installed(python) & {"verl", "ray"}

@@ -14,7 +14,7 @@ from support.stack_runs import ROOT, explain, removing_what_others_leave, run_ex
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
-from recipe.bapo.report.command import report_on
+from recipe.bapo.report.facts import report_on
 from recipe.bapo.report.measure import measure, search
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -196,4 +196,5 @@ def test_two_lines_dump_the_tokens_of_any_loss(tmp_path, task):
     data = run_verls_own(tmp_path, task, f"{LOSS}.loss_mode=gspo", *dump)
     assert not any(key.startswith("actor/bapo/") for metrics in data for key in metrics)
     report, _ = report_on(tmp_path / "dump")
-    assert report["dump"]["updates"] == 4
+    assert (report["dump"]["updates"], report["dump"]["loss_mode"]) == (4, "gspo")
+    assert "GSPO" in {row["method"] for row in report["methods"]}

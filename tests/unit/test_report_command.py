@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dump and what the bound replay reads from it."""
+"""The token dump, and the command that reads it."""
 
 import subprocess
 import sys
@@ -15,8 +15,10 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump, write_dump
-from recipe.bapo.report.command import main, picture, report_on
-from recipe.bapo.report.measure import DEFINITIONS, measure, outcomes, search
+from recipe.bapo.report.command import main
+from recipe.bapo.report.facts import report_on
+from recipe.bapo.report.measure import DEFINITIONS, measure, search
+from recipe.bapo.report.slime import import_slime
 
 CONFIG = BAPOConfig(positive_contribution_target=0.45)
 
@@ -37,7 +39,7 @@ def dump(folder, seeds, cuts=1, ranks=1, **about):
 
 @pytest.mark.parametrize("cuts, ranks", [(1, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("contribution, token_weight", DEFINITIONS)
-def test_the_replay_finds_the_bounds_of_algorithm_1(tmp_path, cuts, ranks, contribution, token_weight):
+def test_the_report_finds_the_bounds_of_algorithm_1(tmp_path, cuts, ranks, contribution, token_weight):
     dump(tmp_path, seeds=(1, 2, 3), cuts=cuts, ranks=ranks)
     config = replace(CONFIG, contribution=contribution, token_weight=token_weight)
     found = search(measure(tmp_path, CONFIG, 3.0).statistics[contribution, token_weight], config)
@@ -91,6 +93,42 @@ def test_files_of_another_origin_are_an_update_each(tmp_path):
     assert torch.equal(updates[1][0]["log_prob"], batch[1][batch[3]])
 
 
+def test_ranks_with_the_same_tokens_count_once(tmp_path):
+    dump(tmp_path, seeds=(1, 2), ranks=2)
+    before = [[len(micro_batch["log_prob"]) for micro_batch in update] for update in read_dump(tmp_path)]
+    for path in list(tmp_path.glob("rank1-*")):  # as two ranks of a tensor parallel group write them
+        (tmp_path / path.name.replace("rank1", "rank2")).write_bytes(path.read_bytes())
+    assert [[len(micro_batch["log_prob"]) for micro_batch in update] for update in read_dump(tmp_path)] == before
+
+
+SLIME = {
+    "rollout_log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+    "log_probs": [torch.tensor([-1.5, -2.5]), torch.tensor([-3.5])],
+    "advantages": [torch.tensor([1.0, 1.0]), torch.tensor([-1.0])],
+    "loss_masks": [torch.tensor([1, 0]), torch.tensor([1])],
+    "weight_versions": [["7", "8"], ["9"]],
+}
+
+
+@pytest.mark.parametrize("by_response", [False, True])
+def test_a_rollout_of_slimes_is_an_update(tmp_path, by_response):
+    content = {"rollout_data": SLIME}
+    if by_response:
+        content = {"samples": [{name: column[row] for name, column in SLIME.items()} for row in (0, 1)]}
+    torch.save({"rollout_id": 0, **content}, tmp_path / "0.pt")
+    import_slime([tmp_path / "0.pt"] * 2, tmp_path / "dump")
+    updates = list(read_dump(tmp_path / "dump"))
+    assert len(updates) == 2
+    expected = {"old_log_prob": [-1, -3], "log_prob": [-1.5, -3.5], "advantages": [1, -1], "version": [7, 9]}
+    assert {name: updates[0][0][name].tolist() for name in expected} == expected
+
+
+def test_rollout_data_of_slimes_have_nothing_to_compare(tmp_path):
+    torch.save({"samples": [{"rollout_log_probs": [-1.0], "reward": 1.0}]}, tmp_path / "0.pt")
+    with pytest.raises(ValueError, match="0.pt lacks log_probs, advantages, loss_masks: run slime with"):
+        import_slime([tmp_path / "0.pt"], tmp_path / "dump")
+
+
 def test_a_dump_loses_nothing(tmp_path):
     batch = make_batch(1)
     write_dump(tmp_path, *batch, {})
@@ -104,64 +142,35 @@ def test_the_dump_knows_the_runs_dual_clip(tmp_path):
     assert float(about_dump(tmp_path)["clip_ratio_c"]) == 1e9
 
 
-def test_outcomes_are_shares_of_the_updates():
-    found = {"search_steps": [0.0, 3.0, 51.0, 0.0], "saturated": [0.0, 0.0, 1.0, 1.0]}
-    assert outcomes(found) == (0.25, 0.25, 0.5)
-
-
-def run_replay(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "recipe.bapo.report", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
-
-
-def save_update(folder, dual_clip, planted):
-    """A dump of one update; ``planted``: tokens, ratio and advantage, all with the same old log-prob."""
-    ratio, advantages = (torch.cat([torch.full((row[0],), row[k]) for row in planted]) for k in (1, 2))
-    tensors = {"old_log_prob": torch.full_like(ratio, -1.0), "log_prob": ratio.log() - 1, "advantages": advantages}
-    metadata = {"clip_ratio_c": str(dual_clip), "bound_scope": "micro_batch"}
-    save_file(tensors, folder / "rank0-000000.safetensors", metadata=metadata)
-
-
-def test_the_command_prints_the_table_worked_out_by_hand(tmp_path):
+def test_what_the_search_finds_at_each_target_by_hand(tmp_path):
     # value: P = 10 + 4 * min(1.25, c_high) + 2 * min(2.5, c_high), N = 8 * c_low + 4 + 12 + 20. gradient: P = 10,
     # 15 from c_high = 1.5, 20 from 2.7; N = 4 + 12: r = 0.5 is below c_low, r = 20 above the dump's dual clip.
-    save_update(tmp_path, 5.0, [(10, 1.0, 1.0), (4, 1.25, 1.0), (2, 2.5, 1.0), (8, 0.5, -1.0), (4, 1.0, -1.0)]
-                + [(3, 4.0, -1.0), (1, 20.0, -1.0)])  # fmt: skip
-    run = run_replay(tmp_path, "--targets", 0.3, 0.45, 0.55, 0.6, "--upper", 1.2, 3.0, 0.3)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert lines[0].startswith("The run found its bounds per micro-batch") and lines[1].startswith("1 updates.")
-    at_once, never = "1.00 0.00 0.00 0.600 1.200", "0.00 0.00 1.00 0.900 3.000"
-    value = ["0.3 0.00 1.00 0.00 0.600 1.500", *(f"{target} {never}" for target in (0.45, 0.55, 0.6))]
-    gradient = [f"0.3 {at_once}", "0.45 0.00 1.00 0.00 0.600 1.500", "0.55 0.00 1.00 0.00 0.600 2.700", f"0.6 {never}"]
-    rows = iter(lines[3:19])
-    for contribution, start, cells in (("value", 17.2 / 58, value), ("gradient", 10 / 26, gradient)):
-        for token_weight in ("rollout_prob", "uniform"):  # the same: all tokens are as probable
-            for cell in cells:
-                expected = f"{contribution} {token_weight} {start:.3f} [{start:.3f}, {start:.3f}] {cell}"
-                assert next(rows).split() == expected.split()
-    assert (tmp_path / "report.png").stat().st_size > 10_000
+    planted = [(10, 1.0, 1.0), (4, 1.25, 1.0), (2, 2.5, 1.0), (8, 0.5, -1.0), (4, 1.0, -1.0), (3, 4.0, -1.0)]
+    planted += [(1, 20.0, -1.0)]
+    ratio, advantages = (torch.cat([torch.full((row[0],), row[k]) for row in planted]) for k in (1, 2))
+    tensors = {"old_log_prob": torch.full_like(ratio, -1.0), "log_prob": ratio.log() - 1, "advantages": advantages}
+    save_file(tensors, tmp_path / "rank0-000000.safetensors", metadata={"clip_ratio_c": "5.0"})
+    report, _ = report_on(tmp_path, (0.3, 0.45, 0.55, 0.6), {"ratio_upper_step": 0.3})
+    already, moved, missed = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+    value = [(*moved, 0.6, 1.5), *[(*missed, 0.9, 3.0)] * 3]
+    gradient = [(*already, 0.6, 1.2), (*moved, 0.6, 1.5), (*moved, 0.6, 2.7), (*missed, 0.9, 3.0)]
+    keys = ("already_met", "met_by_moving", "out_of_reach", "c_low", "c_high")
+    for rho in report["rho"]:  # the same by both weights: all tokens are as probable
+        expected, before = (value, 17.2 / 58) if rho["contribution"] == "value" else (gradient, 10 / 26)
+        assert list(rho["before"].values()) == [pytest.approx(before)] * 3
+        assert [tuple(row[key] for key in keys) for row in rho["targets"]] == [pytest.approx(row) for row in expected]
+    fixed = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}  # nothing to move: 0.297 by value
+    (row,) = report_on(tmp_path, (0.3,), fixed)[0]["rho"][0]["targets"]
+    assert [row[key] for key in keys] == [0, 0, 1, 0.6, 1.2]
 
 
-def test_the_picture_shows_the_shares_by_target(tmp_path):
-    for name, ratio in (("a", 1.25), ("b", 1.0)):  # rho moves from 0.5455 to 0.5556, and from 0.5 to 0.5
-        (tmp_path / name).mkdir()
-        save_update(tmp_path / name, 3.0, [(10, ratio, 1.0), (10, 1.0, -1.0)])
-        (tmp_path / name / "rank0-000000.safetensors").rename(tmp_path / f"rank0-{name}.safetensors")
-        (tmp_path / name).rmdir()
-    report, _ = report_on(tmp_path)
-    axis = picture(report).axes[1]
-    assert axis.get_title() == "contribution=value, token_weight=uniform"
-    assert axis.lines[0].get_xdata()[0] == pytest.approx((12 / 22 + 0.5) / 2)
-    heights = {}
-    for area in axis.collections:
-        (path,) = area.get_paths()
-        for target in (0.4, 0.52, 0.55, 0.6):
-            ys = [y for x, y in path.vertices if abs(x - target) < 1e-9]
-            heights.setdefault(target, []).append(max(ys) - min(ys))
-    expected = {0.4: [1, 0, 0], 0.52: [0.5, 0, 0.5], 0.55: [0, 0.5, 0.5], 0.6: [0, 0, 1]}  # at once, on the way, never
-    assert heights == {target: pytest.approx(shares) for target, shares in expected.items()}
+def test_the_command_prints_the_verdict_and_writes_the_page_into_the_dump(tmp_path, monkeypatch, capsys):
+    dump(tmp_path, (1,))
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == report_on(tmp_path)[0]["verdict"] and lines[-1] == f"Report: {tmp_path}/report.html"
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -189,13 +198,12 @@ def test_the_picture_shows_the_shares_by_target(tmp_path):
         (lambda folder: dump(folder, (1,)), ["--targets", 1.5], "positive_contribution_target=1.5 is not usable"),
         (lambda folder: dump(folder, (1,)), ["--lower", 0.9, 0.8, 0.1], "ratio_lower"),
         (lambda folder: dump(folder, (1,)), ["--clip-ratio-c", 0], "clip_ratio_c=0.0 is not usable"),
-        (lambda folder: dump(folder, (1,)), ["--updates-per-rollout-batch", 0], "rollout-batch=0 is not usable"),
         (lambda folder: dump(folder, (1,)), ["--html", "/no/folder/a.html"], "there is no folder /no/folder"),
     ],
 )
 def test_bad_input_is_named(tmp_path, monkeypatch, capsys, make, arguments, message):
     make(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["replay", str(tmp_path), *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1 and message in capsys.readouterr().err

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loss saw, token by token, for ``recipe.bapo.report``: one safetensors file per micro-batch and rank."""
+"""What the loss saw, token by token, for ``recipe.bapo.report``: one safetensors file per micro-batch and rank.
+
+``write_dump`` is the one function that a trainer calls, ours and any other (docs/clip_report.md has an example). The
+names of tensors and metadata are read by others and stay; a new tensor is added to ``PLANES``, where it may be missing.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,8 +18,8 @@ from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
 PLANES = ("entropy", "version", "rollout_is_weights")  # of each token too, where there are any
-OTHERS = ("lengths", "update", "trainer_version")  # lengths: response tokens of each of its sequences
-SAME = ("loss_mode", "clip_ratio_c", "bound_scope", "switches")  # metadata that is the run's
+OTHERS = ("lengths", "update", "trainer_version")  # lengths: response tokens of each of its responses
+LOSS = ("loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "bound_scope", "switches")
 _written: dict[Path, int] = {}  # files of this process by folder
 
 
@@ -25,21 +29,23 @@ def write_dump(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    about: Mapping,
+    about: Mapping | None = None,
     entropy: Tensor | None = None,
     version: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     update: int | None = None,
     trainer_version: int | None = None,
 ) -> None:
-    """Add a micro-batch to a dump: its response tokens, 12 bytes each, 16 with the entropy. This copies to the host.
+    """Add a micro-batch's response tokens to a dump, 12 bytes each and 4 for each further tensor, by way of the host.
 
     Args:
-        folder: of the dump; a process starts with one that is empty of its rank's files.
-        old_log_prob, log_prob, advantages, response_mask: ``(B, T)``.
-        about: ``dp_size`` and ``global_batch_size`` of verl's batch, from which a reader knows which micro-batches made
-            an update, ``loss_mode``, ``clip_ratio_c``, ``bound_scope``, and ``switches``, JSON of the run's; what is
-            None is left out.
+        folder: of the dump, the same on all ranks; a process starts with one that holds no file of its rank.
+        old_log_prob, log_prob, advantages, response_mask: what the loss is called with, ``(B, T)``.
+        about: ``dp_size`` and ``global_batch_size``, the responses of one update over all ranks, by which a reader
+            knows which micro-batches made an update; without them each call is an update. By verl's names the run's
+            ``loss_mode`` and what it is called with, for the report's row on the run itself: ``clip_ratio_low``,
+            ``clip_ratio_high``, ``clip_ratio_c``; of BAPO ``bound_scope`` and ``switches``, as JSON. What is None is
+            left out.
         entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of
             the weights that sampled it, verl's rollout correction; None: not known.
         update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights
@@ -63,19 +69,16 @@ def write_dump(
     tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
     numbers = {"update": update, "trainer_version": trainer_version}
     tensors |= {name: torch.tensor([number]) for name, number in numbers.items() if number is not None}
-    known = {key: str(value) for key, value in about.items() if value is not None}
+    metadata = {key: str(value) for key, value in (about or {}).items() if value is not None}
     unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **known})
+    save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **metadata})
     os.replace(unfinished, path)
 
 
 def refuse_earlier(folder: Path, pattern: str = "*.safetensors") -> None:
     """Raise a ValueError if the folder holds a dump: two runs in one would be read as one."""
     if any(folder.glob(pattern)):
-        raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.token_dump_dir={folder} holds an earlier dump: remove it, or name "
-            "another folder."
-        )
+        raise ValueError(f"token_dump_dir={folder} holds an earlier dump: remove it, or name another folder.")
 
 
 def about_dump(folder: str | Path) -> dict[str, str]:
@@ -87,16 +90,12 @@ def about_dump(folder: str | Path) -> dict[str, str]:
     return _read(_paths_of(folder)[0])[1]
 
 
-def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None) -> Iterator[list[dict[str, Tensor]]]:
+def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
     Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
-    file without our metadata is an update of its own. ``entropy``, ``version`` (of the weights that sampled the token)
-    and ``rollout_is_weights`` (of verl's rollout correction) may be there, too, of the same shape, in all or no files.
-
-    Args:
-        folder: of the dump.
-        after_file: called after each file that was read.
+    file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape, in all or no
+    files. Ranks that dumped the same tokens (of one tensor or sequence parallel group) count once.
 
     Raises:
         ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
@@ -105,60 +104,65 @@ def read_dump(folder: str | Path, after_file: Callable[[], None] = lambda: None)
     ranks: dict[str, list[Path]] = {}
     for path in _paths_of(folder):
         ranks.setdefault(path.stem.partition("-")[0] if path.stem.startswith("rank") else "", []).append(path)
-    found, kind = 0, {}
+    updates, first = 0, None
 
     def read(path):
+        nonlocal first
         tensors, metadata = _read(path)
-        its_kind = {name: metadata.get(name) for name in SAME} | {name: name in tensors for name in PLANES}
-        first = kind.setdefault("first", (path, its_kind))
-        if its_kind != first[1]:
-            differs = ", ".join(name for name in its_kind if its_kind[name] != first[1][name])
+        kind = {name: metadata.get(name) for name in LOSS} | {name: name in tensors for name in PLANES}
+        first = first or (path, kind)
+        differs = [name for name in kind if kind[name] != first[1][name]]
+        if differs:
+            what = ", ".join(differs)
             raise ValueError(
-                f"{path} is of another run than {first[0].name} ({differs} differ): give each its own folder."
+                f"{path} is of another run than {first[0].name} ({what} differ): give each its own folder."
             )
-        after_file()
         return tensors, metadata
 
     for parts in zip(*(_updates_of_rank(of_rank, read) for of_rank in ranks.values()), strict=False):
-        sequences, wanted = sum(part[1] for part in parts), parts[0][2]
-        if sequences < wanted:
+        wanted = parts[0][2]
+        if sum(part[1] for part in parts) > wanted:
+            parts = _without_copies(parts)
+        responses = sum(part[1] for part in parts)
+        if responses < wanted:
             raise ValueError(
-                f"{folder} holds {sequences} of the {wanted} sequences of update {found}: bring the files of all ranks "
-                f"together (here: {', '.join(sorted(ranks))})."
+                f"{folder} holds {responses} of the {wanted} sequences of update {updates}: bring the files of all "
+                f"ranks together (here: {', '.join(sorted(ranks))})."
             )
-        found += 1
+        updates += 1
         yield [micro_batch for part in parts for micro_batch in part[0]]
-    if not found:
+    if not updates:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
 
 
-def count_files(folder: str | Path) -> int:
-    """Files of a dump. Raises as ``read_dump``."""
-    return len(_paths_of(folder))
+def _without_copies(parts):
+    """Of ranks with the same tokens the first one."""
+    kept: dict[bytes, tuple] = {}
+    for part in parts:
+        kept.setdefault(b"".join(tokens["log_prob"].numpy().tobytes() for tokens in part[0]), part)
+    return list(kept.values())
 
 
 def _paths_of(folder):
     paths = sorted(Path(folder).glob("*.safetensors"))
     if not paths:
-        raise ValueError(
-            f"{folder} holds no .safetensors file: set actor_rollout_ref.actor.policy_loss.token_dump_dir."
-        )
+        raise ValueError(f"{folder} holds no .safetensors file: let a run dump its tokens there (docs/clip_report.md).")
     return paths
 
 
 def _updates_of_rank(paths: list[Path], read) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
-    # Of each update this rank's micro-batches, how many sequences they hold and how many all ranks should.
+    """Of each update this rank's micro-batches, how many responses they hold and how many all ranks should."""
     update: list[dict[str, Tensor]] = []
-    sequences = 0
+    responses = 0
     for path in paths:
         tensors, metadata = read(path)
         update.append(tensors)
-        sequences += int(metadata.get("sequences", 0))
+        responses += int(metadata.get("sequences", 0))
         wanted = int(metadata.get("global_batch_size", 0))
         # An update that was cut off has fewer and is left out.
-        if sequences * int(metadata.get("dp_size", 1)) >= wanted:
-            yield update, sequences, wanted
-            update, sequences = [], 0
+        if responses * int(metadata.get("dp_size", 1)) >= wanted:
+            yield update, responses, wanted
+            update, responses = [], 0
 
 
 def _read(path):
@@ -175,14 +179,8 @@ def _read(path):
     shapes = {name: tuple(tensors[name].shape) for name in (*planes, "response_mask") if name in tensors}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"{path}: the shapes differ: {shapes}.")
-    shape = tensors["log_prob"].shape
-    if not shape:
-        raise ValueError(f"{path}: log_prob is one number: give a tensor of tokens.")
-    for name in ("sequences", "global_batch_size", "dp_size"):
-        if not metadata.get(name, "1").isdecimal():
-            raise ValueError(f"{path}: {name}={metadata[name]} is not a whole number: dump the tokens anew.")
-    if len(shape) > 1 and "lengths" not in tensors:
-        mask = tensors.get("response_mask", torch.ones(shape)).bool()
+    if tensors["log_prob"].dim() > 1 and "lengths" not in tensors:
+        mask = tensors.get("response_mask", torch.ones_like(tensors["log_prob"])).bool()
         tensors["lengths"] = mask.flatten(0, -2).sum(-1, dtype=torch.int32)
     mask = tensors["response_mask"].bool() if "response_mask" in tensors else slice(None)
     found = {name: tensors[name][mask].flatten() for name in planes}

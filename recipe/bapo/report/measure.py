@@ -1,130 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a dump: sums by update and histograms, from which ``facts`` follow. Memory: an update and a few MB.
+"""One pass over a dump: of every update the sums from which ``facts`` follow. One update is in memory at a time.
 
-The size of a token's gradient is ``r*|A|``, what the loss without clipping has with respect to the token's log-prob.
+The size of a token's gradient is ``r * |A|``, that of the loss without clipping with respect to the token's log-prob. A
+sum is added here where the page has a new question; nothing here decides what a reader is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, diagnose, read_values, search_clip_bounds
-from bapo.ratio import log_ratio_of
 from recipe.bapo.records.tokens import read_dump
+from recipe.bapo.report.methods import M2PO, Bounds, Loss, Tokens
 
-WEIGHTS = ("rollout_prob", "uniform")
-DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in WEIGHTS]
+DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in ("rollout_prob", "uniform")]
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
-NEGATIVE, POSITIVE = 0, 1  # first index of sums by sign
-EDGES = (0.8, 0.9, 1.0, 1.2, 1.28, 2.0, 3.0, 10.0)  # of the ratio; bucket b: r is above b of them
-COUNT, WA, WAR = range(3)  # of each bucket: tokens, sum of |A|, sum of r*|A|
-BOXES = (0.5, 0.8, 0.9, 1.1, 1.2, 2.0, 3.0)  # ratio bins of the box plots
-M2PO_THRESHOLD, M2PO_STEP, LOG_LIMIT = 0.04, 1e-3, 20.0  # M2PO's cut is found to a step of |log r|
-ENTROPY_LIMIT = 15.0  # nats, above that of any vocabulary
+POSITIVE, NEGATIVE = 0, 1  # first index of sums by sign
+ABOVE = (1.0, 2.0, 3.0, 10.0)  # ratios on the unbounded side
+GRPO = Bounds(0.8, 1.2)  # how stale tokens are is told by what these bounds clip, whatever the run's own
+# Sums over tokens, of an update and of an age: numbers of tokens, and r*|A| of those with a sign and above a ratio.
+COLUMNS = (
+    "clipped_by_grpo",
+    *("positive", "negative", "positive_gradient", "negative_gradient"),
+    *(f"negative_above_{ratio:g}" for ratio in ABOVE),
+    *(f"gradient_above_{ratio:g}" for ratio in ABOVE),
+)
 
 
 @dataclass
 class Update:
-    """Sums over the tokens of one update.
+    """What is measured of one update; sums over tokens, float64.
 
     Attributes:
         number: of the update within its rollout batch, from 0; None where the dump does not say.
-        by_ratio: ``(2, len(EDGES) + 1, 3)``: by sign and bucket of the ratio ``COUNT``, ``WA``, ``WAR``.
-        tokens, zero: all tokens, those with A = 0.
-        ratio, ratio_squared, log_squared: sums of r, r^2 and (log r)^2 over all tokens.
-        largest_negative: largest ratio of a token with A < 0; 0 without one.
-        m2po: ``(2, 2)``: by sign ``COUNT`` and r*|A| of the tokens that M2PO masks.
-        statistics: by token weight.
-        own: the same over the grids of the run's own bounds; None where the dump does not say them.
+        statistics: by the ranges and the token weight, as ``key_of`` says.
         corrected: those of the uniform weight with the weights of verl's rollout correction on the advantages; None
             where the dump has none.
+        columns: ``(len(COLUMNS),)``.
+        without_gradient: ``(methods, 2)``: by sign the number of tokens to which a method gives no gradient.
+        gradient_left: ``(methods, 2)``: by sign the sum of |gradient| that a method leaves.
+        tokens, log_squared: number of all tokens, and (log r)^2 over them.
+        largest_negative: largest ratio of a token with A < 0; 0 without one.
     """
 
     number: int | None
-    by_ratio: Tensor
-    tokens: float
-    zero: float
-    ratio: float
-    ratio_squared: float
-    log_squared: float
-    largest_negative: float
-    m2po: Tensor
-    statistics: dict[str, ClipStatistics]
-    own: dict[str, ClipStatistics] | None
+    statistics: dict[tuple, ClipStatistics]
     corrected: ClipStatistics | None
-
-    @property
-    def effective_sample_size(self) -> float:
-        """(sum r)^2 / (tokens * sum r^2), a share of the tokens."""
-        return self.ratio**2 / (self.tokens * self.ratio_squared) if self.tokens else 0.0
-
-
-@dataclass
-class Quantiles:
-    """A histogram for each sign and ratio bin that keeps each bin's mean: repeated values come back exactly."""
-
-    limit: float
-    bins: int = 1000
-    sums: Tensor = field(init=False)  # (2, sign * ratio bins * bins): tokens, sum of values
-
-    def __post_init__(self):
-        self.sums = torch.zeros(2, 2 * (len(BOXES) + 1) * self.bins, dtype=torch.float64)
-
-    def add(self, values: Tensor, group: Tensor) -> None:
-        """Add values ``(tokens,)``, each to its group, sign * ratio bins + ratio bin."""
-        values = values.double()
-        index = (values / self.limit * self.bins).long().clamp(0, self.bins - 1)
-        self.sums.index_add_(1, group * self.bins + index, torch.stack([torch.ones_like(values), values]))
-
-    def of(self, sign: int, box: int) -> tuple[int, list[float] | None]:
-        """Number of tokens, and their 5th, 25th, 50th, 75th and 95th percentile; None of no tokens."""
-        counts, values = self.sums.view(2, 2, len(BOXES) + 1, self.bins)[:, sign, box]
-        tokens = int(counts.sum())
-        if not tokens:
-            return 0, None
-        # The q-th percentile is the smallest value that a share q of the tokens does not exceed.
-        wanted = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64) * tokens
-        at = torch.searchsorted(counts.cumsum(0), wanted - 1e-9)
-        return tokens, (values[at] / counts[at]).tolist()
-
-
-@dataclass
-class Lengths:
-    """Response lengths by the sign of a sequence's summed advantage: the number of sequences of each length."""
-
-    counts: dict[int, dict[int, int]] = field(default_factory=lambda: {NEGATIVE: {}, POSITIVE: {}})
-    known: bool = True
-
-    def add(self, lengths: Tensor | None, advantages: Tensor) -> None:
-        """Add the sequences of a micro-batch, whose tokens follow one another in ``advantages``."""
-        if lengths is None:
-            self.known = False
-            return
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
-        total = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, sequence, advantages.double())
-        for length, advantage in zip(lengths.tolist(), total.tolist(), strict=True):
-            if advantage and length:
-                of_sign = self.counts[POSITIVE if advantage > 0 else NEGATIVE]
-                of_sign[length] = of_sign.get(length, 0) + 1
-
-    def of(self, sign: int) -> dict | None:
-        """Number of sequences, mean, median and largest length; None where the dump does not say or has none."""
-        found = sorted(self.counts[sign].items())
-        sequences = sum(count for _, count in found)
-        if not self.known or not sequences:
-            return None
-        below = 0
-        for median, count in found:  # noqa: B007  the loop ends at the median
-            below += count
-            if 2 * below >= sequences:
-                break
-        mean = sum(length * count for length, count in found) / sequences
-        return {"sequences": sequences, "mean": mean, "median": median, "largest": found[-1][0]}
+    columns: Tensor
+    without_gradient: Tensor
+    gradient_left: Tensor
+    tokens: int = 0
+    log_squared: float = 0.0
+    largest_negative: float = 0.0
 
 
 @dataclass
@@ -133,149 +67,130 @@ class Measured:
 
     Attributes:
         updates: in the order of the dump.
-        by_age: sums as ``Update.by_ratio`` by the weights' age in versions; empty where the dump does not say.
-        probability, entropy: of the tokens by sign and ratio bin; ``entropy`` is None where the dump has none.
-        lengths: of the sequences by sign.
+        by_age: ``Update.columns`` by the weights' age in versions; empty where the dump does not say.
+        statistics: for each definition those of every update over the ranges of ``measure``'s config.
     """
 
     updates: list[Update]
     by_age: dict[int, Tensor]
-    probability: Quantiles
-    entropy: Quantiles | None
-    lengths: Lengths
+    statistics: dict[tuple[str, str], list[ClipStatistics]]
 
-    @property
-    def statistics(self) -> dict[tuple[str, str], list[ClipStatistics]]:
-        """For each definition those of every update; measure and target do not enter them."""
-        return {(c, w): [update.statistics[w] for update in self.updates] for c, w in DEFINITIONS}
+
+def key_of(config: BAPOConfig) -> tuple:
+    """The switches that enter statistics: the ranges and the token weight."""
+    return config.lower, config.upper, config.token_weight
 
 
 def measure(
     folder: Path,
     config: BAPOConfig,
     clip_ratio_c: float | None,
-    own: BAPOConfig | None = None,
-    after_file: Callable[[], None] = lambda: None,
+    methods: dict[str, Loss | BAPOConfig | type[M2PO]] | None = None,
+    watch: Callable[[Iterable], Iterable] = iter,
 ) -> Measured:
     """Read a dump once.
 
     Args:
         folder: of the dump.
-        config: the grids of the bounds.
+        config: the ranges of the bounds.
         clip_ratio_c: the run's dual clip; None: none.
-        own: the run's own switches, if they are known.
-        after_file: called after each file that was read.
+        methods: by name the losses whose gradients are measured. A ``BAPOConfig`` becomes the bounds that its search
+            finds in each update, and ``M2PO`` its mask of each update.
+        watch: passes the updates on as they are read, for a progress bar.
 
     Raises:
         ValueError: as ``read_dump``.
     """
-    found = Measured([], {}, Quantiles(1.0), None, Lengths())
-    for micro_batches in read_dump(folder, after_file):
-        found.updates.append(_measure_update(micro_batches, config, clip_ratio_c, own, found))
-    return found
+    methods = methods or {}
+    ranges = [replace(config, token_weight=weight) for weight in ("rollout_prob", "uniform")]
+    searches = [method for method in methods.values() if isinstance(method, BAPOConfig)]
+    distinct = {key_of(of): of for of in [*ranges, *searches]}
+    updates: list[Update] = []
+    by_age: dict[int, Tensor] = {}
+    for micro_batches in watch(read_dump(folder)):
+        chunks = list(_chunks_of(micro_batches))
+        statistics = {key: _collect(chunks, of, clip_ratio_c) for key, of in distinct.items()}
+        corrected = None
+        if "rollout_is_weights" in micro_batches[0]:
+            corrected = _collect(chunks, ranges[1], clip_ratio_c, corrected=True)
+        losses = [_in_update(method, statistics, chunks, clip_ratio_c) for method in methods.values()]
+        number = int(micro_batches[0]["update"]) if "update" in micro_batches[0] else None
+        columns = torch.zeros(len(COLUMNS), dtype=torch.float64)
+        without_gradient, gradient_left = torch.zeros(2, len(losses), 2, dtype=torch.float64)
+        update = Update(number, statistics, corrected, columns, without_gradient, gradient_left)
+        _add_sums(update, chunks, losses, by_age)
+        updates.append(update)
+    by_weight = {of.token_weight: [update.statistics[key_of(of)] for update in updates] for of in ranges}
+    return Measured(updates, by_age, {(c, w): by_weight[w] for c, w in DEFINITIONS})
 
 
-def _measure_update(micro_batches, config, clip_ratio_c, own, found):
-    if own is not None and (own.lower, own.upper) == (config.lower, config.upper):
-        own = config  # the same grids
-    statistics = {
-        grids: {weight: _of_no_tokens(replace(switches, token_weight=weight)) for weight in WEIGHTS}
-        for grids, switches in {"config": config, "own": own}.items()
-        if switches is not None and (grids == "config" or switches is not config)
-    }
-    newest = max(
-        (int(tokens["version"].max()) for tokens in micro_batches if len(tokens.get("version", ()))), default=0
-    )
-    by_ratio, sums = _table(), torch.zeros(5, dtype=torch.float64)
-    corrected = None
-    if "rollout_is_weights" in micro_batches[0]:
-        corrected = _of_no_tokens(replace(config, token_weight="uniform"))
-    largest, squares = 0.0, torch.zeros(6, int(LOG_LIMIT / M2PO_STEP) + 2, dtype=torch.float64)
-    for tokens in micro_batches:
-        found.lengths.add(tokens.get("lengths"), tokens["advantages"])
-        if "entropy" in tokens:
-            found.entropy = found.entropy or Quantiles(ENTROPY_LIMIT)
-        planes = [tokens[name] for name in ("old_log_prob", "log_prob", "advantages")]
-        others = {name: tokens[name] for name in ("entropy", "version") if name in tokens}
-        for first in range(0, len(planes[0]), CHUNK):
-            part = slice(first, first + CHUNK)
-            old, log_prob, advantages = (plane[part] for plane in planes)
-            rows = [values.unsqueeze(0) for values in (old, log_prob, advantages, torch.ones_like(old))]
-            for of_grids in statistics.values():
-                for weight, sums_so_far in of_grids.items():
-                    more = collect_clip_statistics(*rows, sums_so_far.config, clip_ratio_c)
-                    of_grids[weight] = sums_so_far + more
-            if corrected is not None:
-                rows[2] = rows[2] * tokens["rollout_is_weights"][part]
-                corrected += collect_clip_statistics(*rows, corrected.config, clip_ratio_c)
-            log_ratio = log_ratio_of(old, log_prob)
-            ratio, size, log_ratio = log_ratio.exp().double(), advantages.double().abs(), log_ratio.double()
-            sign, counted = (advantages > 0).long(), size.sign()
-            bucket = torch.bucketize(ratio, torch.tensor(EDGES, dtype=torch.float64)) + sign * (len(EDGES) + 1)
-            planted = torch.stack([counted, size, size * ratio])
-            by_ratio.index_add_(1, bucket, planted)
-            sums += torch.stack(
-                [
-                    counted.new_tensor(len(ratio)),
-                    (1 - counted).sum(),
-                    *(x.sum() for x in (ratio, ratio**2, log_ratio**2)),
-                ]
-            )
-            largest = max(largest, torch.where(advantages < 0, ratio, 0).max().item())
+class _Chunk(NamedTuple):
+    """A piece of a micro-batch: its tokens, and where the dump has them rollout correction's weights and the ages."""
 
-            # M2PO looks at tokens that move away from the sampler in the direction of their advantage.
-            away = (sign * 2 - 1) * log_ratio > 0
-            step = (log_ratio.abs() / M2PO_STEP).long()
-            rows_of = torch.stack([counted, log_ratio**2 * counted, size * ratio]) * away
-            for of_sign in (NEGATIVE, POSITIVE):
-                squares[3 * of_sign : 3 * of_sign + 3].index_add_(1, step, rows_of * (sign == of_sign))
-
-            box = torch.bucketize(ratio, torch.tensor(BOXES, dtype=torch.float64))
-            chosen = counted > 0
-            group = (sign * (len(BOXES) + 1) + box)[chosen]
-            found.probability.add(old[chosen].exp(), group)
-            if "entropy" in others:
-                found.entropy.add(others["entropy"][part][chosen], group)
-            if "version" in others:
-                ages = int(tokens.get("trainer_version", newest)) - others["version"][part].long()
-                for age in ages.unique().tolist():
-                    table = found.by_age.setdefault(age, _table())
-                    table.index_add_(1, bucket, planted * (ages == age))
-    number = micro_batches[0].get("update")
-    return Update(
-        number=None if number is None else int(number),
-        by_ratio=_by_sign(by_ratio),
-        tokens=sums[0].item(),
-        zero=sums[1].item(),
-        ratio=sums[2].item(),
-        ratio_squared=sums[3].item(),
-        log_squared=sums[4].item(),
-        largest_negative=largest,
-        m2po=_masked_by_m2po(squares.view(2, 3, -1)),
-        statistics=statistics["config"],
-        own=None if own is None else statistics.get("own", statistics["config"]),
-        corrected=corrected,
-    )
+    tokens: Tokens
+    corrections: Tensor | None
+    ages: Tensor | None
 
 
-def _of_no_tokens(config):
-    return collect_clip_statistics(*[torch.zeros(1, 0)] * 4, config)
+def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[_Chunk]:
+    newest = max((int(m["version"].max()) for m in micro_batches if len(m.get("version", ()))), default=0)
+    for tensors in micro_batches:
+        old, log_prob = tensors["old_log_prob"], tensors["log_prob"]
+        if "lengths" in tensors:
+            lengths = tensors["lengths"].long()
+            of_response = torch.segment_reduce(log_prob - old, "mean", lengths=lengths).repeat_interleave(lengths)
+        else:
+            of_response = torch.full_like(old, torch.nan)
+        ages = None
+        if "version" in tensors:
+            ages = int(tensors.get("trainer_version", newest)) - tensors["version"].long()
+        planes = [old, log_prob, tensors["advantages"], of_response, tensors.get("rollout_is_weights"), ages]
+        for first in range(0, len(old), CHUNK):
+            part = [None if plane is None else plane[first : first + CHUNK] for plane in planes]
+            yield _Chunk(Tokens(*part[:4]), *part[4:])
 
 
-def _table():
-    return torch.zeros(3, 2 * (len(EDGES) + 1), dtype=torch.float64)
+def _collect(chunks, config, clip_ratio_c, corrected=False) -> ClipStatistics:
+    empty = torch.zeros(1, 0)
+    statistics = collect_clip_statistics(empty, empty, empty, empty, config, clip_ratio_c)
+    for tokens, corrections, _ in chunks:
+        advantages = tokens.advantages * corrections if corrected else tokens.advantages
+        rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, advantages)]
+        statistics += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
+    return statistics
 
 
-def _by_sign(table):
-    return table.view(3, 2, -1).permute(1, 2, 0)
+def _in_update(method, statistics, chunks, clip_ratio_c) -> Loss:
+    """A method as the loss that it is in one update."""
+    if method is M2PO:
+        return M2PO.of_update(replace(chunk.tokens) for chunk in chunks)
+    if isinstance(method, BAPOConfig):
+        bounds = search_clip_bounds(statistics[key_of(method)], method)
+        return Bounds(bounds.low.item(), bounds.high.item(), clip_ratio_c or math.inf)
+    return method
 
 
-def _masked_by_m2po(squares):
-    # The largest (log r)^2 are masked until the mean of the others is at most the threshold.
-    counts, values = squares[:, 0].sum(0).cumsum(0), squares[:, 1].sum(0).cumsum(0)
-    keeps = (values <= M2PO_THRESHOLD * counts).long()
-    kept = int(keeps.cumprod(0).sum())  # the mean grows with every step, so these are the first
-    return squares[:, :, kept:].sum(2)[:, [0, 2]]
+def _add_sums(update, chunks, losses, by_age) -> None:
+    """Add the sums over ``chunks`` to those of their update and of their ages."""
+    for chunk, _, ages in chunks:
+        tokens = replace(chunk)  # a copy, because Tokens keep what the losses work out of them
+        ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
+        signs = torch.stack([advantages > 0, advantages < 0]).double()
+        size = ratio * advantages.abs()
+        factors = torch.stack([loss.factor(tokens) for loss in (GRPO, *losses)])
+        without = (factors == 0).double()
+        above = signs[NEGATIVE] * (ratio > torch.tensor(ABOVE, dtype=torch.float64)[:, None])
+        columns = torch.cat([without[:1] * signs.sum(0), signs, signs * size, above, above * size])
+
+        update.tokens += len(ratio)
+        update.log_squared += tokens.log_ratio.double().square().sum().item()
+        update.largest_negative = max(update.largest_negative, (ratio * signs[NEGATIVE]).max().item())
+        update.columns += columns.sum(1)
+        update.without_gradient += without[1:] @ signs.T
+        update.gradient_left += factors[1:].double() @ (signs * advantages.abs()).T
+        if ages is not None:
+            for age in ages.unique().tolist():
+                by_age[age] = by_age.get(age, 0) + columns[:, ages == age].sum(1)
 
 
 def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, list[float]]:
@@ -283,12 +198,3 @@ def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, li
     bounds = [search_clip_bounds(update, config) for update in statistics]
     values = [read_values(found, diagnose(update, found)) for update, found in zip(statistics, bounds, strict=True)]
     return {key: [value[key] for value in values] for key in values[0]}
-
-
-def outcomes(found: dict[str, list[float]]) -> tuple[float, float, float]:
-    """Shares of the updates in which the search stopped at once, on its way, and never."""
-    stopped = [
-        (steps > 0, out) for steps, out in zip(found["search_steps"], map(bool, found["saturated"]), strict=True)
-    ]
-    at_once, on_the_way = stopped.count((False, False)), stopped.count((True, False))
-    return at_once / len(stopped), on_the_way / len(stopped), (len(stopped) - at_once - on_the_way) / len(stopped)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what slime's ``--save-debug-train-data`` wrote to a dump for the report; each file becomes one update.
+
+    python -m recipe.bapo.report.slime /data/dump debug/train_*.pt && bapo-report /data/dump
+
+slime saves the sampler's log-probs and those of the trainer before its first update on a rollout (both with
+``--get-mismatch-metrics``; else it may leave one out), and no later ones. So the report is about the mismatch of
+sampler and trainer and, where slime saves the weights' versions, about age; it cannot show what the updates on a
+rollout add. ``--save-debug-rollout-data`` has no log-probs of the trainer and nothing for the report. The names of
+slime's fields are here alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from recipe.bapo.records.tokens import write_dump
+
+NEEDED = ("rollout_log_probs", "log_probs", "advantages", "loss_masks")  # lists with a tensor for each response
+VERSIONS = "weight_versions"  # of the pieces of a response, oldest first
+
+
+def import_slime(paths: Iterable[str | Path], folder: str | Path) -> None:
+    """Write the files of ``paths`` to a dump in ``folder``.
+
+    Raises:
+        ValueError: a file lacks what the report needs.
+    """
+    for path in paths:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        if "samples" in content:  # newer files have a dict for each response, older ones a list for each field
+            names = set.intersection(*(set(sample) for sample in content["samples"]))
+            columns = {name: [sample[name] for sample in content["samples"]] for name in names}
+        else:
+            columns = content.get("rollout_data", {})
+        missing = [name for name in NEEDED if name not in columns]
+        if missing:
+            raise ValueError(
+                f"{path} lacks {', '.join(missing)}: run slime with --save-debug-train-data and "
+                "--get-mismatch-metrics, and give the files of ranks that compute log-probs."
+            )
+        padded = [
+            pad_sequence([torch.as_tensor(response).float() for response in columns[name]], batch_first=True)
+            for name in NEEDED
+        ]
+        version = None
+        if VERSIONS in columns:
+            of_first_token = torch.tensor([int(versions[0]) for versions in columns[VERSIONS]])
+            version = of_first_token[:, None].expand_as(padded[0])
+        write_dump(folder, *padded, version=version)
+
+
+if __name__ == "__main__":
+    import_slime(sys.argv[2:], sys.argv[1])
