@@ -171,7 +171,7 @@ SAID = ["30 % at update 2: it grows", "15 % at age 2: staleness is not the main 
 
 
 @pytest.mark.parametrize(
-    "by_age, by_update, said", zip([FLAT, FLAT, NOTHING], [GROWS, FLAT, NOTHING], SAID, strict=True)
+    "by_age, by_update, said", [(FLAT, GROWS, SAID[0]), (FLAT, FLAT, SAID[1]), (NOTHING, NOTHING, SAID[2])]
 )
 def test_what_is_said_of_staleness(by_age, by_update, said):
     report = {"by_age": [{"age": k + 1, "clipped_by_grpo": by_age[k]} for k in (0, 1)]}
