@@ -12,9 +12,9 @@ import re
 
 LEFT_OUT = {
     *("DumpConfig", "token_dump_dir", "write_dump", "dump_micro_batch", "_dump", "CLIP_RATIOS"),
-    *("_tell_versions", "SAMPLED_BY", "TRAINED_FROM", "trainer_version"),
+    *("_tell_versions", "SAMPLED_BY", "TRAINED_FROM", "ROLLOUT_VERSION", "TRAINER_VERSION", "trainer_version"),
     *("bounds_record_dir", "_record", "record_file", "keep_earlier", "source", "updates", "updates_on_batch"),
-    *("health_warnings", "_warn", "warn_again", "steps", "logger"),
+    *("health_warnings", "_warn", "warn_again", "steps", "recent_batches", "logger"),
 }
 STAYS = "read_values"  # a call of it as an argument: it raises for input that is not finite
 

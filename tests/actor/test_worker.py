@@ -127,7 +127,6 @@ def stock_updates(rank, size, port, task, folder):
 
 def marked_updates(rank, size, port, task, folder):
     """Four updates on one rollout batch whose ratios are 1 at first, marked as such or not, and cut or not."""
-    from recipe.bapo.worker import RATIOS_START_AT_1
     from verl.utils import tensordict_utils as tu
 
     found = {}
@@ -142,7 +141,7 @@ def marked_updates(rank, size, port, task, folder):
         ]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        mark = {RATIOS_START_AT_1: True} if "marked" in name else {}
+        mark = {"bapo_ratios_start_at_1": True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
@@ -157,14 +156,15 @@ def marked_updates(rank, size, port, task, folder):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
-    from recipe.bapo.worker import SEARCHED
-
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
         overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of("halves", size)]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-        rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCHED}
+        rows = {
+            name: [row.clone() for row in data[name].unbind()]
+            for name in ("response_mask", "old_log_probs", "advantages")
+        }
         for mask, old, advantages in zip(*rows.values(), strict=True):
             mask[1:3], old[1:3], advantages[1:3] = 0, log_prob, advantage
         for name, parts in rows.items():
@@ -184,15 +184,14 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.token_dump import SAMPLED_BY, TRAINED_FROM
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
         dump = f"{LOSS}.token_dump_dir={folder}"
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-        data[SAMPLED_BY] = torch.arange(len(data)) % 3
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINED_FROM: 4})
+        data["bapo_sampled_by"] = torch.arange(len(data)) % 3
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, bapo_trained_from=4)
         expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
         actor.train_mini_batch(data)
         files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
