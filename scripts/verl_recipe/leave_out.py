@@ -12,7 +12,8 @@ import re
 
 LEFT_OUT = {
     *("DumpConfig", "token_dump_dir", "write_dump", "dump_micro_batch", "_dump", "CLIP_RATIOS"),
-    *("_tell_versions", "SAMPLED_BY", "TRAINED_FROM", "ROLLOUT_VERSION", "TRAINER_VERSION", "trainer_version"),
+    *("_tell_versions", "_add_weight_versions", "trainer_version"),
+    *("SAMPLED_BY", "TRAINED_FROM", "ROLLOUT_VERSION", "TRAINER_VERSION"),
     *("bounds_record_dir", "_record", "record_file", "keep_earlier", "source", "updates", "updates_on_batch"),
     *("health_warnings", "_warn", "warn_again", "steps", "recent_batches", "logger"),
 }
