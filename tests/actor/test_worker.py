@@ -127,7 +127,6 @@ def stock_updates(rank, size, port, task, folder):
 
 def marked_updates(rank, size, port, task, folder):
     """Four updates on one rollout batch whose ratios are 1 at first, marked as such or not, and cut or not."""
-    from recipe.bapo.worker import RATIOS_START_AT_1
     from verl.utils import tensordict_utils as tu
 
     found = {}
@@ -142,7 +141,7 @@ def marked_updates(rank, size, port, task, folder):
         ]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        mark = {RATIOS_START_AT_1: True} if "marked" in name else {}
+        mark = {"bapo_ratios_start_at_1": True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
