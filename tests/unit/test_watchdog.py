@@ -17,7 +17,7 @@ import pytest
 import ray.util.state
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks.other_runs import check_other_runs
+from recipe.bapo.checks.machine import check_other_runs
 from recipe.bapo.launch import cleanup, locks, process_tree, watchdog
 from recipe.bapo.launch.watchdog import Watchdog
 
