@@ -179,6 +179,7 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
 )
 def test_what_verl_would_assert_in_a_worker(config, changes, message):
     with pytest.raises(ValueError) as error:
+        checks.check_parallel(config(changes=changes))
         checks.check_batches(config(changes=changes))
     assert message in str(error.value)
 

@@ -160,9 +160,9 @@ def test_the_third_stage_starts_on_one_gpu(monkeypatch, task):
     text = (ROOT / "tests/gpu/test_3_stack.py").read_text()
     (setting,) = re.findall(r'"(actor_rollout_ref\.rollout\.tensor_model_parallel_size=\d)"', text)
     groups = ("experiment=example", "size=cpu", "platform=gpu", "trainer.n_gpus_per_node=1")
-    assert checks.check_batches(compose_in_groups(*groups, setting))
+    assert checks.check_parallel(compose_in_groups(*groups, setting))
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2 does not divide GPUs that train=1"):
-        checks.check_batches(compose_in_groups(*groups))
+        checks.check_parallel(compose_in_groups(*groups))
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path):

@@ -85,6 +85,7 @@ RULES = {
     "trainer.n_gpus_per_node": COUNT,
     "trainer.total_epochs": COUNT,
     "trainer.total_training_steps": COUNT_OR_NULL,
+    "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
     "trainer.logger": (
         lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
         f"a list of file, from which console, watchdog and pictures read, and others that are installed of "
@@ -204,13 +205,8 @@ def sequence_parallel(config) -> tuple[str, int]:
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    for verb, nodes, node in pools_of(config):
-        served = rollout.tensor_model_parallel_size
-        _divides(f"GPUs that {verb}", nodes * node, f"{ROLLOUT}.tensor_model_parallel_size", served)
     key, parallel = sequence_parallel(config)
-    gpus, n = config.trainer.nnodes * config.trainer.n_gpus_per_node, rollout.n
-    _divides("GPUs that train", gpus, key, parallel)
-    ranks = gpus // parallel
+    ranks, n = config.trainer.nnodes * config.trainer.n_gpus_per_node // parallel, rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
@@ -250,6 +246,16 @@ def pools_of(config) -> list[tuple[str, int, int]]:
     if trainer.v1.trainer_mode == "separate_async":
         pools.append(("sample", rollout.nnodes, rollout.n_gpus_per_node))
     return pools
+
+
+def check_parallel(config) -> str:
+    """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
+    key, parallel = sequence_parallel(config)
+    served = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for verb, nodes, gpus in pools_of(config):
+        _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.tensor_model_parallel_size", served)
+    _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)
+    return f"a sequence on {parallel}, a served model on {served}"
 
 
 NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could want
