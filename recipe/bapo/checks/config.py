@@ -20,7 +20,6 @@ from recipe.bapo.records.tokens import refuse_earlier
 from recipe.bapo.worker import refuse_unusable_settings
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.tracking import Tracking
@@ -114,6 +113,8 @@ def check_values(config) -> str:
 
 def check_names(config) -> str:
     """What verl looks up by name: registered, and importable."""
+    from verl.trainer.ppo.v1 import get_trainer_cls  # warns of the engines that are not installed
+
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     fix = "grpo: gae needs a critic (critic.enable)"
     require(config, "algorithm.adv_estimator", lambda name: name != "gae" or need_critic(config), fix)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from transformers.utils import logging
 
 from recipe.bapo.checks import call
 from verl.utils.config import omega_conf_to_dataclass
@@ -109,6 +110,7 @@ def _check_lengths(config, text):
 
 def _load_headers(model):
     """Have transformers load the weights onto the meta device: names and shapes, and no bytes."""
+    logging.disable_progress_bar()
     loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
         model.local_path,
         config=model.hf_config,
