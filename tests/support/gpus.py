@@ -17,27 +17,35 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
 
+NVIDIA_SMI = """#!/bin/sh
+chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
+case "$*" in
+*--query-gpu*) grep -E "^(${{chosen:-.*}}) " <<END | cut -d' ' -f2- ;;
+{rows}
+END
+*) cat <<END ;;
+{names}
+END
+esac
+"""
+
 
 def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0, driver="580.82.07"):
     """An ``nvidia-smi`` in a folder for ``PATH``."""
-    rows = [f"{n}, GPU-{n}a, NVIDIA H100, {driver}, {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
+    rows = [f"{n} NVIDIA H100, {driver}, {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
     names = [f"GPU {n}: NVIDIA H100 (UUID: GPU-{n}a)" for n in range(gpus)]
-    text = '#!/bin/sh\ncase "$*" in *--query-gpu*) cat <<END\n{}\nEND\n;; *) cat <<END\n{}\nEND\n;; esac\n'
-    (folder / "nvidia-smi").write_text(text.format("\n".join(rows), "\n".join(names)))
+    (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
     (folder / "nvidia-smi").chmod(0o755)
 
 
-def pretend_gpus(monkeypatch, folder, gpus=8, host=1000, **listed):
-    """Have torch, the driver and flash-attn answer as on such a machine; ``host`` GiB of memory, 10 TiB of disk."""
+def pretend_gpus(monkeypatch, folder, gpus=8, **listed):
+    """Have torch, the driver and flash-attn answer as on such a machine, with 10 TiB of disk."""
     write_nvidia_smi(folder, gpus, **listed)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(machine, "why_no_flash_attn", lambda: None)
-    monkeypatch.setattr(machine, "version_of", lambda *names: f"{names[0]} {machine.VERL}")
-    monkeypatch.setattr(size.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * machine.GIB))
-    monkeypatch.setattr(size, "CGROUP_LIMITS", ())
     monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 40))
 
 

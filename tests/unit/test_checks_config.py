@@ -11,7 +11,7 @@ from support.configs import ROOT, composed
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import Concern, composing, table
 from recipe.bapo.checks.__main__ import lines_of
-from recipe.bapo.checks.config import check_batches, check_loss, check_ratio, check_trainer
+from recipe.bapo.checks.config import check_batches, check_names, check_ratio
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"
@@ -21,7 +21,7 @@ MODEL = "actor_rollout_ref.model.path={files}"
 def files(task, tmp_path_factory):
     """Unusable inputs by name."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("no_tokenizer", "truncated", "no_weights", "template"):
+    for name in ("no_tokenizer", "truncated", "no_weights", "template", "other_shapes"):
         shutil.copytree(task / "model", folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "no_tokenizer" / name).unlink()
@@ -29,12 +29,10 @@ def files(task, tmp_path_factory):
     weights.write_bytes(weights.read_bytes()[:5000])
     (folder / "no_weights" / "model.safetensors").unlink()
     (folder / "template" / "chat_template.jinja").write_text("{% for x in %}")
-    shutil.copytree(task / "model", folder / "other_shapes")
     config = json.loads((task / "model" / "config.json").read_text())
     (folder / "other_shapes" / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
     row = {"prompt": [{"role": "user", "content": "9" * 300}], "reward_model": {"style": "rule", "ground_truth": "3"}}
     pd.DataFrame([{"data_source": "nobody/knows", **row}] * 70).to_parquet(folder / "long.parquet")
-    pd.DataFrame({"data_source": [], "prompt": [], "reward_model": []}).to_parquet(folder / "empty.parquet")
     (folder / "data.txt").write_text("no parquet")
     (folder / "truncated.parquet").write_bytes(b"PAR1 and no more")
     (folder / "dump").mkdir()
@@ -57,63 +55,83 @@ def failures(task, files):
 @pytest.mark.parametrize(
     "override, message",
     [
-        (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
+        # Types and unknown keys.
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2' is not usable: set it to a whole number"),
         (f"{ACTOR}.ppo_epochs=true", f"{ACTOR}.ppo_epochs=True is not usable: set it to a whole number"),
         (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr='fast' is not usable: set it to a number"),
+        ("algorithm.rollout_correction.bypass_mode='yes'", "bypass_mode='yes' is not usable: set it to true or false"),
+        ("data.shuffle=nope", "data.shuffle='nope' is not usable: set it to true or false"),
+        ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a whole number"),
+        ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
+        (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: use actor_rollout_ref.actor.policy_loss.clip_cov_lb"),
+        ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
+        ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
+        # Values that verl would take.
+        ("model_engine=megatron", "model_engine='megatron' is not usable: set it to dp, which is FSDP"),
+        (f"{ACTOR}.strategy=ddp", f"{ACTOR}.strategy='ddp' is not usable: set it to fsdp or fsdp2"),
+        (f"{ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig", "set it to recipe.bapo.policy_loss"),
+        (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
+        ("trainer.total_training_steps=ten", "total_training_steps='ten' is not usable: set it to a whole number of"),
         (f"{ACTOR}.optim.lr=-1", f"{ACTOR}.optim.lr=-1 is not usable: set it to a number above 0"),
         (f"{ACTOR}.clip_ratio_c=1.0", f"{ACTOR}.clip_ratio_c=1.0 is not usable: set it to a number above 1"),
-        (f"{ACTOR}.strategy=ddp", f"{ACTOR}.strategy=ddp is not usable: set it to fsdp or fsdp2"),
+        (f"{ROLLOUT}.gpu_memory_utilization=5", "gpu_memory_utilization=5 is not usable: set it to a share above 0"),
+        ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator='GRPO' is not usable: set it to grpo, or one of"),
+        ("data.truncation=middlle", "data.truncation='middlle' is not usable: set it to error or left"),
+        ("custom_reward_function.path=/no/such.py", "set it to null, and reward.custom_reward_function.path"),
+        ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
+        ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
+        ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
+        (
+            "watchdog.max_silence_s=soon",
+            "max_silence_s='soon' is not usable: set it to a number of seconds above 0, or",
+        ),
+        ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable: set it to a number of seconds"),
+        # What verl refuses itself.
+        ("algorithm.adv_estimator=gae", "gae' is not usable: set it to grpo: gae needs a critic"),
+        (f"{ROLLOUT}.name=vllmm", f"{ROLLOUT}.name=vllmm is not usable: Unknown rollout mode: vllmm"),
+        ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable: Unknown trainer"),
         (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
-        (f"{ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig", "set it to recipe.bapo.policy_loss"),
-        (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: use actor_rollout_ref.actor.policy_loss.clip_cov_lb"),
+        (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode=token_mean is not usable (verl's default is token-mean)"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=None is not usable"),
+        (
+            f"{ACTOR}.optim.lr_scheduler_type=nope",
+            "optim.lr_scheduler_type=nope is not usable (verl's default is const",
+        ),
+        (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
+        (f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=0 is not usable (verl's default is 1.0)"),
+        # Batches.
+        ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", "parallel_size=2 does not divide GPUs that train=1"),
+        # Folders.
+        ("run_dir=null", "run_dir=None is not usable: set it to a folder (OUTPUT_DIR)"),
+        ("run_dir=/proc/nope", "run_dir (OUTPUT_DIR)=/proc/nope cannot be written"),
         (f"{ACTOR}.policy_loss.token_dump_dir={{files}}/dump", "/dump holds an earlier dump: remove it"),
         (f"{ACTOR}.policy_loss.token_dump_dir={{files}}/data.txt", "/data.txt cannot be written: Not a directory"),
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
-        ("algorithm.rollout_correction.bypass_mode='yes'", "bypass_mode='yes' is not usable: set it to true or false"),
-        ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator=GRPO is not usable: set it to grpo, or one of"),
-        ("algorithm.adv_estimator=gae", "gae is not usable: set it to grpo: gae needs a critic"),
-        (f"{ROLLOUT}.name=vllmm", f"{ROLLOUT}.name=vllmm is not usable: Unknown rollout mode: vllmm"),
-        (f"{ROLLOUT}.gpu_memory_utilization=5", "gpu_memory_utilization=5 is not usable: set it to a share above 0"),
-        (f"{ROLLOUT}.max_model_len=10", "max_model_len=10 is less than data.max_prompt_length=128 + data.max_resp"),
-        (f"{ROLLOUT}.max_model_len=9999", "max_model_len=9999 is more than the 1024 positions of"),
-        (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
+        # Reward and data.
+        ("reward.custom_reward_function.path=/no/such.py", "custom_reward_function.path=/no/such.py and name="),
+        ("reward.custom_reward_function.name=nope", "name=nope is not usable: Object not found"),
+        ("reward.reward_manager.name=nope", "reward.reward_manager.name=nope is not usable"),
+        ("data.train_batch_size=2168", "has 2160 usable rows, and a batch is data.train_batch_size=2168"),
+        ("data.val_files=null", "data.val_files=None is not usable"),
+        ("data.val_files={files}/nothing.parquet", "nothing.parquet is not usable: Unable to find"),
+        ("data.val_files={files}/data.txt", "data.txt is not usable: Unsupported file format"),
+        ("data.train_files={files}/truncated.parquet", "truncated.parquet is not usable: Parquet magic bytes not"),
+        ("data.train_files={files}/long.parquet", "row 0: the prompt has 30"),
+        # The model.
         (
             "actor_rollout_ref.model.external_lib=nope.mod",
             "external_lib=nope.mod is not usable: No module named 'nope'",
         ),
-        ("reward.custom_reward_function.path=/no/such.py", "custom_reward_function.path=/no/such.py and name="),
-        ("reward.custom_reward_function.name=nope", "name=nope is not usable: Object not found"),
-        ("custom_reward_function.path=/no/such.py", "verl's V1 trainer does not read it; set reward.custom"),
-        ("reward.reward_manager.name=nope", "reward.reward_manager.name=nope is not usable"),
-        ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
-        ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list with file"),
-        ("trainer.logger=[file,nonsense]", "nonsense is not there; use some of wandb"),
-        ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable: Unknown trainer"),
-        ("trainer.total_training_steps=ten", "trainer.total_training_steps=ten is not usable: set it to a whole num"),
-        ("trainer.total_epochs=0", "trainer.total_epochs=0 is not usable"),
-        ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
-        ("run_dir=null", "run_dir (OUTPUT_DIR)=None is not usable: name a folder"),
-        ("run_dir=/proc/nope", "run_dir (OUTPUT_DIR)=/proc/nope cannot be written"),
-        ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
-        ("watchdog.max_silence_s=soon", "watchdog.max_silence_s=soon is not usable: set it to a number of seconds"),
-        ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable"),
-        ("data.shuffle=nope", "data.shuffle='nope' is not usable: set it to true or false"),
-        ("data.truncation=middlle", "data.truncation=middlle is not usable: set it to error or left"),
-        ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
-        ("data.train_batch_size=2168", "has 2160 usable rows, and a batch is data.train_batch_size=2168"),
-        ("data.val_files=null", "data.val_files is not set"),
-        ("data.val_files={files}", "is a folder: give a parquet file"),
-        ("data.val_files={files}/data.txt", "verl reads files named .parquet, .json or .jsonl"),
-        ("data.val_files={files}/empty.parquet", "has no rows"),
-        ("data.train_files={files}/truncated.parquet", "is not a readable parquet file"),
-        ("data.train_files={files}/long.parquet", "row 0: the prompt has 30"),
-        (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens: give the model's tokenizer files"),
-        (f"{MODEL}/truncated", "truncated: model.safetensors is not a whole safetensors file"),
-        (f"{MODEL}/no_weights", "no_weights has no weights"),
-        (f"{MODEL}/other_shapes", "and config.json asks for (64, 7): give weights and config.json of the same model"),
-        (f"{MODEL}/template", "its tokenizer or chat template cannot be used: Expected an expression"),
+        (f"{ROLLOUT}.max_model_len=10", "max_model_len=10 is less than data.max_prompt_length=128 + data.max_resp"),
+        (f"{ROLLOUT}.max_model_len=1025", "max_model_len=1025 is more than the 1024 positions of"),
+        (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
+        (f"{MODEL}/truncated", "truncated is not usable: Error while deserializing header"),
+        (f"{MODEL}/no_weights", "no_weights is not usable: Error no file named model.safetensors"),
+        (f"{MODEL}/other_shapes", "and config.json asks for (64, 7); give whole weights"),
+        (f"{MODEL}/template", "template is not usable: Expected an expression"),
         (f"{MODEL}/nothing", "nothing is not a folder"),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp8", "fsdp_config.model_dtype=fp8 is not usable: unexpected precision"),
     ],
 )
 def test_a_mistake_is_named_once(override, message, failures):
@@ -156,6 +174,8 @@ def test_rows_that_cannot_be_used_or_scored(overrides, message, failures):
     ],
 )
 def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, task, tmp_path, monkeypatch):
+    from hydra import initialize_config_dir
+
     folder = tmp_path / "config"
     shutil.copytree(composing.OURS, folder)
     path = folder / "bapo_trainer.yaml"
@@ -163,18 +183,12 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     assert old in text
     path.write_text(text.replace(old, new))
     compose = "recipe.bapo.config.initialize_config_module"
-    monkeypatch.setattr(compose, lambda name, version_base: composing_dir(folder))
+    monkeypatch.setattr(compose, lambda name, version_base: initialize_config_dir(str(folder), version_base=None))
     monkeypatch.setattr(composing, "OURS", folder)
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
     (line,) = lines_of(["experiment=example", "size=cpu"], str(ROOT / "configs"))
     assert line.status == "failed" and message in line.detail and "bapo_trainer.yaml, line " in line.detail
-
-
-def composing_dir(folder):
-    from hydra import initialize_config_dir
-
-    return initialize_config_dir(str(folder), version_base=None)
 
 
 def test_an_override_of_a_key_that_is_not_there_names_the_nearest():
@@ -184,55 +198,41 @@ def test_an_override_of_a_key_that_is_not_there_names_the_nearest():
     )
 
 
-def test_an_asynchronous_mode_without_bypass_is_warned_about(task):
-    with pytest.raises(Concern, match="algorithm.rollout_correction.bypass_mode=false in an asynchronous mode"):
-        check_ratio(composed(task, "trainer.v1.trainer_mode=colocate_async"))
-
-
-@pytest.mark.parametrize("ranks, micro, refused", [(1, 64, False), (1, 32, True), (2, 64, True)])
-def test_the_padded_width_may_divide_where_one_micro_batch_on_one_rank_is_all(task, ranks, micro, refused):
-    config = composed(
-        task,
-        f"trainer.n_gpus_per_node={ranks}",
-        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
-        f"{ACTOR}.ppo_mini_batch_size=8",
-        f"{ROLLOUT}.n=8",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu={micro}",
-    )
-    if not refused:
-        check_loss(config)
-        return
-    with pytest.raises(ValueError, match="loss_scale_factor"):
-        check_loss(config)
-
-
-def test_a_warning_where_nothing_bounds_negative_tokens_against_the_sampler(task):
-    bypass, off = "algorithm.rollout_correction.bypass_mode=true", f"{ACTOR}.clip_ratio_c=1e9"
-    with pytest.raises(
-        Concern, match=r"clip_ratio_c=1e\+09 is no dual clip, and the ratio is against the policy that samp"
-    ):
-        check_ratio(composed(task, bypass, off))
-    assert check_ratio(composed(task, bypass)) == "against the policy that sampled"
-    assert check_ratio(composed(task, off)) == "against the policy before the updates of each step"
-
-
-def test_a_warning_where_bypass_mode_leaves_a_correction_without_effect(task):
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    for key, value in (("rollout_is", "token"), ("rollout_rs", "token_k1")):
-        with pytest.raises(Concern, match=f"rollout_correction.{key}={value} has no effect with bypass_mode=true"):
-            check_ratio(composed(task, bypass, f"algorithm.rollout_correction.{key}={value}"))
-    check_ratio(composed(task, "algorithm.rollout_correction.rollout_is=token"))
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([], "against the policy before the updates of each step"),
+        (["algorithm.rollout_correction.bypass_mode=true"], "against the policy that sampled"),
+        (["algorithm.rollout_correction.rollout_is=token"], "against the policy before the updates of each step"),
+        (["trainer.v1.trainer_mode=colocate_async"], "rollout_correction.bypass_mode=false in an asynchronous mode"),
+        (
+            ["algorithm.rollout_correction.bypass_mode=true", f"{ACTOR}.clip_ratio_c=1e9"],
+            "clip_ratio_c=1e+09 is no dual clip, and the ratio is against the policy that sampled",
+        ),
+        (
+            ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_rs=token_k1"],
+            "rollout_correction.rollout_rs=token_k1 has no effect with bypass_mode=true",
+        ),
+    ],
+)
+def test_against_which_policy_the_ratio_is(task, overrides, said):
+    try:
+        found = check_ratio(composed(task, *overrides))
+    except Concern as concern:
+        assert said in str(concern) and not said.startswith("against")
+    else:
+        assert found == said
 
 
 def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_config(task):
     separate = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1"]
     sizes = [f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=16"]
     steps = "trainer.v1.separate_async.parameter_sync_step="
-    assert check_trainer(composed(task, *separate, *sizes, f"{steps}2")) == "separate_async"
+    assert check_names(composed(task, *separate, *sizes, f"{steps}2")) == "grpo, vllm, separate_async"
     with pytest.raises(
         ValueError, match="train_batch_size must equal parameter_sync_step . ppo_mini_batch_size in sep"
     ):
-        check_trainer(composed(task, *separate, *sizes, f"{steps}4"))
+        check_names(composed(task, *separate, *sizes, f"{steps}4"))
 
 
 def test_the_staleness_counts_the_epochs(task):

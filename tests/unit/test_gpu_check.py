@@ -112,7 +112,7 @@ def test_the_third_stage_starts_on_one_gpu(monkeypatch, task):
     (setting,) = re.findall(r'"(actor_rollout_ref\.rollout\.tensor_model_parallel_size=\d)"', text)
     groups = ("experiment=example", "size=cpu", "platform=gpu", "trainer.n_gpus_per_node=1")
     assert checks.check_parallel(compose_in_groups(*groups, setting))
-    with pytest.raises(ValueError, match="tensor_model_parallel_size"):
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=2 does not divide GPUs that train=1"):
         checks.check_parallel(compose_in_groups(*groups))
 
 

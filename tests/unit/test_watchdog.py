@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks.other_runs import check_other_runs
+from recipe.bapo.checks.machine import check_other_runs
 from recipe.bapo.launch import cleanup, locks, watchdog
 from recipe.bapo.launch.watchdog import Watchdog
 

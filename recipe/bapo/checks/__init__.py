@@ -23,7 +23,7 @@ def require(config, field: str, usable, fix: str) -> None:
     """Raise a ValueError unless ``usable(value)`` holds of the value of ``field``."""
     value = OmegaConf.select(config, field)
     if not usable(value):
-        raise ValueError(f"{field}={value} is not usable: set it to {fix}.")
+        raise ValueError(f"{field}={value!r} is not usable: set it to {fix}.")
 
 
 def call(field: str, value, fix: str, function, *arguments):

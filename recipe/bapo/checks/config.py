@@ -1,163 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config: what verl builds of it, what it looks up by name, and what it accepts and should not."""
+"""The config: what verl builds of it, what it looks up by name, and what it accepts and should not.
+
+A value that verl refuses itself needs no rule: ``check_verls_rules`` names its field. Rules of our own are in ``RULES``
+where one value decides, and otherwise in the checks below.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from hydra.errors import InstantiationException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from recipe.bapo.checks import Concern, call, innermost, require, require_writable
-from recipe.bapo.checks.model import hf_config_of
+from recipe.bapo.checks.composing import verls_defaults
 from recipe.bapo.records.tokens import refuse_earlier
 from recipe.bapo.worker import refuse_unusable_settings
-from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils.import_utils import import_external_libs
+from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.tracking import Tracking
 from verl.workers.config import build_optimizer
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-ENGINES = {
-    "megatron": "in pipelines only the last stage calls the loss, and its collective would hang",
-    "torchtitan": "it may use pipelines, in which only the last stage calls the loss, and its collective would hang",
-    "veomni": "nobody has run it here, and our worker and checks read the settings of FSDP",
-}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-AT_LEAST_ONE = (
-    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
-    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
-    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_micro_batch_size_per_gpu")),
-    *(
-        f"{ROLLOUT}.{name}"
-        for name in ("n", "max_num_seqs", "max_num_batched_tokens", "log_prob_micro_batch_size_per_gpu")
+
+
+def _or_null(usable):
+    return lambda value: value is None or usable(value)
+
+
+def _can_log(name):
+    installed = name in ("file", "console", "rl_insight") or importlib.util.find_spec(name) is not None
+    return name in Tracking.supported_backend and installed
+
+
+# What a value may be, and the fix.
+COUNT = (lambda value: type(value) is int and value >= 1), "a whole number of 1 or more"
+COUNT_OR_NULL = _or_null(COUNT[0]), "a whole number of 1 or more, or null"
+POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
+SECONDS = POSITIVE[0], "a number of seconds above 0"
+# Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
+RULES = {
+    f"{ACTOR}.strategy": (
+        lambda name: name in ("fsdp", "fsdp2"),
+        "fsdp or fsdp2, for which our worker is written: in pipelines the search's collective would hang",
     ),
-    *(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")),
-)
-MAY_BE_NULL = ("total_training_steps", "micro_batch_size_per_gpu")
+    f"{ACTOR}.policy_loss._target_": (
+        lambda target: str(target).endswith("BAPOPolicyLossConfig"),
+        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
+    ),
+    f"{ACTOR}.ppo_epochs": COUNT,
+    f"{ACTOR}.ppo_mini_batch_size": COUNT,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": COUNT_OR_NULL,
+    f"{ACTOR}.optim.lr": POSITIVE,
+    f"{ACTOR}.clip_ratio_c": (lambda clip: clip > 1, "a number above 1 (dual clip)"),
+    f"{ROLLOUT}.n": COUNT,
+    f"{ROLLOUT}.max_num_seqs": COUNT,
+    f"{ROLLOUT}.max_num_batched_tokens": COUNT,
+    f"{ROLLOUT}.tensor_model_parallel_size": COUNT,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": COUNT_OR_NULL,
+    f"{ROLLOUT}.gpu_memory_utilization": (lambda share: 0 < share <= 1, "a share above 0, at most 1"),
+    "algorithm.adv_estimator": (
+        lambda name: name in ADV_ESTIMATOR_REGISTRY,
+        f"grpo, or one of {', '.join(sorted(map(str, ADV_ESTIMATOR_REGISTRY)))}",
+    ),
+    "data.train_batch_size": COUNT,
+    "data.max_prompt_length": COUNT,
+    "data.max_response_length": COUNT,
+    "data.truncation": (
+        lambda name: name in ("error", "left"),
+        "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
+    ),
+    "custom_reward_function.path": (
+        lambda path: path is None,
+        "null, and reward.custom_reward_function.path to the file: verl's V1 trainer does not read it",
+    ),
+    "trainer.use_v1": (bool, "true: verl's legacy trainer would drop the BAPO loss"),
+    "trainer.nnodes": COUNT,
+    "trainer.n_gpus_per_node": COUNT,
+    "trainer.total_epochs": COUNT,
+    "trainer.total_training_steps": COUNT_OR_NULL,
+    "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
+    "trainer.logger": (
+        lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
+        f"a list of file, from which console, watchdog and pictures read, and others that are installed of "
+        f"{', '.join(Tracking.supported_backend)}",
+    ),
+    "watchdog.max_silence_s": (_or_null(POSITIVE[0]), "a number of seconds above 0, or null"),
+    "watchdog.max_sync_s": SECONDS,
+    "watchdog.max_exit_s": SECONDS,
+    "watchdog.grace_s": SECONDS,
+}
 
 
 def check_engine(config) -> str:
-    """The engine that trains, by either of verl's keys for it. The other checks read the settings of FSDP."""
-    for field, usual in (("model_engine", "dp"), (f"{ACTOR}.strategy", "fsdp2")):
-        value = OmegaConf.select(config, field)
-        require(config, field, lambda value: value not in ENGINES, f"{usual}: {ENGINES.get(value)}")
-    require(config, f"{ACTOR}.strategy", lambda value: value in ("fsdp", "fsdp2"), "fsdp or fsdp2")
-    return config.actor_rollout_ref.actor.strategy
+    """FSDP, whose keys all other checks read."""
+    fix = "dp, which is FSDP: in pipelines only the last stage calls the loss, and its collective would hang"
+    require(config, "model_engine", lambda name: name == "dp", fix)
+    return config.model_engine
 
 
-def check_ranges(config) -> str:
-    """Numbers that verl and vLLM take as they are, and with which a run fails minutes later or does nothing."""
-    for field in AT_LEAST_ONE:
-        value = OmegaConf.select(config, field)
-        if not (value is None and field.endswith(MAY_BE_NULL)):
-            require(config, field, lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
-    require(config, f"{ACTOR}.optim.lr", lambda lr: 0 < lr < math.inf, "a number above 0")
-    require(config, f"{ROLLOUT}.gpu_memory_utilization", lambda share: 0 < share <= 1, "a share above 0, at most 1")
-    require(config, f"{ACTOR}.clip_ratio_c", lambda clip: clip > 1, "a number above 1 (dual clip)")
-    require(
-        config,
-        "data.truncation",
-        lambda value: value in ("error", "left"),
-        "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
-    )
-    for name, value in config.watchdog.items():
-        if name != "max_silence_s" or value is not None:
-            usable = type(value) in (int, float) and value > 0
-            require(config, f"watchdog.{name}", lambda _, usable=usable: usable, "a number of seconds above 0")
+def check_values(config) -> str:
+    """Every value by itself."""
+    for field, (usable, fix) in RULES.items():
+        require(config, field, usable, fix)
     return "usable"
 
 
 def check_names(config) -> str:
     """What verl looks up by name: registered, and importable."""
-    choices = ", ".join(sorted(map(str, ADV_ESTIMATOR_REGISTRY)))
-    field = "algorithm.adv_estimator"
-    require(config, field, lambda name: name in ADV_ESTIMATOR_REGISTRY, f"grpo, or one of {choices}")
-    require(
-        config, field, lambda name: name != "gae" or need_critic(config), "grpo: gae needs a critic (critic.enable)"
-    )
-    rollout, loggers = config.actor_rollout_ref.rollout, config.trainer.logger
+    from verl.trainer.ppo.v1 import get_trainer_cls  # warns of the engines that are not installed
+
+    rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
+    fix = "grpo: gae needs a critic (critic.enable)"
+    require(config, "algorithm.adv_estimator", lambda name: name != "gae" or need_critic(config), fix)
     if rollout.name != "vllm":  # whose import takes seconds; check_versions finds it
         call(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
-    engine = rollout.checkpoint_engine
-    module, backend = engine.custom_backend_module or None, engine.backend
-    field, fix = f"{ROLLOUT}.checkpoint_engine.custom_backend_module", "name a module that can be imported"
-    call(field, module, fix, import_external_libs, module)
-    if config.trainer.v1.trainer_mode == "separate_async":
-        field, fix = f"{ROLLOUT}.checkpoint_engine.backend", "use nccl (on a CPU gloo)"
-        call(field, backend, fix, CheckpointEngineRegistry.get, backend)
-    loggers = [loggers] if isinstance(loggers, str) else loggers or []
-    require(
-        config,
-        "trainer.logger",
-        lambda _: "file" in loggers,
-        "a list with file, such as [file,wandb]: console, watchdog and pictures read what it writes",
-    )
-    for name in loggers:
-        there = name in ("file", "console", "rl_insight") or importlib.util.find_spec(name) is not None
-        if name not in Tracking.supported_backend or not there:
-            known = f"use some of {', '.join(Tracking.supported_backend)}"
-            fix = known if name not in Tracking.supported_backend else f"install {name}"
-            raise ValueError(f"trainer.logger={loggers} is not usable: {name} is not there; {fix}.")
-    return f"{config.algorithm.adv_estimator}, {rollout.name}, {', '.join(loggers)}"
-
-
-def check_trainer(config) -> str:
-    """verl's trainer of this mode, built of the config as a run builds it, without its workers."""
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    require(config, "trainer.use_v1", bool, "true: verl's legacy trainer would drop the BAPO loss")
-    mode = config.trainer.v1.trainer_mode
-    trainer = call("trainer.v1.trainer_mode", mode, "use sync or one of these", get_trainer_cls, mode)
-    call("trainer.v1.trainer_mode", mode, "change that, or use sync", trainer, config.copy())
-    return mode
+    field = "trainer.v1.trainer_mode"
+    trainer = call(field, mode, "use sync or one of these", get_trainer_cls, mode)
+    call(field, mode, "change that, or use sync", trainer, config.copy())
+    return f"{config.algorithm.adv_estimator}, {rollout.name}, {mode}"
 
 
 def check_folders(config) -> str:
     """Where the run writes."""
-    if not config.run_dir or "${" in str(config.run_dir):
-        raise ValueError(f"run_dir (OUTPUT_DIR)={config.run_dir} is not usable: name a folder, without ${{}}.")
+    require(config, "run_dir", bool, "a folder (OUTPUT_DIR)")
     require_writable("run_dir (OUTPUT_DIR)", Path(str(config.run_dir)))
     for field in (f"{ACTOR}.policy_loss.bounds_record_dir", f"{ACTOR}.policy_loss.token_dump_dir"):
         folder = OmegaConf.select(config, field)
         if folder:
             require_writable(field, Path(folder))
-    dump = OmegaConf.select(config, f"{ACTOR}.policy_loss.token_dump_dir")
-    if dump:
-        refuse_earlier(Path(dump))
+    if folder:
+        refuse_earlier(Path(folder))
     return str(config.run_dir)
 
 
 def check_loss(config) -> str:
-    """The loss, its switches and its aggregation."""
+    """The loss and its switches."""
     actor = config.actor_rollout_ref.actor
-    any_width = actor.loss_agg_mode != "seq-mean-token-sum-norm" or one_micro_batch_on_one_rank(config)
     require(
         config,
         f"{ACTOR}.loss_scale_factor",
-        lambda factor: any_width or factor is not None,
+        lambda factor: factor is not None or actor.loss_agg_mode != "seq-mean-token-sum-norm",
         "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
         "each micro-batch's padded width",
-    )
-    require(
-        config,
-        f"{ACTOR}.policy_loss._target_",
-        lambda target: "BAPOPolicyLossConfig" in str(target),
-        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
     )
     try:
         loss = omega_conf_to_dataclass(actor.policy_loss)
     except Exception as error:  # hydra wraps what the dataclass raises
-        raise ValueError(innermost(error)) from error
-    with suppress(InstantiationException, AssertionError):  # of another field: the line "verl's rules" names it
-        refuse_unusable_settings(omega_conf_to_dataclass(actor), config.actor_rollout_ref.model)
+        raise ValueError(f"{ACTOR}.policy_loss: {innermost(error)}") from error
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
@@ -165,24 +160,40 @@ def check_loss(config) -> str:
     )
 
 
-def check_verls_dataclasses(config) -> str:
-    """What verl's own dataclasses, optimizer and validation say."""
-    config = config.copy()
-    with open_dict(config):  # check_loss has said what is wrong with ours
-        config.actor_rollout_ref.actor.policy_loss = {"_target_": "verl.workers.config.PolicyLossConfig"}
-    for field in (ROLLOUT, "algorithm"):
-        section = OmegaConf.select(config, field)
-        try:
-            omega_conf_to_dataclass(section)
-        except Exception as error:
-            raise ValueError(f"{field}: {innermost(error)}") from error
+def check_verls_rules(config) -> str:
+    """What verl's own dataclasses, optimizer and validation say, and what our worker refuses."""
     try:
-        validate_config(config, need_reference_policy(config), need_critic(config))
-        optim = omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim)
-        build_optimizer([torch.zeros(1, requires_grad=True)], optim)
+        _build_as_verl_does(config)
     except Exception as error:  # verl asserts
-        raise ValueError(innermost(error)) from error
+        raise ValueError(f"{_field_to_blame(config)}{innermost(error)}") from error
     return "hold"
+
+
+def _build_as_verl_does(config):
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    refuse_unusable_settings(actor, config.actor_rollout_ref.model)
+    for section in (config.actor_rollout_ref.rollout, config.algorithm):
+        omega_conf_to_dataclass(section)
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    build_optimizer([torch.zeros(1, requires_grad=True)], actor.optim)
+    PrecisionType.to_dtype(actor.fsdp_config.model_dtype or "fp32")
+
+
+def _field_to_blame(config):
+    """The field with whose default verl would be content, or nothing: many of verl's messages name no field."""
+    changed = config.copy()
+    for key, default in verls_defaults().items():
+        value = OmegaConf.select(config, key)
+        if value == default or isinstance(default, dict) or str(default).startswith(("${", "?")):
+            continue
+        OmegaConf.update(changed, key, default)
+        try:
+            _build_as_verl_does(changed)
+        except Exception:  # it is another one
+            OmegaConf.update(changed, key, value)
+            continue
+        return f"{key}={value} is not usable (verl's default is {default}): "
+    return ""
 
 
 def sequence_parallel(config) -> tuple[str, int]:
@@ -192,47 +203,31 @@ def sequence_parallel(config) -> tuple[str, int]:
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
 
-def ranks_of(config) -> int:
-    """Number of data-parallel ranks of the actor."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node // max(1, sequence_parallel(config)[1])
-
-
-def one_micro_batch_on_one_rank(config) -> bool:
-    """Whether a whole mini-batch is surely one micro-batch."""
-    actor = config.actor_rollout_ref.actor
-    rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    return ranks_of(config) == 1 and not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu == rows
-
-
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    ranks, n = ranks_of(config), rollout.n
+    key, parallel = sequence_parallel(config)
+    ranks, n = config.trainer.nnodes * config.trainer.n_gpus_per_node // parallel, rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    share = mini * n // max(ranks, 1)
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
-    _divides(
-        f"{ACTOR}.ppo_mini_batch_size * rollout.n (={mini * n})", mini * n, "the number of data-parallel ranks", ranks
-    )
+    _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
+    dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
+    require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
     if actor.use_dynamic_bsz:
-        _check_token_limits(config)
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        least = -(-longest // parallel)
+        fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
+        fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
+        for field in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
+            require(config, field, lambda limit: (limit or 0) >= least, fix)
     else:
-        micro = actor.ppo_micro_batch_size_per_gpu
-        if micro is None:
-            raise ValueError(f"{ACTOR}.ppo_micro_batch_size_per_gpu is not set: set it to a divisor of {share}.")
-        _divides(f"a rank's share of the mini-batch (={share})", share, f"{ACTOR}.ppo_micro_batch_size_per_gpu", micro)
-    micro = rollout.log_prob_micro_batch_size_per_gpu
-    if not rollout.log_prob_use_dynamic_bsz and micro is not None:
-        share = batch * n // ranks
-        _divides(
-            f"a rank's share of the batch (={share})", share, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro
-        )
-    require(
-        config,
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-        lambda dynamic: dynamic == actor.use_dynamic_bsz,
-        f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal",
-    )
+        for field, rows in (
+            (f"{ACTOR}.ppo_micro_batch_size_per_gpu", mini),
+            (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", batch),
+        ):
+            share = rows * n // ranks
+            require(config, field, lambda micro: micro is not None, f"a divisor of {share}")
+            _divides("a rank's responses", share, field, OmegaConf.select(config, field))
     updates = batch // mini * actor.ppo_epochs
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
@@ -240,18 +235,8 @@ def check_batches(config) -> str:
 
 
 def _divides(whole_name, whole, part_name, part):
-    if part < 1 or whole % part:
+    if whole % part:
         raise ValueError(f"{part_name}={part} does not divide {whole_name}={whole}: choose a divisor of {whole}.")
-
-
-def _check_token_limits(config):
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    field, parallel = sequence_parallel(config)
-    least = -(-longest // parallel)
-    fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
-    fix += f", on {parallel} GPUs ({field})" if parallel > 1 else ""
-    for name in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
-        require(config, name, lambda limit: (limit or 0) >= least, fix)
 
 
 def pools_of(config) -> list[tuple[str, int, int]]:
@@ -265,33 +250,13 @@ def pools_of(config) -> list[tuple[str, int, int]]:
 
 
 def check_parallel(config) -> str:
-    """What verl and vLLM ask of a model that is spread over GPUs, in a worker and minutes later."""
-    text = hf_config_of(config).get_text_config()
-    rollout, gpus = config.actor_rollout_ref.rollout, config.trainer.nnodes * config.trainer.n_gpus_per_node
-    heads, groups = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    field, parallel = sequence_parallel(config)
-
-    divides_heads = (lambda size: heads % size == 0, f"a divisor of the model's {heads} attention heads")
-    fits_groups = (
-        lambda size: groups % size == 0 or size % groups == 0,
-        f"a divisor or a multiple of the model's {groups} key and value heads",
-    )
-    require(config, field, lambda size: gpus % size == 0, f"a divisor of the {gpus} GPUs that train")
-    require(config, field, *divides_heads)
-    require(config, field, *fits_groups)
-    fix = f"true: verl's sequence parallelism ({field}={parallel}) needs packed sequences"
-    require(config, "actor_rollout_ref.model.use_remove_padding", lambda packed: packed or parallel == 1, fix)
-    field, copies = f"{ROLLOUT}.tensor_model_parallel_size", rollout.data_parallel_size
-    copies *= rollout.pipeline_model_parallel_size
-    require(config, field, *divides_heads)
-    for verb, nodes, node in pools_of(config):
-        whole = (nodes * node) % (rollout.tensor_model_parallel_size * copies) == 0
-        require(config, field, lambda _, whole=whole: whole, f"a divisor of the {nodes * node} GPUs that {verb}")
-        on_a_node = f"a divisor or a multiple of the {node} GPUs of a node"
-        require(config, field, lambda size, node=node: node % size == 0 or size % node == 0, on_a_node)
-    require(config, field, *fits_groups)
-    served = rollout.tensor_model_parallel_size * copies
-    return f"a sequence on {parallel}, a served model on {served} of {gpus} GPUs"
+    """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
+    key, parallel = sequence_parallel(config)
+    served = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for verb, nodes, gpus in pools_of(config):
+        _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.tensor_model_parallel_size", served)
+    _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)
+    return f"a sequence on {parallel}, a served model on {served}"
 
 
 NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could want

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe.bapo.checks import Concern, config, inputs, machine, model, other_runs, size
-from recipe.bapo.checks.schema import problems
+from recipe.bapo.checks import Concern, inputs, machine, model, size
+from recipe.bapo.checks import config as config_checks
+from recipe.bapo.checks.composing import problems
 
 
 @dataclass(frozen=True)
@@ -19,37 +20,29 @@ class Line:
     detail: str
 
 
-# A check takes the resolved config and returns what is fine, or raises Concern or ValueError.
-# With an engine or a number of these that cannot be used, the others would only say it again.
-FIRST = (("engine", config.check_engine), ("ranges", config.check_ranges))
+# A check takes the resolved config and returns what is fine, or raises Concern or ValueError. It is left out where one
+# of those that it relies on has failed, because it would only say that again.
 CHECKS = (
-    ("versions", machine.check_versions),
-    ("plugin", machine.check_plugin),
-    ("flash-attn", machine.check_flash_attn),
-    ("compiler", machine.check_compiler),
-    ("devices", machine.check_devices),
-    ("other runs", other_runs.check_other_runs),
-    ("open files", machine.check_open_files),
-    ("shared memory", machine.check_shared_memory),
-    ("names", config.check_names),
-    ("trainer", config.check_trainer),
-    ("loss", config.check_loss),
-    ("folders", config.check_folders),
-    ("reward", inputs.check_reward),
-    ("checkpoint", inputs.check_checkpoint),
-    ("batches", config.check_batches),
-    ("ratio", config.check_ratio),
-    ("model", model.check_model),
+    ("values", config_checks.check_values, ("engine",)),
+    ("versions", machine.check_versions, ("values",)),
+    ("attention", machine.check_attention, ("values",)),
+    ("devices", machine.check_devices, ("values",)),
+    ("other runs", machine.check_other_runs, ("values",)),
+    ("limits", machine.check_limits, ("values",)),
+    ("names", config_checks.check_names, ("values",)),
+    ("loss", config_checks.check_loss, ("values",)),
+    ("folders", config_checks.check_folders, ("values",)),
+    ("reward", inputs.check_reward, ("values",)),
+    ("checkpoint", inputs.check_checkpoint, ("values",)),
+    ("parallelism", config_checks.check_parallel, ("values",)),
+    ("batches", config_checks.check_batches, ("values", "parallelism")),
+    ("ratio", config_checks.check_ratio, ("values",)),
+    ("model", model.check_model, ("values",)),
+    ("data", inputs.check_files, ("values", "model")),
+    ("memory", size.check_memory, ("values", "model")),
+    ("disk", size.check_disk, ("values", "model")),
+    ("verl's rules", config_checks.check_verls_rules, ("values", "names", "loss", "batches")),
 )
-# They read the model, so they are left out where it cannot be read.
-CHECKS_OF_THE_MODEL = (
-    ("data", inputs.check_files),
-    ("parallelism", config.check_parallel),
-    ("memory", size.check_memory),
-    ("disk", size.check_disk),
-)
-# Left out where batches or trainer have failed, of which it says some in verl's words.
-LAST = (("verl's rules", config.check_verls_dataclasses),)
 
 
 def run(config, groups: str | Path | None = None) -> list[Line]:
@@ -59,25 +52,15 @@ def run(config, groups: str | Path | None = None) -> list[Line]:
         config: resolved.
         groups: the folder of the groups, to name the file in which an unknown key stands.
     """
-    lines = [_line(*FIRST[0], config)]
-    if lines[0].status != "failed":
-        lines += [Line("keys", "failed", problem) for problem in problems(config, groups)]
-    for name, check in FIRST[1:]:
-        if _failed(lines):
-            return [line for line in lines if line.status == "failed"]
-        lines.append(_line(name, check, config))
-    if _failed(lines):
-        return lines[-1:]
-    lines += [_line(name, check, config) for name, check in CHECKS]
-    if lines[-1].status != "failed":
-        lines += [_line(name, check, config) for name, check in CHECKS_OF_THE_MODEL]
-    if not {"batches", "trainer"} & {line.name for line in lines if line.status == "failed"}:
-        lines += [_line(name, check, config) for name, check in LAST]
-    return lines
-
-
-def _failed(lines):
-    return any(line.status == "failed" for line in lines)
+    lines: dict[str, Line] = {"engine": _line("engine", config_checks.check_engine, config)}
+    if lines["engine"].status != "failed":
+        unusable = [Line("keys", "failed", problem) for problem in problems(config, groups)]
+        if unusable:
+            return unusable
+    for name, check, relies_on in CHECKS:
+        if all(other in lines and lines[other].status != "failed" for other in relies_on):
+            lines[name] = _line(name, check, config)
+    return list(lines.values())
 
 
 def _line(name, check, config):
