@@ -131,7 +131,7 @@ def failures(task, files):
         (f"{MODEL}/other_shapes", "and config.json asks for (64, 7); give whole weights"),
         (f"{MODEL}/template", "template is not usable: Expected an expression"),
         (f"{MODEL}/nothing", "nothing is not a folder"),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp8", "fsdp_config.model_dtype=fp8 is not usable: unexpected precision"),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp8", "model_dtype=fp8 is not usable (verl's default is fp32)"),
     ],
 )
 def test_a_mistake_is_named_once(override, message, failures):
