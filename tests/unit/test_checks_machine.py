@@ -147,3 +147,27 @@ def test_room_for_the_checkpoints_that_are_kept_and_one_in_the_making(task, monk
     config.trainer.default_local_dir = f"{task}/train.parquet/checkpoints"
     with pytest.raises(ValueError, match="trainer.default_local_dir=.*train.parquet/checkpoints cannot be written"):
         size.check_disk(config)
+
+
+@pytest.mark.parametrize(
+    "environment, headers, said",
+    [
+        ({"CC": "no-such-cc"}, True, "there is no C compiler no-such-cc here"),
+        ({}, False, "Python.h does not exist"),
+        ({}, True, None),
+    ],
+)
+def test_what_triton_compiles_with_is_asked_for_on_a_gpu(monkeypatch, tmp_path, environment, headers, said):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None if name == "no-such-cc" else f"/usr/bin/{name}")
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if headers:
+        (tmp_path / "Python.h").touch()
+    config = SimpleNamespace(trainer=SimpleNamespace(device="cuda"))
+    if said is None:
+        assert machine.check_compiler(config) == f"gcc, {tmp_path / 'Python.h'}"
+        return
+    with pytest.raises(ValueError, match=said):
+        machine.check_compiler(config)

@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def why_no_flash_attn() -> str | None:
     except (ImportError, OSError) as error:
         return f"installed and cannot be imported ({innermost(error)})"
     return None
+
+
+def check_compiler(config) -> str:
+    """A C compiler and Python's headers: triton compiles C with them at its first kernel, minutes into a run."""
+    if on_cpu(config):
+        return "not used on a CPU"
+    compiler = os.environ.get("CC", "gcc")
+    if shutil.which(compiler) is None:
+        raise ValueError(f"there is no C compiler {compiler} here, and triton needs one: install gcc, or set CC.")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(f"{header} does not exist, and triton needs it: install this Python's headers (python3-dev).")
+    return f"{compiler}, {header}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ CHECKS = (
     ("values", config_checks.check_values, ("engine",)),
     ("versions", machine.check_versions, ("values",)),
     ("attention", machine.check_attention, ("values",)),
+    ("compiler", machine.check_compiler, ("values",)),
     ("devices", machine.check_devices, ("values",)),
     ("other runs", machine.check_other_runs, ("values",)),
     ("limits", machine.check_limits, ("values",)),
