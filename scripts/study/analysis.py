@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the third study's raw table to failures, primary tests and tables. docs/study3.md states the rules."""
+"""From the third study's raw table to failures, primary tests and tables. docs/results/plan.md states the rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from scripts.study.plan import LABELS, METHODS, PLACES, TABLE, Comparison, Place, comparisons
+from scripts.study.plan import LABELS, METHODS, PLACES, TABLE, TASKS, Comparison, Place, comparisons
 
 MARGIN = np.log(1 / 0.95)  # of an equivalence: 5 % of the updates
 LEVEL, RESAMPLES = 0.05, 10_000
@@ -180,7 +180,7 @@ def control_table(frame: pd.DataFrame) -> list[str]:
     rows = []
     for (task, rate), part in frame[frame["source"] == "fresh"].groupby(JUDGED_BY):
         reward = f"{part['final_reward'].mean():.3f} ({part['final_reward'].min():.3f})"
-        rows.append([task, f"{rate:g}", f"{part['failed'].sum()} of {len(part)}", reward])
+        rows.append([TASKS[task], f"{rate:g}", f"{part['failed'].sum()} of {len(part)}", reward])
     return markdown(["task", "learning rate", "failed", "final reward (least)"], rows)
 
 

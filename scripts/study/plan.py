@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the third study runs and which comparisons are declared. docs/study3.md says why; both were written before it.
+"""What the third study runs and which comparisons are declared; docs/results/plan.md says why. Both were written first.
 
 A cell is all seeds of one method at one staleness and learning rate.
 """
@@ -21,6 +21,7 @@ SEEDS = {
     "hard_chain": list(range(201, 221)),
     "larger_model": list(range(301, 311)),
 }
+TASKS = {"chain": "retry task", "hard_chain": "hard retry task", "larger_model": "larger model"}  # their names
 UPDATES = {"chain": 256, "hard_chain": 256, "larger_model": 320}
 RATES = {"chain": [4e-3, 8e-3, 1.6e-2], "hard_chain": [2e-3, 4e-3, 8e-3], "larger_model": [1e-3, 2e-3]}
 
@@ -64,9 +65,8 @@ class Place:
     @property
     def name(self) -> str:
         """What tables and tests call it."""
-        task = {"chain": "retry task", "hard_chain": "hard retry task", "larger_model": "larger model"}[self.task]
         source = {"epochs": "epochs", "delay": "delay", "partial": "partial rollout"}[self.source]
-        return f"{task}, {source}" + ("" if self.dual_clip else ", no dual clip")
+        return f"{TASKS[self.task]}, {source}" + ("" if self.dual_clip else ", no dual clip")
 
     def cells(self, methods: list[str]) -> list[Cell]:
         """These methods at every staleness and learning rate; a cell that others take bounds from comes before them."""

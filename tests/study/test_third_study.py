@@ -163,7 +163,7 @@ def test_the_tables_say_what_the_rows_say(tmp_path, capsys):
     pd.DataFrame(rows).to_parquet(tmp_path / "table.parquet")
     analysis.print_tables(tmp_path / "table.parquet")
     said = capsys.readouterr().out
-    assert "| chain | 0.004 | 0 of 2 | 0.900 (0.900) |" in said
+    assert "| retry task | 0.004 | 0 of 2 | 0.900 (0.900) |" in said
     against = "| retry task, epochs | BAPO 0.40 : GRPO [0.8, 1.2] | speed, difference | 0.800 | [0.800, 0.800] | 0 |"
     assert against in said
     assert "| BAPO 0.40 | 0.80 [0.80, 0.80] | - | - |" in said and "| GRPO [0.8, 1.2] | 0 of 24 | 0 of 0" not in said

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/results.md and the tables that decide say follows from the third study's raw table."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.study import analysis
+from scripts.study.plan import DELAY, EPOCHS, HARD_EPOCHS, PARTIAL, RESULTS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "results.md").read_text()
+TEXT = " ".join(PAGE.split())
+PLACES = (EPOCHS, DELAY, PARTIAL)
+
+
+@pytest.fixture(scope="module")
+def frame():
+    return analysis.read_table()
+
+
+@pytest.fixture(scope="module")
+def tests(frame):
+    return analysis.primary_tests(frame).set_index(["place", "method", "other", "measure", "claim"])
+
+
+def ratios(tests, method, other, places=PLACES):
+    """Updates that a method needs for one of another's, by place, and Holm's p of their difference."""
+    rows = [tests.loc[(place.name, method, other, "speed", "difference")] for place in places]
+    return [f"{np.exp(row['difference']):.2f}" for row in rows], [row["holm"] for row in rows]
+
+
+def failed(frame, place, method):
+    rows = analysis.at_place(frame, place, method)["failed"]
+    return int(rows.sum()), len(rows)
+
+
+def test_the_tables(frame):
+    for line in (*analysis.ratio_table(frame), *analysis.failure_table(frame)):
+        assert not line or line in PAGE.splitlines(), line
+
+
+def test_bapo_is_faster_than_grpo(tests):
+    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "grpo")
+    said = f"BAPO 0.40 needs {epochs} (epochs), {delay} (delay) and {partial} (partial rollout) of GRPO's updates"
+    (hard,), of_hard = ratios(tests, "bapo@0.38", "grpo", [HARD_EPOCHS])
+    assert f"{said}, BAPO 0.38 {hard} on the hard task" in TEXT
+    assert max(corrected + of_hard) < 0.05  # "all four differences hold after correction"
+    fewer = sorted(round(100 * (1 - float(ratio))) for ratio in (epochs, delay, partial))
+    assert f"in {fewer[0]} to {fewer[-1]} % fewer updates than GRPO" in TEXT
+
+
+def test_the_upper_bound_alone_is_as_good(tests):
+    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "high_only")
+    assert f"needs {epochs}, {delay} and {partial} times the updates of [0.8, 3.0]; the second holds" in TEXT
+    assert [p < 0.05 for p in corrected] == [False, True, False]
+    equal = [tests.loc[(place.name, "bapo@0.4", "high_only", "speed", "equivalence")]["holm"] for place in PLACES]
+    assert min(equal) > 0.05  # "equivalence within 5 % is shown nowhere"
+    (hard,), _ = ratios(tests, "bapo@0.38", "high_only", [HARD_EPOCHS])
+    assert f"On the hard task BAPO 0.38 needs {hard} times as many" in TEXT
+
+
+def test_what_the_search_is_worth(tests):
+    rows = [tests.loc[(place.name, "bapo@0.4", "other_seed:bapo@0.4", "speed", "equivalence")] for place in PLACES]
+    hard = tests.loc[(HARD_EPOCHS.name, "bapo@0.38", "other_seed:bapo@0.38", "speed", "equivalence")]
+    epochs, delay, partial, of_hard = (f"{np.exp(row['difference']):.2f}" for row in (*rows, hard))
+    assert (
+        f"ratios of {epochs}, {delay} (equivalent after correction) and {partial}, on the hard task {of_hard}" in TEXT
+    )
+    assert [row["holm"] < 0.05 for row in rows] == [False, True, False]
+    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "own_mean:bapo@0.4")
+    assert f"as fixed bounds BAPO needs {epochs}, {delay} and {partial} of the updates" in TEXT
+    (schedule,), _ = ratios(tests, "bapo@0.4", "schedule", [EPOCHS])
+    assert f"BAPO needs {schedule} of its updates" in TEXT
+
+
+def test_other_losses(frame, tests):
+    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "topr")
+    assert f"BAPO needs {epochs}, {delay} and {partial} times its updates" in TEXT
+    against_grpo = [f"{np.exp(analysis.against_grpo(frame, place, 'gspo').mean()):.2f}" for place in PLACES]
+    assert f"needs {against_grpo[0]}, {against_grpo[1]} and {against_grpo[2]} of GRPO's updates. DPPO" in TEXT
+    late = [ratios(tests, "bapo@0.4", method, [DELAY])[0][0] for method in ("dppo_tv", "dppo_kl")]
+    assert f"(BAPO needs {late[0]} and {late[1]} times the updates of DPPO-TV and DPPO-KL)" in TEXT
+    total = {m: sum(failed(frame, place, m)[0] for place in PLACES) for m in ("gspo", "cispo", "sapo")}
+    runs = sum(failed(frame, place, "gspo")[1] for place in PLACES)
+    assert total["gspo"] == 0 and f"fails in none of {runs} runs" in TEXT
+    assert f"CISPO and SAPO fail in {total['cispo']} and {total['sapo']} of {runs}" in TEXT
+    tv, kl, bapo, grpo = (failed(frame, PARTIAL, m)[0] for m in ("dppo_tv", "dppo_kl", "bapo@0.4", "grpo"))
+    assert f"{tv} and {kl} of 240 runs with partial rollout, where BAPO fails in {bapo} and GRPO in {grpo}" in TEXT
+
+
+def test_safety(frame, tests):
+    rows = [tests.loc[(place.name, "bapo@0.4", "grpo", "failing", "difference")] for place in PLACES]
+    differences = "{:+.3f}, {:+.3f} and {:+.3f}".format(*(row["difference"] for row in rows))
+    assert f"minus GRPO's is {differences}; none holds after correction" in TEXT
+    assert min(row["holm"] for row in rows) > 0.05
+    assert [failed(frame, HARD_EPOCHS, method) for method in ("bapo@0.38", "high_only")] == [(0, 120)] * 2
+    assert f"fail in none of 120 runs, GRPO in {failed(frame, HARD_EPOCHS, 'grpo')[0]} (description)" in TEXT
+
+
+def test_entropy(frame):
+    said = []
+    for place in PLACES:
+        rows = (analysis.at_place(frame, place, method) for method in ("bapo@0.4", "high_only", "grpo"))
+        said.append([f"{analysis.at_best_rate(part, 'entropy').mean():.2f}" for part in rows])
+    epochs, delay, partial = said
+    first = f"ends with {epochs[0]} nats with epochs, [0.8, 3.0] with {epochs[1]}, GRPO with {epochs[2]}"
+    assert first in TEXT
+    assert (
+        f"with delay {delay[0]}, {delay[1]} and {delay[2]}; with partial rollout {', '.join(partial[:2])} and" in TEXT
+    )
+    for page in (DOCS / "choosing.md", DOCS.parent / "README.md"):
+        assert f"{epochs[0]} against {epochs[1]} nats" in page.read_text(), page
+
+
+def test_rho_before_the_search(frame):
+    rows = frame[(frame["task"] == "chain") & (frame["method"] == "bapo@0.4") & (frame["dual_clip"] == 3)]
+    means = rows.groupby(["source", "staleness", "learning_rate"])["rho_start"].mean()
+    assert f"{means.min():.2f} to {means.max():.2f} in the means of the retry task's cells" in TEXT
+    grpo = analysis.at_place(frame, EPOCHS, "grpo")
+    drift = {s: np.stack(grpo[grpo["staleness"] == s]["rho_series"].to_list()).mean(0) for s in (4, 16)}
+    assert f"rises from {drift[4][0]:.2f} in the first 16 updates to {drift[4][7]:.2f} in updates 113 to 128" in TEXT
+    assert f"with 16 epochs to {drift[16][7]:.2f}, and to {drift[16][-1]:.2f} at the end" in TEXT
+
+
+def test_the_real_stack():
+    runs = [json.loads(line) for line in (RESULTS / "anchors_stack.jsonl").read_text().splitlines()]
+    of = {m: [run["final_reward"] for run in runs if run["method"] == m] for m in ("bapo@0.4", "grpo", "widest")}
+    bapo, grpo, wide = (f"{np.mean(rewards):.2f}" for rewards in of.values())
+    assert f"its final reward was {bapo} against GRPO's {grpo} and {wide} of [0.9, 3.0]" in TEXT
+    seeds = [", ".join(f"{reward:.2f}" for reward in rewards) for rewards in of.values()]
+    assert f"by seed {seeds[0]} against {seeds[1]} and {seeds[2]}" in TEXT
+
+
+def test_the_page_is_short():
+    assert len(PAGE.splitlines()) <= 150 and PAGE.count("![") <= 4
