@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dump the tokens that TRL's GRPOTrainer trains on, for the clip report (docs/clip_report.md). For TRL 1.16.
 
-    pip install 'bapo-verl[report]' trl==1.16.0
+    pip install '.[report]' trl==1.16.0          # from the repository's root
     python docs/examples/trl_dump.py MODEL DUMP
     bapo-report DUMP
 

@@ -12,7 +12,10 @@ from scripts.study.plan import DELAY, EPOCHS, HARD_EPOCHS, PARTIAL, RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "results.md").read_text()
-TEXT = " ".join(PAGE.split())
+TEXT, README, CHOOSING = (
+    " ".join(path.read_text().split())
+    for path in (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md")
+)
 PLACES = (EPOCHS, DELAY, PARTIAL)
 
 
@@ -46,6 +49,7 @@ def test_bapo_is_faster_than_grpo(tests):
     (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "grpo")
     said = f"BAPO 0.40 needs {epochs} (epochs), {delay} (delay) and {partial} (partial rollout) of GRPO's updates"
     (hard,), of_hard = ratios(tests, "bapo@0.38", "grpo", [HARD_EPOCHS])
+    assert f"on a harder one to 0.35 in {100 * (1 - float(hard)):.0f} % fewer" in TEXT
     assert f"{said}, BAPO 0.38 {hard} on the hard task" in TEXT
     assert max(corrected + of_hard) < 0.05  # "all four differences hold after correction"
     fewer = sorted(round(100 * (1 - float(ratio))) for ratio in (epochs, delay, partial))
@@ -70,8 +74,10 @@ def test_what_the_search_is_worth(tests):
         f"ratios of {epochs}, {delay} (equivalent after correction) and {partial}, on the hard task {of_hard}" in TEXT
     )
     assert [row["holm"] < 0.05 for row in rows] == [False, True, False]
-    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "own_mean:bapo@0.4")
-    assert f"as fixed bounds BAPO needs {epochs}, {delay} and {partial} of the updates" in TEXT
+    assert f"the {partial} is {np.exp(rows[2]['conditional']):.2f} where both got there" in TEXT
+    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "own_mean:bapo@0.4")
+    assert f"as fixed bounds BAPO needs {epochs}, {delay} and {partial} of the updates; the first and third" in TEXT
+    assert [p < 0.05 for p in corrected] == [True, False, True]
     (schedule,), _ = ratios(tests, "bapo@0.4", "schedule", [EPOCHS])
     assert f"BAPO needs {schedule} of its updates" in TEXT
 
@@ -79,6 +85,8 @@ def test_what_the_search_is_worth(tests):
 def test_other_losses(frame, tests):
     (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "topr")
     assert f"BAPO needs {epochs}, {delay} and {partial} times its updates" in TEXT
+    shares = sorted(1 / float(ratio) for ratio in (epochs, delay, partial))
+    assert f"TOPR needs {100 * shares[0]:.0f} to {100 * shares[-1]:.0f} % of BAPO's updates" in TEXT
     against_grpo = [f"{np.exp(analysis.against_grpo(frame, place, 'gspo').mean()):.2f}" for place in PLACES]
     assert f"needs {against_grpo[0]}, {against_grpo[1]} and {against_grpo[2]} of GRPO's updates. DPPO" in TEXT
     late = [ratios(tests, "bapo@0.4", method, [DELAY])[0][0] for method in ("dppo_tv", "dppo_kl")]
@@ -97,7 +105,8 @@ def test_safety(frame, tests):
     assert f"minus GRPO's is {differences}; none holds after correction" in TEXT
     assert min(row["holm"] for row in rows) > 0.05
     assert [failed(frame, HARD_EPOCHS, method) for method in ("bapo@0.38", "high_only")] == [(0, 120)] * 2
-    assert f"fail in none of 120 runs, GRPO in {failed(frame, HARD_EPOCHS, 'grpo')[0]} (description)" in TEXT
+    by_rate = analysis.at_place(frame, HARD_EPOCHS, "grpo").groupby("learning_rate")["failed"].sum()
+    assert f"none of 120 runs, GRPO in {by_rate.sum()} (description), {by_rate.iloc[0]} of them at the lowest" in TEXT
 
 
 def test_entropy(frame):
@@ -106,13 +115,43 @@ def test_entropy(frame):
         rows = (analysis.at_place(frame, place, method) for method in ("bapo@0.4", "high_only", "grpo"))
         said.append([f"{analysis.at_best_rate(part, 'entropy').mean():.2f}" for part in rows])
     epochs, delay, partial = said
+    of_gspo = analysis.at_best_rate(analysis.at_place(frame, EPOCHS, "gspo"), "entropy").mean()
+    assert f"{epochs[0]} nats a token in place of {epochs[1]}, GSPO at {of_gspo:.2f}" in README
     first = f"ends with {epochs[0]} nats with epochs, [0.8, 3.0] with {epochs[1]}, GRPO with {epochs[2]}"
     assert first in TEXT
     assert (
         f"with delay {delay[0]}, {delay[1]} and {delay[2]}; with partial rollout {', '.join(partial[:2])} and" in TEXT
     )
-    for page in (DOCS / "choosing.md", DOCS.parent / "README.md"):
-        assert f"{epochs[0]} against {epochs[1]} nats" in page.read_text(), page
+    rows = frame[(frame["source"] == "epochs") & (frame["task"] == "chain") & (frame["dual_clip"] == 3)]
+    rows = rows[np.isclose(rows["learning_rate"], 0.008)]
+    at_target = rows.groupby(["method", "staleness"])["entropy_at_target"].mean()
+    (bapo, wide) = ([f"{at_target[method, s]:.2f}" for s in (4, 16)] for method in ("bapo@0.4", "high_only"))
+    assert f"BAPO has {bapo[0]} and {bapo[1]} nats with 4 and 16 epochs, [0.8, 3.0] {wide[0]} and {wide[1]}" in TEXT
+
+
+def test_how_often_bounds_move(frame):
+    by_cell = ["source", "staleness", "learning_rate"]
+    rows = frame[(frame["task"] == "chain") & (frame["method"] == "bapo@0.4") & (frame["dual_clip"] == 3)]
+    moved = rows.groupby(by_cell)["on_the_way"].mean()
+    assert f"by moving in {moved.min():.2f} to {moved.max():.2f} of the updates of a cell" in TEXT
+    assert f"{moved.min():.2f} to {moved.max():.2f} is what the third study's retry task had" in CHOOSING
+    rows = analysis.at_place(frame, HARD_EPOCHS, "bapo@0.48")
+    never = rows.groupby(by_cell)["out_of_reach"].mean()
+    assert f"out of reach in {never.min():.2f} to {never.max():.2f} of them" in TEXT
+
+
+def test_the_readme_and_the_guide(frame, tests):
+    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "high_only")
+    (hard,), _ = ratios(tests, "bapo@0.38", "high_only", [HARD_EPOCHS])
+    assert f"BAPO needed {epochs}, {delay} and {partial} times its updates, {hard} on the harder task" in README
+    (gspo,), _ = ratios(tests, "bapo@0.4", "gspo", [EPOCHS])
+    assert f"with {100 * (1 / float(gspo) - 1):.0f} % more updates than BAPO" in README
+    low, middle = (
+        (f"{np.exp(analysis.against_grpo(frame, HARD_EPOCHS, m).mean()):.2f}", failed(frame, HARD_EPOCHS, m)[0])
+        for m in ("bapo@0.28", "bapo@0.38")
+    )
+    assert f"0.28 needs {low[0]} of GRPO's updates and fails in {low[1]} of 120 runs" in CHOOSING
+    assert f"0.38 needs {middle[0]} and fails in none" in CHOOSING and middle[1] == 0
 
 
 def test_rho_before_the_search(frame):
@@ -121,7 +160,8 @@ def test_rho_before_the_search(frame):
     assert f"{means.min():.2f} to {means.max():.2f} in the means of the retry task's cells" in TEXT
     grpo = analysis.at_place(frame, EPOCHS, "grpo")
     drift = {s: np.stack(grpo[grpo["staleness"] == s]["rho_series"].to_list()).mean(0) for s in (4, 16)}
-    assert f"rises from {drift[4][0]:.2f} in the first 16 updates to {drift[4][7]:.2f} in updates 113 to 128" in TEXT
+    begin, middle, end = (f"{drift[4][window]:.2f}" for window in (0, 7, -1))
+    assert f"rises from {begin} in the first 16 updates to {middle} in updates 113 to 128 and falls to {end}" in TEXT
     assert f"with 16 epochs to {drift[16][7]:.2f}, and to {drift[16][-1]:.2f} at the end" in TEXT
 
 
@@ -129,7 +169,9 @@ def test_the_real_stack():
     runs = [json.loads(line) for line in (RESULTS / "anchors_stack.jsonl").read_text().splitlines()]
     of = {m: [run["final_reward"] for run in runs if run["method"] == m] for m in ("bapo@0.4", "grpo", "widest")}
     bapo, grpo, wide = (f"{np.mean(rewards):.2f}" for rewards in of.values())
-    assert f"its final reward was {bapo} against GRPO's {grpo} and {wide} of [0.9, 3.0]" in TEXT
+    assert f"was {bapo} against GRPO's {grpo} and {wide} of [0.9, 3.0]" in TEXT
+    clipped = [share for run in runs if run["method"] == "grpo" for share in run["series"]["clipfrac_positive"]]
+    assert f"GRPO clipped {100 * min(clipped):.0f} to {100 * max(clipped):.0f} % of the positive tokens there" in TEXT
     seeds = [", ".join(f"{reward:.2f}" for reward in rewards) for rewards in of.values()]
     assert f"by seed {seeds[0]} against {seeds[1]} and {seeds[2]}" in TEXT
 
