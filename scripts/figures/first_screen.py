@@ -20,7 +20,7 @@ from scripts.study.example import ROOT, UPDATES, example_settings  # noqa: E402
 
 FIXED = 0.8, 1.2  # PPO's usual range
 UPPER, LOWER = "#0072B2", "#D55E00"  # Okabe-Ito; the styles tell them apart in greyscale
-LIMITS = (0.1, 3.4), (-2.0, 3.3)  # of the ratio and the surrogate on the left
+LIMITS = (0.1, 3.4), (-2.0, 3.3)  # of the ratio and the surrogate
 
 
 def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
@@ -29,7 +29,7 @@ def surrogate(ratio: float, advantage: float, low: float, high: float) -> float:
 
 
 def recorded_run() -> list[dict[str, float]]:
-    """The updates on the right."""
+    """The updates of the run."""
     return [json.loads(line) for line in UPDATES.read_text().splitlines()]
 
 
@@ -96,10 +96,10 @@ def draw_run(axes) -> None:
 
 def draw(out: Path) -> None:
     """Write the picture."""
-    figure = plt.figure(figsize=(13, 5.6), constrained_layout=True)
-    left, right = figure.subfigures(1, 2, width_ratios=[1.05, 1])
-    draw_surrogate(left.subplots())
-    axes = right.subplots(3, 1, sharex=True)
+    figure = plt.figure(figsize=(8.5, 10.5), constrained_layout=True)  # readable on a narrow screen
+    upper, lower = figure.subfigures(2, 1)
+    draw_surrogate(upper.subplots())
+    axes = lower.subplots(3, 1, sharex=True)
     draw_run(axes)
     for axis in figure.axes:
         axis.tick_params(labelsize=13)

@@ -37,10 +37,13 @@ UPDATES_OF_A_WINDOW = {"chain": 16, "hard_chain": 16, "larger_model": 32}  # bet
 def draw_ratios(frame: pd.DataFrame) -> plt.Figure:
     """Updates to the target reward against GRPO by method and place, with the share of failed runs as text."""
     places = [place for place in (EPOCHS, DELAY, PARTIAL, HARD_EPOCHS, HARD_PARTIAL, LARGER) if has(frame, place)]
-    methods = [name for name in LABELS if name != "grpo" and any(len(against_grpo(frame, p, name)) for p in places)]
-    width = 4 + 2.3 * len(places)
-    figure, axes = plt.subplots(1, len(places), sharey=True, figsize=(width, 1 + 0.27 * len(methods)), squeeze=False)
-    for axis, place in zip(axes[0], places, strict=True):
+    methods = [name for name in LABELS if any(len(against_grpo(frame, place, name)) for place in places)]
+    lines = (len(places) + 1) // 2
+    size = (9, 0.5 + lines * (0.9 + 0.27 * len(methods)))
+    figure, axes = plt.subplots(lines, 2, sharey=True, figsize=size, squeeze=False)
+    for axis in axes.flat[len(places) :]:
+        axis.set_axis_off()
+    for axis, place in zip(axes.flat, places, strict=False):
         for row, method in enumerate(methods):
             differences = against_grpo(frame, place, method)
             if not len(differences):
@@ -57,8 +60,9 @@ def draw_ratios(frame: pd.DataFrame) -> plt.Figure:
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.grid(axis="x", alpha=0.4)
-    axes[0, 0].set_yticks(range(len(methods)), [LABELS[method] for method in methods])
-    axes[0, 0].invert_yaxis()
+    for axis in axes[:, 0]:
+        axis.set_yticks(range(len(methods)), [LABELS[method] for method in methods])
+    axes[0, 0].invert_yaxis()  # and all others, which share it
     figure.supxlabel("updates to the target reward, GRPO = 1, and 95 % interval over seeds; on the right: failed runs")
     return figure
 

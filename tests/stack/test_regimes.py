@@ -153,7 +153,7 @@ def check_exact_bounds(tmp_path, data, ranks=1):
 
 
 def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
-    lines = re.findall(r"^actor_rollout_ref\.actor\.policy_loss\.\S+$", (ROOT / "README.md").read_text(), re.M)
+    lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", (ROOT / "README.md").read_text(), re.M)
     assert tuple(lines) == TWO_LINES
     check_exact_bounds(tmp_path, run_verls_own(tmp_path, task, *lines, f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"))
 
