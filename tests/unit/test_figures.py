@@ -26,4 +26,4 @@ def test_its_updates_are_the_first_of_the_first_seed_and_meet_the_target_in_ever
 def test_the_picture_is_drawn(tmp_path):
     draw(tmp_path / "bapo.png")
     height, width, _ = image.imread(tmp_path / "bapo.png").shape
-    assert (width, height) == (1430, 616)
+    assert width < height  # one half above the other: a narrow screen shows both
