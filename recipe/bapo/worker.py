@@ -37,7 +37,8 @@ RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
 # the first update starts from.
 ROLLOUT_VERSION, TRAINER_VERSION = "bapo_sampled_by", "bapo_trained_from"
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
-CLIP_RATIOS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of verl's ActorConfig
+# What verl's losses read of ActorConfig, for the report's row of the run's own loss.
+LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -144,7 +145,7 @@ class BAPOTrainingWorker(TrainingWorker):
         if "rollout_is_weights" in data.keys():
             optional["rollout_is_weights"] = data.select("rollout_is_weights").to_padded_tensor()["rollout_is_weights"]
         about = {name: data[name] for name in ("dp_size", "global_batch_size")}
-        about |= {name: getattr(self.actor_config, name) for name in CLIP_RATIOS}
+        about |= {name: getattr(self.actor_config, name) for name in LOSS_SETTINGS}
         about["loss_mode"] = self.actor_config.policy_loss.loss_mode
         if self.bapo_config is not None:
             switches = {field.name: getattr(self.bapo_config, field.name) for field in fields(BAPOConfig)}

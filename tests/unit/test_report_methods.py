@@ -114,5 +114,6 @@ def test_the_loss_of_a_run_is_read_from_its_metadata():
     assert loss_of_run({"loss_mode": "vanilla", **low_high}, 3.0) == Bounds(0.8, 1.28, 3.0)
     assert loss_of_run({"loss_mode": "gspo", **low_high}, 3.0) == GSPO(0.2, 0.28)
     assert loss_of_run({"loss_mode": "dppo_tv", **low_high, "clip_ratio_c": "20"}, 20.0) == DPPOTV(0.2, 0.28, 20.0)
+    assert loss_of_run({"loss_mode": "sapo", "tau_pos": "1.0", "tau_neg": "1.2"}, 3.0) == SAPO(1.0, 1.2)
     for too_little in ({}, {"loss_mode": "vanilla"}, {"loss_mode": "gspo"}, {"loss_mode": "geo_mean", **low_high}):
         assert loss_of_run(too_little, 3.0) is None
