@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.study import analysis
-from scripts.study.plan import DELAY, EPOCHS, HARD_EPOCHS, PARTIAL, RESULTS
+from scripts.study.plan import DELAY, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, PARTIAL, RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "results.md").read_text()
@@ -152,6 +152,8 @@ def test_the_readme_and_the_guide(frame, tests):
     )
     assert f"0.28 needs {low[0]} of GRPO's updates and fails in {low[1]} of 120 runs" in CHOOSING
     assert f"0.38 needs {middle[0]} and fails in none" in CHOOSING and middle[1] == 0
+    clipped, free = (failed(frame, place, "bapo@0.4")[0] for place in (EPOCHS, EPOCHS_FREE))
+    assert f"with it or without it (BAPO {clipped} and {free} of 240)" in CHOOSING
 
 
 def test_rho_before_the_search(frame):
