@@ -103,7 +103,7 @@ class BAPOTrainingWorker(TrainingWorker):
         if self.bapo_config is not None:
             self.update_bounds = self._bounds_before_training(data)
         output = self.verl_update(data, loss_function)
-        self.ratios_are_1 = False
+        self.update_bounds, self.ratios_are_1 = None, False
         self.updates += 1
         self.updates_on_batch += 1
         return output

@@ -210,10 +210,15 @@ def ratio_table(frame: pd.DataFrame) -> list[str]:
 
 
 def failure_table(frame: pd.DataFrame) -> list[str]:
-    """Failed runs of all runs at stable learning rates, by method and place."""
-    rows = []
+    """Failed runs of all runs at stable learning rates, by method and place; nothing where a cell is missing."""
+    rows, there = [], set(frame["cell"])
     for method in LABELS:
-        parts = [at_place(frame, place, method)["failed"] for place in PLACES]
+        parts = [
+            at_place(frame, place, method)["failed"]
+            if there.issuperset(cell.name for cell in place.cells([method]))
+            else pd.Series(dtype=bool)
+            for place in PLACES
+        ]
         if any(map(len, parts)):
             rows.append([LABELS[method], *(f"{part.sum()} of {len(part)}" if len(part) else "-" for part in parts)])
     return markdown(["method", *(place.name for place in PLACES)], rows)

@@ -167,6 +167,16 @@ def test_rho_before_the_search(frame):
     assert f"with 16 epochs to {drift[16][7]:.2f}, and to {drift[16][-1]:.2f} at the end" in TEXT
 
 
+def test_what_grpo_clips_and_where_runs_fail(frame):
+    grpo = frame[(frame["method"] == "grpo") & (frame["source"] != "fresh")].groupby("cell")["no_gradient_positive"]
+    least, most = (f"{100 * share:.0f}" for share in (grpo.mean().min(), grpo.mean().max()))
+    assert f"GRPO clips {least} to {most} % of the positive tokens here" in TEXT
+    assert f"less than {least} % of the positive tokens clipped" in README
+    rows = [analysis.at_place(frame, place, m) for place in PLACES for m in ("grpo", "bapo@0.4", "high_only")]
+    by_rate = sum(part.groupby("learning_rate")["failed"].sum() for part in rows)
+    assert by_rate.iloc[-1] > 0.95 * by_rate.sum()  # "nearly all failures were at the highest of three"
+
+
 def test_the_real_stack():
     runs = [json.loads(line) for line in (RESULTS / "anchors_stack.jsonl").read_text().splitlines()]
     of = {m: [run["final_reward"] for run in runs if run["method"] == m] for m in ("bapo@0.4", "grpo", "widest")}

@@ -168,6 +168,8 @@ def test_what_triton_compiles_with_is_asked_for_on_a_gpu(monkeypatch, tmp_path, 
     config = SimpleNamespace(trainer=SimpleNamespace(device="cuda"))
     if said is None:
         assert machine.check_compiler(config) == f"gcc, {tmp_path / 'Python.h'}"
+        monkeypatch.setattr(machine.shutil, "which", lambda name: name if name == "clang" else None)
+        assert machine.check_compiler(config).startswith("clang, ")
         return
     with pytest.raises(ValueError, match=said):
         machine.check_compiler(config)

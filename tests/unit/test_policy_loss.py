@@ -122,6 +122,14 @@ def test_the_loss_clips_with_the_bounds_that_the_worker_left_in_its_config():
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
 
 
+def test_bounds_of_an_update_end_with_it():
+    worker, bounds = object.__new__(BAPOTrainingWorker), object()
+    worker.bapo_config, worker.updates, worker.updates_on_batch = BAPOConfig(), 0, 0
+    worker._bounds_before_training = lambda data: bounds
+    worker.verl_update = lambda data, loss_function: worker.update_bounds
+    assert worker._search_and_update(None, None) is bounds and worker.update_bounds is None
+
+
 def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
     for make in (BAPOPolicyLossConfig, lambda: DumpConfig(token_dump_dir=str(tmp_path))):
         monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", TrainingWorker)

@@ -74,7 +74,7 @@ def check_compiler(config) -> str:
     """A C compiler and Python's headers: triton compiles C with them at its first kernel, minutes into a run."""
     if on_cpu(config):
         return "not used on a CPU"
-    compiler = os.environ.get("CC", "gcc")
+    compiler = os.environ.get("CC", "gcc" if shutil.which("gcc") else "clang")  # as triton chooses
     if shutil.which(compiler) is None:
         raise ValueError(f"there is no C compiler {compiler} here, and triton needs one: install gcc, or set CC.")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
