@@ -6,8 +6,6 @@ and the worker rely on ``read_values`` being the only place in ``bapo`` where th
 only place that raises for non-finite input: on every rank alike, because the counts it looks at are those of all ranks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,11 +10,9 @@ reads) and a line in ``_sums_of``. The worker and the loss rely on sums of micro
 collective for all of them, and on the host reading none.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -97,11 +95,11 @@ class ClipStatistics:
         """All sums, in the order of their names."""
         return *self.contribution, *self.tokens
 
-    def _with_tensors(self, tensors) -> ClipStatistics:
+    def _with_tensors(self, tensors) -> Self:
         """The same with other sums, in the order of ``tensors``."""
         contributions = len(ContributionSums._fields)
-        return ClipStatistics(
-            ContributionSums(*tensors[:contributions]), TokenSums(*tensors[contributions:]), self.config
+        return replace(
+            self, contribution=ContributionSums(*tensors[:contributions]), tokens=TokenSums(*tensors[contributions:])
         )
 
     def check_config(self, config: BAPOConfig) -> None:
@@ -115,11 +113,11 @@ class ClipStatistics:
             if value != other:
                 raise ValueError(f"These statistics were collected with {name}={value!r}, not {other!r}.")
 
-    def __add__(self, other: ClipStatistics) -> ClipStatistics:
+    def __add__(self, other: Self) -> Self:
         other.check_config(self.config)
         return self._with_tensors([ours + theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True)])
 
-    def all_reduce(self, group) -> ClipStatistics:
+    def all_reduce(self, group) -> Self:
         """The sum over a ``torch.distributed`` process group, the world group passed by name (``group.WORLD``).
 
         One collective: every rank of ``group`` must call it, tokens or not.

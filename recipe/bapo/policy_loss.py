@@ -8,8 +8,6 @@ the loss.
 ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test holds the two equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -8,8 +8,6 @@ GPU is timed by events on the device. The target is at most 1.5 times ``vanilla`
 Importing this needs torch alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ run's second tenth with its last: memory (proportional set size), threads and op
 are neither logs nor metrics, and the time of a step. Checkpoints are saved every 20 steps and the last two kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

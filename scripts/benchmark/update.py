@@ -7,8 +7,6 @@ For several model sizes an update is timed in one process with the pass (a forwa
 and, as the trainer marks a batch whose ratios are 1, without it. The search with its all-reduce and read is in both.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

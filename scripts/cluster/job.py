@@ -11,8 +11,6 @@ Of the environment the job gets the variables named in ``FORWARDED`` and those t
 might have heeded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@
 .venv/bin/python -m scripts.figures.first_screen          # docs/figures/bapo.png, from docs/results/
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the third study's raw table to failures, primary tests and tables. docs/results/plan.md states the rules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

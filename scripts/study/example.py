@@ -5,8 +5,6 @@ python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/
 python -m scripts.study.example updates     # the first updates of seed 1: docs/results/example_updates.jsonl
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

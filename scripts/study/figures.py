@@ -4,8 +4,6 @@
 .venv/bin/python -m scripts.study.figures          # docs/results/*.png
 """
 
-from __future__ import annotations
-
 import json
 
 import matplotlib

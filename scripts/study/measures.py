@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured of a run: at the tokens of every update, and over the run. ``R`` runs, ``U`` updates."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ Names, and what they may carry after ``@``:
 ``R`` runs, ``N`` responses, ``T`` tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from pathlib import Path

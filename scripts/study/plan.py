@@ -4,8 +4,6 @@
 A cell is all seeds of one method at one staleness and learning rate.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A policy is a network of two hidden layers from the features of a prompt and of 
 next token. ``R`` is the number of runs, ``N`` of responses to a run, ``T`` the longest response, ``V`` the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

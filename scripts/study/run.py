@@ -8,8 +8,6 @@ bash scripts/study/run.sh list            the planned cells and which of them ar
 bash scripts/study/run.sh again CELL ..   run cells anew and compare them with the table
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

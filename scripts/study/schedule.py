@@ -4,8 +4,6 @@
 The values are rounded means over the updates of BAPO 0.4 in a pilot on seeds of its own (16 epochs on the retry chain).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 EPOCHS = [0, 1, 8, 15]  # between these a straight line; the last one's from there on

@@ -4,8 +4,6 @@
 ``R`` is the number of runs, ``N`` of responses to a run, ``V`` the vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -8,8 +8,6 @@ tree and needs no installed package of ours. Left out are launch, checks, the CP
 What differs from the files here is in this folder: the entry point, the frame of the config and the README.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

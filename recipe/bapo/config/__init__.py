@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a run's config comes together: verl's, ours, and the groups platform, size, experiment and method."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
