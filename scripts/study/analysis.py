@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the third study's raw table to failures, primary tests and tables. docs/results/plan.md states the rules."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +205,7 @@ def ratio_table(frame: pd.DataFrame) -> list[str]:
         differences = [against_grpo(frame, place, method) for place in PLACES]
         if any(map(len, differences)) and method != "grpo":
             rows.append([LABELS[method], *map(ratio, differences)])
-    return markdown(["method", *(place.name for place in PLACES)], rows)
+    return by_place(rows)
 
 
 def failure_table(frame: pd.DataFrame) -> list[str]:
@@ -219,7 +220,14 @@ def failure_table(frame: pd.DataFrame) -> list[str]:
         ]
         if any(map(len, parts)):
             rows.append([LABELS[method], *(f"{part.sum()} of {len(part)}" if len(part) else "-" for part in parts)])
-    return markdown(["method", *(place.name for place in PLACES)], rows)
+    return by_place(rows)
+
+
+def by_place(rows: list[list[str]]) -> list[str]:
+    """A table with a column for each place at which something was run."""
+    columns = zip(["method", *(place.name for place in PLACES)], *rows, strict=True)
+    head, *rows = zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)
+    return markdown(head, rows)
 
 
 def means_table(frame: pd.DataFrame, place: Place) -> list[str]:
@@ -274,7 +282,7 @@ def primary_table(tests: pd.DataFrame) -> list[str]:
     return markdown(head, rows)
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the four pictures of docs/results.md from the third study's table and the runs of the real stack.
+"""Draw the pictures of docs/results.md from the third study's table and the runs of the real stack.
 
 .venv/bin/python -m scripts.study.figures          # docs/results/*.png
 """
@@ -17,7 +17,6 @@ from scripts.study.analysis import against_grpo, at_place, interval, read_table 
 from scripts.study.plan import (  # noqa: E402
     DELAY,
     EPOCHS,
-    EPOCHS_FREE,
     HARD_EPOCHS,
     HARD_PARTIAL,
     LABELS,
@@ -33,35 +32,31 @@ UPDATES_OF_A_WINDOW = {"chain": 16, "hard_chain": 16, "larger_model": 32}  # bet
 
 
 def draw_ratios(frame: pd.DataFrame) -> plt.Figure:
-    """Updates to the target reward against GRPO by method and place, with the share of failed runs as text."""
+    """Updates to the target reward against GRPO by place, of the methods that were run there, and their failed runs."""
     places = [place for place in (EPOCHS, DELAY, PARTIAL, HARD_EPOCHS, HARD_PARTIAL, LARGER) if has(frame, place)]
-    methods = [name for name in LABELS if any(len(against_grpo(frame, place, name)) for place in places)]
-    lines = (len(places) + 1) // 2
-    size = (9, 0.5 + lines * (0.9 + 0.27 * len(methods)))
-    figure, axes = plt.subplots(lines, 2, sharey=True, figsize=size, squeeze=False)
-    for axis in axes.flat[len(places) :]:
-        axis.set_axis_off()
-    for axis, place in zip(axes.flat, places, strict=False):
-        for row, method in enumerate(methods):
+    methods = {place: [name for name in LABELS if len(against_grpo(frame, place, name))] for place in places}
+    rows = [len(methods[place]) for place in places]
+    figure, axes = plt.subplots(
+        len(places), 1, sharex=True, figsize=(7.5, 0.26 * sum(rows) + 0.5 * len(rows)), height_ratios=rows
+    )
+    for axis, place in zip(axes, places, strict=True):
+        for row, method in enumerate(methods[place]):
             differences = against_grpo(frame, place, method)
-            if not len(differences):
-                continue
             low, high = np.exp(interval(differences))
-            failed = at_place(frame, place, method)["failed"].mean()
-            colour = "#0072B2" if method.startswith("bapo") else "black"
+            failed = at_place(frame, place, method)["failed"]
+            colour = COLOURS["bapo@0.4"] if method.startswith("bapo") else "black"
             axis.plot([low, high], [row, row], color=colour, linewidth=2)
             axis.plot(np.exp(differences.mean()), row, "o", color=colour, markersize=5)
-            axis.text(1.02, row, f"{failed:.0%}", transform=axis.get_yaxis_transform(), fontsize=8, va="center")
+            text = f"{failed.sum()} of {len(failed)}"
+            axis.text(1.02, row, text, transform=axis.get_yaxis_transform(), fontsize=8, va="center")
         axis.axvline(1, color="0.4", linestyle="--", linewidth=1)
-        axis.set(xscale="log", title=place.name.replace(", ", ",\n"))
-        ticks = [0.25, 0.5, 1, 2] if axis.get_xlim()[0] < 0.5 else [0.5, 0.7, 1, 1.5]
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.minorticks_off()
+        axis.set(xscale="log", title=place.name, ylim=(len(methods[place]) - 0.4, -0.6))
+        axis.set_yticks(range(len(methods[place])), [LABELS[method] for method in methods[place]], fontsize=9)
         axis.grid(axis="x", alpha=0.4)
-    for axis in axes[:, 0]:
-        axis.set_yticks(range(len(methods)), [LABELS[method] for method in methods])
-    axes[0, 0].invert_yaxis()  # and all others, which share it
-    figure.supxlabel("updates to the target reward, GRPO = 1, and 95 % interval over seeds; on the right: failed runs")
+    ticks = [0.25, 0.5, 1, 2, 4]
+    axes[-1].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[-1].minorticks_off()
+    axes[-1].set_xlabel("updates to the target reward, GRPO = 1 (left: faster); on the right: failed runs")
     return figure
 
 
@@ -75,12 +70,16 @@ def draw_stack() -> plt.Figure:
     runs = [json.loads(line) for line in STACK.read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     for axis, key in zip(axes, ("reward", "entropy"), strict=True):
-        for method, label in (("grpo", "GRPO [0.8, 1.2]"), ("bapo@0.4", "BAPO 0.40"), ("widest", "[0.9, 3.0]")):
+        for method, label, style in (
+            ("grpo", "GRPO [0.8, 1.2]", "--"),
+            ("bapo@0.4", "BAPO, target 0.40", "-"),
+            ("widest", "[0.9, 3.0]", ":"),
+        ):
             series = np.array([run["series"][key] for run in runs if run["method"] == method])
             steps = range(1, series.shape[1] + 1)
-            axis.plot(steps, series.mean(0), color=COLOURS[method], label=label)
+            axis.plot(steps, series.mean(0), style, color=COLOURS[method], label=label)
             axis.fill_between(steps, series.min(0), series.max(0), color=COLOURS[method], alpha=0.12, linewidth=0)
-        axis.set(xlabel="step (32 updates)", ylabel="training reward" if key == "reward" else "entropy, nats")
+        axis.set(xlabel="step of 32 updates", ylabel="training reward" if key == "reward" else "entropy, nats")
         axis.grid(alpha=0.4)
     axes[0].legend(frameon=False)
     return figure
@@ -98,38 +97,16 @@ def draw_drift(frame: pd.DataFrame) -> plt.Figure:
             window = UPDATES_OF_A_WINDOW[place.task]
             updates = window * np.arange(1, series.shape[1] + 1)
             axis.plot(updates, series.mean(0), color="black", linestyle=style, label=f"{staleness} epochs")
-            low, high = np.quantile(series, [0.1, 0.9], axis=0)
-            axis.fill_between(updates, low, high, color="0.5", alpha=0.2, linewidth=0)
+            for edge in np.quantile(series, [0.1, 0.9], axis=0):
+                axis.plot(updates, edge, color="0.5", linestyle=style, linewidth=0.8)
         for target in targets:
             axis.axhline(target, color=COLOURS["bapo@0.4"], linewidth=1)
-            label = {"color": COLOURS["bapo@0.4"], "fontsize": 8, "ha": "right", "va": "bottom"}
-            axis.text(updates[-1], target, f"BAPO {target:.2f}", **label)
+            label = {"color": COLOURS["bapo@0.4"], "fontsize": 8, "va": "center"}
+            axis.text(1.02, target, f"{target:.2f}", transform=axis.get_yaxis_transform(), **label)
         axis.set(title=place.name, xlabel="update")
         axis.legend(frameon=False, fontsize=8)
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("rho at [0.8, 1.2]")
-    return figure
-
-
-def draw_failures(frame: pd.DataFrame) -> plt.Figure:
-    """Share of failed runs of GRPO, [0.8, 3.0] and BAPO by staleness and learning rate, with and without dual clip."""
-    rows = frame[(frame["task"] == "chain") & frame["source"].isin(["epochs", "delay"])]
-    methods = ("grpo", "high_only", "bapo@0.4")
-    figure, axes = plt.subplots(2, 3, figsize=(10, 5), sharex=True)
-    for line, dual in enumerate((0.0, 3.0)):
-        for axis, method in zip(axes[line], methods, strict=True):
-            part = rows[(rows["method"] == method) & (rows["dual_clip"] == dual)]
-            part = part.assign(where=part["source"] + " " + part["staleness"].astype(str))
-            order = [f"{source} {s}" for source, all_s in (("epochs", (4, 16)), ("delay", (8, 32, 128))) for s in all_s]
-            table = part.pivot_table(index="where", columns="learning_rate", values="failed").reindex(order)
-            axis.imshow(table.to_numpy(dtype=float), vmin=0, vmax=1, cmap="Reds", aspect="auto")
-            for (y, x), value in np.ndenumerate(table.to_numpy(dtype=float)):
-                text = "-" if np.isnan(value) else f"{value:.2f}"
-                axis.text(x, y, text, ha="center", va="center", color="white" if value > 0.6 else "black", fontsize=9)
-            axis.set_xticks(range(table.shape[1]), [f"{rate:g}" for rate in table.columns])
-            axis.set_yticks(range(len(order)), order)
-            axis.set_title(f"{LABELS[method]}, {'dual clip 3' if dual else 'no dual clip'}", fontsize=10)
-    figure.supxlabel("learning rate")
     return figure
 
 
@@ -141,8 +118,6 @@ def main():
         "rho_drift": draw_drift(frame),
         "real_stack": draw_stack(),
     }
-    if has(frame, EPOCHS_FREE):
-        pictures["failures"] = draw_failures(frame)
     for name, figure in pictures.items():
         figure.tight_layout()
         figure.savefig(RESULTS / f"{name}.png", dpi=110)

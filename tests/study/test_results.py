@@ -40,6 +40,15 @@ def failed(frame, place, method):
     return int(rows.sum()), len(rows)
 
 
+def ends_above(frame, place, method):
+    """Whether a method ends with a higher entropy than GRPO, each at its best rate; not where it was not run."""
+    rows = [analysis.at_place(frame, place, name) for name in (method, "grpo")]
+    if rows[0].empty:
+        return False
+    ours, grpos = (analysis.at_best_rate(part, "entropy").mean() for part in rows)
+    return ours > grpos
+
+
 def test_the_tables(frame):
     for line in (*analysis.ratio_table(frame), *analysis.failure_table(frame)):
         assert not line or line in PAGE.splitlines(), line
@@ -47,11 +56,11 @@ def test_the_tables(frame):
 
 def test_bapo_is_faster_than_grpo(tests):
     (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "grpo")
-    said = f"BAPO 0.40 needs {epochs} (epochs), {delay} (delay) and {partial} (partial rollout) of GRPO's updates"
+    said = f"BAPO 0.40 needs {epochs} (epochs), {delay} (delay) and {partial} (partial rollout) of GRPO's updates;"
     (hard,), of_hard = ratios(tests, "bapo@0.38", "grpo", [HARD_EPOCHS])
     assert f"on a harder one to 0.35 in {100 * (1 - float(hard)):.0f} % fewer" in TEXT
-    assert f"{said}, BAPO 0.38 {hard} on the hard task" in TEXT
-    assert max(corrected + of_hard) < 0.05  # "all four differences hold after correction"
+    assert f"{said} on the hard task with epochs BAPO 0.38 needs {hard}" in TEXT
+    assert max(corrected + of_hard) < 0.05  # "all four hold after correction"
     fewer = sorted(round(100 * (1 - float(ratio))) for ratio in (epochs, delay, partial))
     assert f"in {fewer[0]} to {fewer[-1]} % fewer updates than GRPO" in TEXT
 
@@ -85,6 +94,10 @@ def test_what_the_search_is_worth(tests):
 def test_other_losses(frame, tests):
     (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "topr")
     assert f"BAPO needs {epochs}, {delay} and {partial} times its updates" in TEXT
+    rewards = (
+        analysis.at_best_rate(analysis.at_place(frame, EPOCHS, m), "final_reward").mean() for m in ("topr", "bapo@0.4")
+    )
+    assert "ends at a reward of {:.2f}, BAPO at {:.2f}".format(*rewards) in TEXT
     shares = sorted(1 / float(ratio) for ratio in (epochs, delay, partial))
     assert f"TOPR needs {100 * shares[0]:.0f} to {100 * shares[-1]:.0f} % of BAPO's updates" in TEXT
     against_grpo = [f"{np.exp(analysis.against_grpo(frame, place, 'gspo').mean()):.2f}" for place in PLACES]
@@ -106,7 +119,7 @@ def test_safety(frame, tests):
     assert min(row["holm"] for row in rows) > 0.05
     assert [failed(frame, HARD_EPOCHS, method) for method in ("bapo@0.38", "high_only")] == [(0, 120)] * 2
     by_rate = analysis.at_place(frame, HARD_EPOCHS, "grpo").groupby("learning_rate")["failed"].sum()
-    assert f"none of 120 runs, GRPO in {by_rate.sum()} (description), {by_rate.iloc[0]} of them at the lowest" in TEXT
+    assert f"none of 120 runs, GRPO in {by_rate.sum()}, {by_rate.iloc[0]} of them at the lowest" in TEXT
 
 
 def test_entropy(frame):
@@ -115,8 +128,18 @@ def test_entropy(frame):
         rows = (analysis.at_place(frame, place, method) for method in ("bapo@0.4", "high_only", "grpo"))
         said.append([f"{analysis.at_best_rate(part, 'entropy').mean():.2f}" for part in rows])
     epochs, delay, partial = said
-    of_gspo = analysis.at_best_rate(analysis.at_place(frame, EPOCHS, "gspo"), "entropy").mean()
-    assert f"{epochs[0]} nats a token in place of {epochs[1]}, GSPO at {of_gspo:.2f}" in README
+    of_gspo = [f"{analysis.at_best_rate(analysis.at_place(frame, p, 'gspo'), 'entropy').mean():.2f}" for p in PLACES]
+    assert f"GSPO ends above GRPO at all three: {of_gspo[0]}, {of_gspo[1]} and {of_gspo[2]}" in TEXT
+    others = set(frame["method"]) - {"gspo", "grpo"}
+    assert not [m for m in others if all(ends_above(frame, place, m) for place in PLACES)]
+    nats = (
+        f"GSPO {of_gspo[0]} nats a token, GRPO {epochs[2]}, [BAPO](#in-your-own-verl-run) {epochs[0]}, the upper bound"
+    )
+    assert f"{nats} alone {epochs[1]}" in README
+    assert (
+        f"not against GRPO ({epochs[0]} and {epochs[2]} nats with epochs); against [0.8, 3.0] with epochs ({epochs[1]})"
+        in TEXT
+    )
     first = f"ends with {epochs[0]} nats with epochs, [0.8, 3.0] with {epochs[1]}, GRPO with {epochs[2]}"
     assert first in TEXT
     assert (
@@ -143,17 +166,25 @@ def test_how_often_bounds_move(frame):
 def test_the_readme_and_the_guide(frame, tests):
     (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "high_only")
     (hard,), _ = ratios(tests, "bapo@0.38", "high_only", [HARD_EPOCHS])
-    assert f"BAPO needed {epochs}, {delay} and {partial} times its updates, {hard} on the harder task" in README
+    times = (
+        f"{epochs} (epochs), {delay} (late weights), {partial} (partial rollout) times its updates, {hard} on a harder"
+    )
+    assert f"BAPO needed {times} task" in README
+    wide, grpo = (failed(frame, PARTIAL, method) for method in ("high_only", "grpo"))
+    assert f"with partial rollout {wide[0]} of {wide[1]} runs failed, of GRPO's {grpo[0]}" in README
     (gspo,), _ = ratios(tests, "bapo@0.4", "gspo", [EPOCHS])
-    assert f"with {100 * (1 / float(gspo) - 1):.0f} % more updates than BAPO" in README
+    assert f"GSPO needed {100 * (1 / float(gspo) - 1):.0f} % more updates than BAPO" in README
     low, middle = (
         (f"{np.exp(analysis.against_grpo(frame, HARD_EPOCHS, m).mean()):.2f}", failed(frame, HARD_EPOCHS, m)[0])
         for m in ("bapo@0.28", "bapo@0.38")
     )
     assert f"0.28 needs {low[0]} of GRPO's updates and fails in {low[1]} of 120 runs" in CHOOSING
-    assert f"0.38 needs {middle[0]} and fails in none" in CHOOSING and middle[1] == 0
+    assert (
+        f"(GRPO {failed(frame, HARD_EPOCHS, 'grpo')[0]}), 0.38 needs {middle[0]} and fails in none" in CHOOSING
+        and middle[1] == 0
+    )
     clipped, free = (failed(frame, place, "bapo@0.4")[0] for place in (EPOCHS, EPOCHS_FREE))
-    assert f"with it or without it (BAPO {clipped} and {free} of 240)" in CHOOSING
+    assert f"(BAPO {clipped} and {free} of 240 runs fail with and without)" in CHOOSING
 
 
 def test_rho_before_the_search(frame):
@@ -163,8 +194,8 @@ def test_rho_before_the_search(frame):
     grpo = analysis.at_place(frame, EPOCHS, "grpo")
     drift = {s: np.stack(grpo[grpo["staleness"] == s]["rho_series"].to_list()).mean(0) for s in (4, 16)}
     begin, middle, end = (f"{drift[4][window]:.2f}" for window in (0, 7, -1))
-    assert f"rises from {begin} in the first 16 updates to {middle} in updates 113 to 128 and falls to {end}" in TEXT
-    assert f"with 16 epochs to {drift[16][7]:.2f}, and to {drift[16][-1]:.2f} at the end" in TEXT
+    assert f"is {begin} in the first 16 updates, {middle} in updates 113 to 128 and {end} at the end" in TEXT
+    assert "with 16 epochs {:.2f}, {:.2f} and {:.2f}".format(*drift[16][[0, 7, -1]]) in TEXT
 
 
 def test_what_grpo_clips_and_where_runs_fail(frame):
@@ -182,8 +213,12 @@ def test_the_real_stack():
     of = {m: [run["final_reward"] for run in runs if run["method"] == m] for m in ("bapo@0.4", "grpo", "widest")}
     bapo, grpo, wide = (f"{np.mean(rewards):.2f}" for rewards in of.values())
     assert f"was {bapo} against GRPO's {grpo} and {wide} of [0.9, 3.0]" in TEXT
+    nats = {m: [run["series"]["entropy"][-1] for run in runs if run["method"] == m] for m in of}
+    assert max(nats["bapo@0.4"]) < min(nats["grpo"])  # "BAPO's entropy ends below GRPO's in all three"
     clipped = [share for run in runs if run["method"] == "grpo" for share in run["series"]["clipfrac_positive"]]
     assert f"GRPO clipped {100 * min(clipped):.0f} to {100 * max(clipped):.0f} % of the positive tokens there" in TEXT
+    at_start = [low == 0.6 for run in runs if run["method"] == "bapo@0.4" for low in run["series"]["clip_low"]]
+    assert np.mean(at_start) > 0.5  # "mostly stood at [0.6, 1.2]"
     seeds = [", ".join(f"{reward:.2f}" for reward in rewards) for rewards in of.values()]
     assert f"by seed {seeds[0]} against {seeds[1]} and {seeds[2]}" in TEXT
 

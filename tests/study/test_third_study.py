@@ -166,8 +166,8 @@ def test_the_tables_say_what_the_rows_say(tmp_path, capsys):
     assert "| retry task | 0.004 | 0 of 2 | 0.900 (0.900) |" in said
     against = "| retry task, epochs | BAPO 0.40 : GRPO [0.8, 1.2] | speed, difference | 0.800 | [0.800, 0.800] | 0 |"
     assert against in said
-    assert "| BAPO 0.40 | 0.80 [0.80, 0.80] | - | - |" in said and "| GRPO [0.8, 1.2] | 0 of 24 | 0 of 0" not in said
-    assert "| GRPO [0.8, 1.2] | 0 of 24 | - | - |" in said
+    assert "| method | retry task, epochs |\n" in said  # no column of a place that was not run
+    assert "| BAPO 0.40 | 0.80 [0.80, 0.80] |\n" in said and "| GRPO [0.8, 1.2] | 0 of 24 |\n" in said
     assert "| BAPO 0.40 | 0.80 [0.80, 0.80] | 0.004 | 0.900 | 1.000 | 0.10 | 0.20 | 0.000 | 0.700 | 0.900 |" in said
 
 
