@@ -94,33 +94,31 @@ def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
     }
 
 
+def published_rows(source: Path | None, data_set: DataSet) -> Dataset:
+    """The rows of the data set's files, local or from the hub."""
+    if source is None:
+        source = Path(snapshot_download(data_set.hub, repo_type="dataset", allow_patterns=data_set.files))
+    pattern = Path(data_set.files).name
+    files = [str(source)] if source.is_file() else sorted(map(str, source.rglob(pattern)))
+    if not files:
+        raise ValueError(f"--source {source} holds no {pattern}")
+    return load_dataset("parquet" if files[0].endswith(".parquet") else "json", data_files=files, split="train")
+
+
 def prepare(name: str, source: Path | None, out: Path) -> str:
     """Make ``out`` of the data set ``name``; returns how many rows were kept and how many dropped.
 
     Raises:
-        ValueError: ``out`` exists, the source cannot be read or has another layout, or no row was left.
+        ValueError: ``out`` exists, or the source cannot be read or has another layout.
         OSError: ``out`` cannot be written.
     """
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
     data_set = DATA_SETS[name]
-    if source is None:
-        try:
-            source = Path(snapshot_download(data_set.hub, repo_type="dataset", allow_patterns=data_set.files))
-        except Exception as error:
-            raise ValueError(
-                f"{data_set.hub} cannot be fetched from the hub ({type(error).__name__}): download it where there is "
-                "network and give its folder with --source."
-            ) from error
-    pattern = Path(data_set.files).name
-    files = [str(source)] if source.is_file() else sorted(map(str, source.rglob(pattern)))
-    if not files:
-        raise ValueError(f"--source {source} holds no {pattern}: give the file, or a folder with it.")
     answers: dict[str, str] = {}  # of each problem that is kept
     unusable = repeated = 0
     try:
-        kind = "parquet" if files[0].endswith(".parquet") else "json"
-        for row in load_dataset(kind, data_files=files, split="train"):
+        for row in published_rows(source, data_set):
             problem, answer = problem_and_answer(row, data_set)
             if not problem or not answer:
                 unusable += 1
@@ -130,12 +128,13 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
                 answers[problem] = answer
     except Exception as error:  # the libraries raise errors of many types for a file that is something else
         cause = error.__cause__ or error
-        raise ValueError(f"{source} cannot be read as {data_set.hub}: {type(cause).__name__}: {cause}") from error
-    dropped = f"{unusable:,} without a problem or one answer, {repeated:,} repeated problems"
-    if not answers:
-        raise ValueError(f"{out} was not written: no row was left. Dropped: {dropped}.")
+        raise ValueError(
+            f"{source or 'the hub'} cannot be read as {data_set.hub}: {type(cause).__name__}: {cause}. Give a file, or "
+            "a folder of what the hub has, with --source."
+        ) from error
     rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
     Dataset.from_list(rows).to_parquet(out)
+    dropped = f"{unusable:,} without a problem or one answer, {repeated:,} repeated problems"
     return f"{out}: {len(rows):,} rows kept. Dropped: {dropped}."
 
 
