@@ -47,7 +47,6 @@ class DataSet:
         data_source: what verl routes the reward by. ``math_dapo`` and ``aime*`` read ``Answer: x`` or ``\\boxed{x}``
             and give -1 or 1; ``lighteval/MATH`` and ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``, up to notation,
             and give 0 or 1.
-        split: train or test.
         right_answer: the answer that counts as right, of what the data set has in the place of one; "" for none.
         has_hint: whether its prompts say how to write the answer; where they do not, ``BOXED`` is added.
     """
@@ -55,23 +54,18 @@ class DataSet:
     hub: str
     files: str
     data_source: str
-    split: str
     right_answer: Callable[[str], str] = str
     has_hint: bool = False
 
 
 DATA_SETS = {
-    "skywork_or1_math": DataSet(
-        "Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", "train", only_one
-    ),
-    "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", "train", has_hint=True),
-    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", "train", after_hashes),
-    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", "test", after_hashes),
-    "aime_2024": DataSet(
-        "BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", "test", without_zeros, has_hint=True
-    ),
-    "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", "test", without_zeros),
-    "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500", "test"),
+    "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", only_one),
+    "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", has_hint=True),
+    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes),
+    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes),
+    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, has_hint=True),
+    "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", without_zeros),
+    "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
 }
 
 
@@ -90,7 +84,7 @@ def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
         "prompt": [{"role": "user", "content": prompt}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": data_set.split, "index": index},
+        "extra_info": {"index": index},
     }
 
 

@@ -94,7 +94,7 @@ def test_rows_in_full(tmp_path):
             "prompt": [{"role": "user", "content": f"{i} times seven?\n\n{BOXED}"}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(7 * i)},
-            "extra_info": {"split": "test", "index": i - 1},
+            "extra_info": {"index": i - 1},
         }
         for i in range(1, 2500)
     ]
