@@ -21,5 +21,5 @@ def task(tmp_path_factory):
     from recipe.bapo.example.task import make_task
 
     folder = tmp_path_factory.mktemp("task") / "task"
-    make_task(folder, steps=6, layers=2, hidden=64, seed=1)
+    make_task(folder, steps=6)
     return folder

@@ -59,7 +59,7 @@ def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
     from recipe.bapo.example.task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
-    make_task(task, steps=3, layers=layers, hidden=hidden, seed=1)
+    make_task(task, steps=3, layers=layers, hidden=hidden)
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",

@@ -7,15 +7,13 @@ of JSON after each test, so that a run which is killed has kept what it saw.
 
 import json
 import os
-import platform
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import collect_env
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
 
@@ -39,33 +37,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def first_line_of(*command):
-    """What a command prints first, or "unknown"."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return (done.stdout.splitlines() or ["unknown"])[0]
-
-
 def describe_machine(rehearsal):
     """What the figures belong to."""
-    about = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": first_line_of("git", "describe", "--always", "--dirty"),
+        "commit": collect_env.run(f"git -C {HERE} describe --always --dirty")[1],
         "rehearsal": rehearsal,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "machine": collect_env.get_pretty_env_info().splitlines(),
     }
-    if not rehearsal and torch.cuda.is_available():
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        about |= {
-            "gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, sm {capability}",
-            "gibibytes": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
-            "driver": first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        }
-    return about
 
 
 class Report:
@@ -73,7 +52,6 @@ class Report:
 
     def __init__(self, path):
         self.path = path
-        self.told = {}
 
     def append(self, entry):
         """A line that is on the disk when this returns."""
@@ -85,7 +63,6 @@ class Report:
     def pytest_runtest_logreport(self, report):
         if not report.nodeid.startswith("tests/gpu/"):
             return
-        self.told[report.nodeid] = dict(report.user_properties)
         if report.when != "call" and report.outcome == "passed":
             return
         entry = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
@@ -94,13 +71,6 @@ class Report:
         if report.outcome != "passed":
             entry["why"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)[-2000:]
         self.append(entry)
-
-    def pytest_terminal_summary(self, terminalreporter):
-        terminalreporter.section("what was seen")
-        for test, told in self.told.items():
-            for name, value in told.items():
-                terminalreporter.write_line(f"{test.removeprefix('tests/gpu/')}: {name}: {value}")
-        terminalreporter.write_line(f"the report: {self.path}")
 
 
 def pytest_configure(config):

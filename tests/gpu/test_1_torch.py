@@ -100,14 +100,6 @@ def test_autocast_changes_neither_bounds_nor_loss(device):
     assert (other - gradient).abs().max() <= 1e-6 * gradient.abs().max()
 
 
-def test_log_probs_under_autocast_are_float32(device, on_gpu):
-    """verl computes them inside autocast; without flash-attn's cross-entropy by log_softmax."""
-    with torch.autocast(device.type, torch.bfloat16):
-        states, weights = (torch.randn(16, 64, device=device) for _ in range(2))
-        log_probs = torch.nn.functional.linear(states, weights).log_softmax(-1)
-    assert log_probs.dtype == torch.float32
-
-
 def test_two_searches_of_one_input_find_the_same(device, large, tell):
     batch = make_batch(*large, torch.float32, device)
     first, second = read(search(batch)), read(search(batch))

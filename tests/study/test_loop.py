@@ -24,7 +24,7 @@ def warm_task(tmp_path_factory):
     from recipe.bapo.example.task import make_task
 
     folder = tmp_path_factory.mktemp("warm") / "task"
-    make_task(folder, steps=300, layers=2, hidden=64, seed=1, right=0.3)
+    make_task(folder, steps=300, right=0.3)
     return folder
 
 

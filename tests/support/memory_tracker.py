@@ -10,8 +10,6 @@ flash-attn, what verl holds of the batch, and the temporaries of AdamW's step, w
 logits are gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,8 +32,6 @@ import verl.utils.torch_functional as verl_F
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -185,8 +181,8 @@ def _loss(model, work):
 
 
 @lru_cache
-def peak_gibibytes(work: Work) -> dict[str, float]:
-    """The largest memory of one GPU during ``work`` in GiB, by what it is for; ``total`` is their sum."""
+def peak_gibibytes(work: Work) -> float:
+    """The largest memory of one GPU during ``work`` in GiB."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
     try:
         mesh = init_device_mesh("cpu", (work.shards,), mesh_dim_names=["fsdp"])
@@ -202,4 +198,4 @@ def peak_gibibytes(work: Work) -> dict[str, float]:
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     finally:
         torch.distributed.destroy_process_group()
-    return {getattr(kind, "value", kind).lower(): size / GIB for kind, size in peak.items() if size > GIB / 100}
+    return peak["Total"] / (1 << 30)

@@ -19,6 +19,7 @@ from recipe.bapo.launch.cleanup import remove
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"
+MARKER = "BAPO_TEST_RUN"  # an environment variable
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
 IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # as a run names what it puts there
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
@@ -120,18 +121,16 @@ class Started:
     def __init__(self, output, *overrides, inside=(), console=None, **environment):
         """``inside``: a command that runs the command that follows it; ``console``: the file that it prints to."""
         self.output = output
-        self.marker = f"BAPO_TEST_RUN={uuid.uuid4().hex}"  # every process of the run inherits it
-        name, value = self.marker.split("=")
+        self.marker = uuid.uuid4().hex  # every process of the run inherits it
         self.console = console or output.parent / f"{output.name}.console"
         self.console.parent.mkdir(parents=True, exist_ok=True)
         self.before = temporary_files()
+        secrets = {"WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET}
         with open(self.console, "w") as printed:
             self.process = subprocess.Popen(
                 [*inside, *SCRIPT, *overrides],
                 cwd=ROOT,
-                env=environment_of(
-                    output, **SHORT_STEPS, WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **environment, **{name: value}
-                ),
+                env=environment_of(output, **SHORT_STEPS, **secrets, **environment, **{MARKER: self.marker}),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -159,16 +158,11 @@ class Started:
     def processes(self):
         """Command line of each living process of the run by its id."""
         found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                session = (folder / "stat").read_text().rsplit(")", 1)[1].split()[3]
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):  # it has ended
                 # A process may leave the session, or overwrite its environment with a title.
-                if int(session) == self.process.pid or self.marker.encode() in (folder / "environ").read_bytes().split(
-                    b"\0"
-                ):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:
-                continue  # it has ended
+                if os.getsid(process.pid) == self.process.pid or process.environ().get(MARKER) == self.marker:
+                    found[process.pid] = " ".join(process.cmdline())
         return {pid: command for pid, command in found.items() if command}
 
     def find(self, name):

@@ -47,11 +47,6 @@ def test_rays_settings_of_a_platform_are_literal(platform):
     assert "${" not in str(OmegaConf.to_container(OmegaConf.create(settings.get("ray_kwargs", {}))))
 
 
-def test_the_runs_folder_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("OUTPUT_DIR", "/a/folder")
-    assert compose_in_groups("experiment=example").run_dir == "/a/folder"
-
-
 def check(config):
     OmegaConf.resolve(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)

@@ -50,10 +50,6 @@ def test_the_workflow_runs_the_commands_of_ci():
     assert [step["run"] for step in steps if "run" in step] == run
 
 
-def test_the_pages_are_read_in_an_hour_and_speak_one_vocabulary():
+def test_the_pages_are_read_in_an_hour():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    texts = {page.name: page.read_text() for page in pages}
-    assert sum(len(re.findall(r"[^\s|]*\w[^\s|]*", text)) for text in texts.values()) <= 15_000
-    for name, text in texts.items():
-        found = re.findall(r"\bmaps? [A-C]\b|\bmet at once\b|\bon the way\b|rho at the start|\breplay\.py\b", text)
-        assert not found, (name, found)
+    assert sum(len(re.findall(r"[^\s|]*\w[^\s|]*", page.read_text())) for page in pages) <= 15_000

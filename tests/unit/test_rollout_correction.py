@@ -9,7 +9,6 @@ from support.batches import make_batch, values_found
 
 from bapo import BAPOConfig, find_clip_bounds, read_values
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from recipe.bapo.records.tokens import read_dump, write_dump
 from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
@@ -54,11 +53,3 @@ def test_rejected_tokens_count_neither_in_the_loss_nor_in_rho():
     kept = (*batch[:3], mask)
     spoiled = [torch.where(mask, tensor, torch.nan) for tensor in batch[:3]]
     assert loss_of((*spoiled, mask)) == loss_of(kept) and loss_of(kept)[1] != loss_of(batch)[1]
-
-
-def test_a_dump_holds_the_weights(tmp_path):
-    batch = make_batch(3)
-    _, weights = corrected(batch, rollout_is="token")
-    write_dump(tmp_path, *batch, {}, rollout_is_weights=weights)
-    ((tokens,),) = read_dump(tmp_path)
-    assert torch.equal(tokens["rollout_is_weights"], weights[batch[3]])

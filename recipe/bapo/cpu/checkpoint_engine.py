@@ -4,10 +4,8 @@
 ``separate_async`` refuses verl's ``naive`` engine, and the others need a GPU or special hardware.
 """
 
-from __future__ import annotations
-
 import asyncio
-import json
+import pickle
 from datetime import timedelta
 
 import ray
@@ -61,36 +59,27 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.group = self.store = None
 
     async def send_weights(self, weights, global_steps=None):
-        """Broadcast each weight behind its name, type and shape, and nothing behind the last one."""
+        """Broadcast each weight with its name, and nothing behind the last one."""
         async for name, weight in ensure_async_iterator(weights):  # gathering a weight needs every rank of the actor
-            if self.group is None:
-                continue
-            weight = weight.detach().cpu().contiguous()
-            header = json.dumps([name, str(weight.dtype).removeprefix("torch."), list(weight.shape)])
-            await self._broadcast_bytes(header.encode())
-            await self._broadcast(weight.view(-1).view(torch.uint8))
+            if self.group is not None:
+                await self._broadcast(pickle.dumps((name, weight.detach().cpu().clone())))
         if self.group is not None:
-            await self._broadcast_bytes(b"")
+            await self._broadcast(b"")
 
     async def receive_weights(self, global_steps=None):
         """Yield ``(name, weight)`` as they arrive."""
-        while header := await self._broadcast_bytes():
-            name, dtype, shape = json.loads(header)
-            weight = torch.empty(shape, dtype=getattr(torch, dtype))
-            await self._broadcast(weight.view(-1).view(torch.uint8))
-            yield name, weight
+        while content := await self._broadcast():
+            yield pickle.loads(content)
 
-    async def _broadcast_bytes(self, content: bytes | None = None) -> bytes:
-        length = torch.tensor([len(content or b"")])
-        await self._broadcast(length)
-        if not length.item():
-            return b""
-        buffer = torch.zeros(length.item(), dtype=torch.uint8)
-        if content is not None:
-            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        await self._broadcast(buffer)
-        return bytes(buffer.tolist())
+    async def _broadcast(self, content: bytes = b"") -> bytes:
+        """The master's content, on every rank."""
+        length = torch.tensor([len(content)])
+        await self._broadcast_tensor(length)
+        buffer = bytearray(content) if self.is_master else bytearray(length.item())
+        if buffer:
+            await self._broadcast_tensor(torch.frombuffer(buffer, dtype=torch.uint8))
+        return bytes(buffer)
 
-    async def _broadcast(self, tensor):
+    async def _broadcast_tensor(self, tensor):
         # In a thread: the worker's event loop must stay free to pass on what has arrived.
         await asyncio.to_thread(lambda: self.group.broadcast(tensor, 0).wait())

@@ -5,14 +5,11 @@ Opt-in by ``VERL_PLATFORM=cpu``: a cluster's head node often has no GPU, and a p
 break the cluster.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import os
 import sys
-import types
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import psutil
 import torch
@@ -31,13 +28,11 @@ class CPUPlatform(PlatformBase):
 
     @property
     def device_module(self):
-        return _device_module
+        """What verl calls as it would ``torch.cuda``: the platform itself has all of it that verl needs on a CPU."""
+        return self
 
     def is_available(self):
         return True
-
-    def is_platform_available(self, use_smi_check=False):
-        return False  # never detected, only asked for
 
     def current_device(self):
         return "cpu"
@@ -45,78 +40,52 @@ class CPUPlatform(PlatformBase):
     def device_count(self):
         return 1
 
-    def set_device(self, device_index):
-        pass
-
-    def synchronize(self, device_index=None):
-        pass
-
-    def manual_seed(self, seed):
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed):
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings):
-        pass
-
-    def empty_cache(self):
-        pass
+    def get_device_name(self):
+        return "cpu"
 
     def get_device_capability(self, device_index=0):
         return None, None
 
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def set_rng_state(self, state):
+        torch.set_rng_state(state)
+
+    def mem_get_info(self):
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def _no_bytes(self):
+        return 0
+
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = _no_bytes
+
+    def _nothing_to_do(self, *arguments):
+        return None
+
+    set_device = synchronize = empty_cache = set_allocator_settings = _nothing_to_do
+    profiler_start = profiler_stop = cudart = _nothing_to_do
+
+    def nvtx_range(self, msg):
+        return nullcontext()
+
     def communication_backend_name(self):
         return "gloo"
 
+    def is_ipc_supported(self):
+        return False
+
     def visible_devices_envvar(self):
         return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg):
-        yield
-
-    def profiler_start(self):
-        pass
-
-    def profiler_stop(self):
-        pass
 
     def ray_resource_name(self):
         return "GPU"
 
     def ray_noset_envvars(self):
         return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self):
-        return False
-
-    def cudart(self):
-        return None
-
-
-def _make_device_module():
-    """``torch.cpu`` with the calls of ``torch.cuda`` that verl makes, where a CPU has a harmless answer."""
-    module = types.ModuleType("recipe.bapo.cpu_device")
-    memory = psutil.virtual_memory
-    zero = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
-    nothing = ("empty_cache", "ipc_collect", "set_per_process_memory_fraction", "reset_peak_memory_stats")
-    for name in ("Stream", "current_stream", "stream", "synchronize", "is_available"):
-        setattr(module, name, getattr(torch.cpu, name))
-    for name in zero:
-        setattr(module, name, lambda *args, **kwargs: 0)
-    for name in (*nothing, "set_device"):
-        setattr(module, name, lambda *args, **kwargs: None)
-    module.device_count = lambda: 1
-    module.current_device = lambda: "cpu"
-    module.mem_get_info = lambda *args: (memory().available, memory().total)
-    module.get_device_name = lambda *args: "cpu"
-    module.get_rng_state = lambda *args: torch.get_rng_state()
-    module.set_rng_state = lambda state, *args: torch.set_rng_state(state)
-    return module
-
-
-_device_module = _make_device_module()
 
 
 class _VLLMDistribution:
@@ -141,7 +110,4 @@ def install() -> None:
     distributed.initialize_global_process_group_ray = functools.partial(
         distributed.initialize_global_process_group_ray, backend="gloo"
     )
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        sys.meta_path.append(_VLLMDistribution)
+    sys.meta_path.append(_VLLMDistribution)  # asked last, where there is no distribution of that name

@@ -7,13 +7,11 @@ failures are longer than successes, as with reasoning models, and get shorter as
 model to claim more. The warm-up teaches the format, honest checking and guesses of which few are right; learning to
 guess well is left to reinforcement learning.
 
-    python -m recipe.bapo.example.task FOLDER [--steps 450] [--right 0.08] [--seed 1]
+    python -m recipe.bapo.example.task FOLDER [--steps 450] [--right 0.08]
 
 Another machine or version of torch makes a slightly different model. So the files are stored, with their hashes, and
 the run script checks these.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -27,7 +25,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 DATA_SOURCE = "bapo/guess"
 TRIES = 5
@@ -38,6 +35,7 @@ SUMS = range(2, 13)
 # Share of the teacher's guesses that are right: half of them in the first two thirds of the warm-up, to teach the sums
 # and honest checking fast; then few, so that few responses succeed.
 FIRST_LESSON, RIGHT_THEN, RIGHT_LATER = 2 / 3, 0.5, 0.08
+SEED = 1
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -133,19 +131,17 @@ def make_rows(split: str, repeats: int) -> pd.DataFrame:
     )
 
 
-def write_hashes(folder: Path, made_with: list[str]) -> None:
-    """Write ``SHA256SUMS`` of all files in ``folder``, for ``sha256sum --check``, below comments ``made_with``."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"# {line}" for line in made_with]
-    lines += [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}" for path in files]
-    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+def make_task(folder: Path, steps: int, right: float = RIGHT_LATER, layers: int = 2, hidden: int = 64) -> None:
+    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``, which is not there yet.
 
-
-def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, right: float = RIGHT_LATER) -> None:
-    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``."""
-    disable_progress_bar()
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
+    Args:
+        steps: supervised steps of the warm-up.
+        right: share of right guesses it ends with.
+        layers: of the model.
+        hidden: its width, a multiple of 32.
+    """
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, layers, hidden)
@@ -154,34 +150,20 @@ def make_task(folder: Path, steps: int, layers: int, hidden: int, seed: int, rig
     tokenizer.save_pretrained(folder / "model")
     make_rows("train", repeats=60).to_parquet(folder / "train.parquet")
     make_rows("test", repeats=8).to_parquet(folder / "test.parquet")
-    asked = {"steps": steps, "right": right, "layers": layers, "hidden": hidden, "seed": seed}
-    command = " ".join(f"--{name} {value}" for name, value in asked.items())
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    write_hashes(
-        folder,
-        [
-            f"python -m recipe.bapo.example.task FOLDER {command}",
-            f"{versions}, {platform.machine()}, {torch.get_num_threads()} threads",
-        ],
-    )
-    weights = sum(p.numel() for p in model.parameters())
-    print(f"Made the example's task in {folder}: {weights:,} weights, warm-up loss {loss:.3f} nats a token.")
+    lines = [  # for sha256sum --check, which passes over comments
+        f"# python -m recipe.bapo.example.task FOLDER --steps {steps} --right {right}",
+        f"# Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"{platform.machine()}, {torch.get_num_threads()} threads",
+    ]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        lines.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}")
+    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+    print(f"Made the example's task in {folder}; warm-up loss {loss:.3f} nats a token.")
 
 
-def main():
-    """Command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=450, help="supervised steps of the warm-up")
     parser.add_argument("--right", type=float, default=RIGHT_LATER, help="share of right guesses it ends with")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64, help="a multiple of 32")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    if arguments.folder.exists():
-        parser.exit(1, f"Error: {arguments.folder} exists: remove it, or choose another folder.\n")
-    make_task(**vars(arguments))
-
-
-if __name__ == "__main__":
-    main()
+    make_task(**vars(parser.parse_args()))
