@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from scripts.study import loop
-from scripts.study.loop import MODEL, Settings, settings_of, train
-from scripts.study.plan import LARGER
+from scripts.study.loop import MODEL, Settings, train
 
 
 def train_a_little(task, method, seed=1, **changed):
@@ -67,12 +66,6 @@ def test_an_epoch_uses_the_same_samples_again(warm_task, monkeypatch):
     train_a_little(warm_task, "grpo", mini_batches=2, epochs=4)
     assert len(used) == 8 and all(torch.equal(ids, used[index % 2]) for index, ids in enumerate(used))
     assert not torch.equal(used[0], used[1])
-
-
-def test_a_cells_settings_are_the_plans():
-    settings = settings_of(LARGER.cells(["grpo"])[0])
-    assert (settings.mini_batches, settings.epochs, settings.prompts, settings.samples) == (4, 8, 16, 8)
-    assert settings.updates % (settings.mini_batches * settings.epochs) == 0 and settings.norm_clip == 1.0
 
 
 def test_the_study_starts_from_the_stored_model():
