@@ -29,15 +29,23 @@ def tests(frame):
     return analysis.primary_tests(frame).set_index(["place", "method", "other", "measure", "claim"])
 
 
-def ratios(tests, method, other, places=PLACES):
-    """Updates that a method needs for one of another's, by place, and Holm's p of their difference."""
-    rows = [tests.loc[(place.name, method, other, "speed", "difference")] for place in places]
-    return [f"{np.exp(row['difference']):.2f}" for row in rows], [row["holm"] for row in rows]
+def rows(tests, method, other, places=PLACES, measure="speed", claim="difference"):
+    """The declared tests of a method against another, by place."""
+    return tests.loc[[(place.name, method, other, measure, claim) for place in places]]
+
+
+def ratios(rows):
+    """Updates that a method needs for one of another's, by place."""
+    return [f"{ratio:.2f}" for ratio in np.exp(rows["difference"])]
 
 
 def failed(frame, place, method):
     rows = analysis.at_place(frame, place, method)["failed"]
     return int(rows.sum()), len(rows)
+
+
+def against_grpo(frame, place, method):
+    return f"{np.exp(analysis.against_grpo(frame, place, method).mean()):.2f}"
 
 
 def test_the_tables(frame):
@@ -46,67 +54,71 @@ def test_the_tables(frame):
 
 
 def test_bapo_is_faster_than_grpo(tests):
-    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "grpo")
-    said = f"BAPO 0.40 needs {epochs} (epochs), {delay} (delay) and {partial} (partial rollout) of GRPO's updates"
-    (hard,), of_hard = ratios(tests, "bapo@0.38", "grpo", [HARD_EPOCHS])
-    assert f"on a harder one to 0.35 in {100 * (1 - float(hard)):.0f} % fewer" in TEXT
-    assert f"{said}, BAPO 0.38 {hard} on the hard task" in TEXT
-    assert max(corrected + of_hard) < 0.05  # "all four differences hold after correction"
-    fewer = sorted(round(100 * (1 - float(ratio))) for ratio in (epochs, delay, partial))
+    found, hard = rows(tests, "bapo@0.4", "grpo"), rows(tests, "bapo@0.38", "grpo", [HARD_EPOCHS])
+    assert max(*found["holm"], *hard["holm"]) < 0.05  # "all four differences hold after correction"
+    said = "BAPO 0.40 needs {} (epochs), {} (delay) and {} (partial rollout) of GRPO's updates, BAPO 0.38 {} on"
+    assert said.format(*ratios(found), *ratios(hard)) in TEXT
+    fewer = sorted(round(100 * (1 - float(ratio))) for ratio in ratios(found))
     assert f"in {fewer[0]} to {fewer[-1]} % fewer updates than GRPO" in TEXT
+    assert f"on a harder one to 0.35 in {100 * (1 - float(*ratios(hard))):.0f} % fewer" in TEXT
 
 
 def test_the_upper_bound_alone_is_as_good(tests):
-    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "high_only")
-    assert f"needs {epochs}, {delay} and {partial} times the updates of [0.8, 3.0]; the second holds" in TEXT
-    assert [p < 0.05 for p in corrected] == [False, True, False]
-    equal = [tests.loc[(place.name, "bapo@0.4", "high_only", "speed", "equivalence")]["holm"] for place in PLACES]
-    assert min(equal) > 0.05  # "equivalence within 5 % is shown nowhere"
-    (hard,), _ = ratios(tests, "bapo@0.38", "high_only", [HARD_EPOCHS])
-    assert f"On the hard task BAPO 0.38 needs {hard} times as many" in TEXT
+    found = rows(tests, "bapo@0.4", "high_only")
+    said = "needs {}, {} and {} times the updates of [0.8, 3.0]; the second holds".format(*ratios(found))
+    assert said in TEXT and (found["holm"] < 0.05).tolist() == [False, True, False]
+    # "equivalence within 5 % is shown nowhere"
+    assert rows(tests, "bapo@0.4", "high_only", claim="equivalence")["holm"].min() > 0.05
+    hard = ratios(rows(tests, "bapo@0.38", "high_only", [HARD_EPOCHS]))
+    assert "On the hard task BAPO 0.38 needs {} times as many".format(*hard) in TEXT
+    assert "BAPO needed {}, {} and {} times its updates, {} on the harder task".format(*ratios(found), *hard) in README
 
 
 def test_what_the_search_is_worth(tests):
-    rows = [tests.loc[(place.name, "bapo@0.4", "other_seed:bapo@0.4", "speed", "equivalence")] for place in PLACES]
-    hard = tests.loc[(HARD_EPOCHS.name, "bapo@0.38", "other_seed:bapo@0.38", "speed", "equivalence")]
-    epochs, delay, partial, of_hard = (f"{np.exp(row['difference']):.2f}" for row in (*rows, hard))
-    assert (
-        f"ratios of {epochs}, {delay} (equivalent after correction) and {partial}, on the hard task {of_hard}" in TEXT
-    )
-    assert [row["holm"] < 0.05 for row in rows] == [False, True, False]
-    assert f"the {partial} is {np.exp(rows[2]['conditional']):.2f} where both got there" in TEXT
-    (epochs, delay, partial), corrected = ratios(tests, "bapo@0.4", "own_mean:bapo@0.4")
-    assert f"as fixed bounds BAPO needs {epochs}, {delay} and {partial} of the updates; the first and third" in TEXT
-    assert [p < 0.05 for p in corrected] == [True, False, True]
-    (schedule,), _ = ratios(tests, "bapo@0.4", "schedule", [EPOCHS])
-    assert f"BAPO needs {schedule} of its updates" in TEXT
+    found = rows(tests, "bapo@0.4", "other_seed:bapo@0.4", claim="equivalence")
+    hard = rows(tests, "bapo@0.38", "other_seed:bapo@0.38", [HARD_EPOCHS], claim="equivalence")
+    said = "ratios of {}, {} (equivalent after correction) and {}, on the hard task {}; the {} is {:.2f} where both got"
+    values = *ratios(found), *ratios(hard), ratios(found)[2], np.exp(found["conditional"].iloc[2])
+    assert said.format(*values) in TEXT and (found["holm"] < 0.05).tolist() == [False, True, False]
+    found = rows(tests, "bapo@0.4", "own_mean:bapo@0.4")
+    said = "as fixed bounds BAPO needs {}, {} and {} of the updates; the first and third".format(*ratios(found))
+    assert said in TEXT and (found["holm"] < 0.05).tolist() == [True, False, True]
+    schedule = ratios(rows(tests, "bapo@0.4", "schedule", [EPOCHS]))
+    assert "BAPO needs {} of its updates".format(*schedule) in TEXT
 
 
 def test_other_losses(frame, tests):
-    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "topr")
-    assert f"BAPO needs {epochs}, {delay} and {partial} times its updates" in TEXT
-    shares = sorted(1 / float(ratio) for ratio in (epochs, delay, partial))
-    assert f"TOPR needs {100 * shares[0]:.0f} to {100 * shares[-1]:.0f} % of BAPO's updates" in TEXT
-    against_grpo = [f"{np.exp(analysis.against_grpo(frame, place, 'gspo').mean()):.2f}" for place in PLACES]
-    assert f"needs {against_grpo[0]}, {against_grpo[1]} and {against_grpo[2]} of GRPO's updates. DPPO" in TEXT
-    late = [ratios(tests, "bapo@0.4", method, [DELAY])[0][0] for method in ("dppo_tv", "dppo_kl")]
-    assert f"(BAPO needs {late[0]} and {late[1]} times the updates of DPPO-TV and DPPO-KL)" in TEXT
+    topr = ratios(rows(tests, "bapo@0.4", "topr"))
+    assert "BAPO needs {}, {} and {} times its updates".format(*topr) in TEXT
+    shares = sorted(100 / float(ratio) for ratio in topr)
+    assert f"TOPR needs {shares[0]:.0f} to {shares[-1]:.0f} % of BAPO's updates" in TEXT
+    gspo = [against_grpo(frame, place, "gspo") for place in PLACES]
+    assert "needs {}, {} and {} of GRPO's updates. DPPO".format(*gspo) in TEXT
+    late = [*ratios(rows(tests, "bapo@0.4", "dppo_tv", [DELAY])), *ratios(rows(tests, "bapo@0.4", "dppo_kl", [DELAY]))]
+    assert "(BAPO needs {} and {} times the updates of DPPO-TV and DPPO-KL)".format(*late) in TEXT
     total = {m: sum(failed(frame, place, m)[0] for place in PLACES) for m in ("gspo", "cispo", "sapo")}
     runs = sum(failed(frame, place, "gspo")[1] for place in PLACES)
     assert total["gspo"] == 0 and f"fails in none of {runs} runs" in TEXT
     assert f"CISPO and SAPO fail in {total['cispo']} and {total['sapo']} of {runs}" in TEXT
-    tv, kl, bapo, grpo = (failed(frame, PARTIAL, m)[0] for m in ("dppo_tv", "dppo_kl", "bapo@0.4", "grpo"))
-    assert f"{tv} and {kl} of 240 runs with partial rollout, where BAPO fails in {bapo} and GRPO in {grpo}" in TEXT
+    late = [failed(frame, PARTIAL, m)[0] for m in ("dppo_tv", "dppo_kl", "bapo@0.4", "grpo")]
+    said = "{} and {} of 240 runs with partial rollout, where BAPO fails in {} and GRPO in {}"
+    assert said.format(*late) in TEXT
+    more = 100 / float(*ratios(rows(tests, "bapo@0.4", "gspo", [EPOCHS]))) - 100
+    assert f"with {more:.0f} % more updates than BAPO" in README
 
 
 def test_safety(frame, tests):
-    rows = [tests.loc[(place.name, "bapo@0.4", "grpo", "failing", "difference")] for place in PLACES]
-    differences = "{:+.3f}, {:+.3f} and {:+.3f}".format(*(row["difference"] for row in rows))
-    assert f"minus GRPO's is {differences}; none holds after correction" in TEXT
-    assert min(row["holm"] for row in rows) > 0.05
+    found = rows(tests, "bapo@0.4", "grpo", measure="failing")
+    said = "minus GRPO's is {:+.3f}, {:+.3f} and {:+.3f}; none holds after correction"
+    assert said.format(*found["difference"]) in TEXT and found["holm"].min() > 0.05
     assert [failed(frame, HARD_EPOCHS, method) for method in ("bapo@0.38", "high_only")] == [(0, 120)] * 2
     by_rate = analysis.at_place(frame, HARD_EPOCHS, "grpo").groupby("learning_rate")["failed"].sum()
     assert f"none of 120 runs, GRPO in {by_rate.sum()} (description), {by_rate.iloc[0]} of them at the lowest" in TEXT
+    low = against_grpo(frame, HARD_EPOCHS, "bapo@0.28"), failed(frame, HARD_EPOCHS, "bapo@0.28")[0]
+    assert "0.28 needs {} of GRPO's updates and fails in {} of 120 runs".format(*low) in CHOOSING
+    assert f"0.38 needs {against_grpo(frame, HARD_EPOCHS, 'bapo@0.38')} and fails in none" in CHOOSING
+    clipped, free = (failed(frame, place, "bapo@0.4")[0] for place in (EPOCHS, EPOCHS_FREE))
+    assert f"with it or without it (BAPO {clipped} and {free} of 240)" in CHOOSING
 
 
 def test_entropy(frame):
@@ -140,22 +152,6 @@ def test_how_often_bounds_move(frame):
     assert f"out of reach in {never.min():.2f} to {never.max():.2f} of them" in TEXT
 
 
-def test_the_readme_and_the_guide(frame, tests):
-    (epochs, delay, partial), _ = ratios(tests, "bapo@0.4", "high_only")
-    (hard,), _ = ratios(tests, "bapo@0.38", "high_only", [HARD_EPOCHS])
-    assert f"BAPO needed {epochs}, {delay} and {partial} times its updates, {hard} on the harder task" in README
-    (gspo,), _ = ratios(tests, "bapo@0.4", "gspo", [EPOCHS])
-    assert f"with {100 * (1 / float(gspo) - 1):.0f} % more updates than BAPO" in README
-    low, middle = (
-        (f"{np.exp(analysis.against_grpo(frame, HARD_EPOCHS, m).mean()):.2f}", failed(frame, HARD_EPOCHS, m)[0])
-        for m in ("bapo@0.28", "bapo@0.38")
-    )
-    assert f"0.28 needs {low[0]} of GRPO's updates and fails in {low[1]} of 120 runs" in CHOOSING
-    assert f"0.38 needs {middle[0]} and fails in none" in CHOOSING and middle[1] == 0
-    clipped, free = (failed(frame, place, "bapo@0.4")[0] for place in (EPOCHS, EPOCHS_FREE))
-    assert f"with it or without it (BAPO {clipped} and {free} of 240)" in CHOOSING
-
-
 def test_rho_before_the_search(frame):
     rows = frame[(frame["task"] == "chain") & (frame["method"] == "bapo@0.4") & (frame["dual_clip"] == 3)]
     means = rows.groupby(["source", "staleness", "learning_rate"])["rho_start"].mean()
@@ -186,7 +182,3 @@ def test_the_real_stack():
     assert f"GRPO clipped {100 * min(clipped):.0f} to {100 * max(clipped):.0f} % of the positive tokens there" in TEXT
     seeds = [", ".join(f"{reward:.2f}" for reward in rewards) for rewards in of.values()]
     assert f"by seed {seeds[0]} against {seeds[1]} and {seeds[2]}" in TEXT
-
-
-def test_the_page_is_short():
-    assert len(PAGE.splitlines()) <= 150 and PAGE.count("![") <= 4

@@ -3,7 +3,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pandas as pd
@@ -126,17 +125,11 @@ def test_holm_by_hand():
     assert analysis.holm([0.5, 0.9]) == [1, 1]
 
 
-def test_p_values_are_paired_t_tests():
-    differences = np.random.default_rng(1).normal(0.02, 0.05, 40)
-    mean, error = differences.mean(), differences.std(ddof=1) / 40**0.5
-    from scipy.stats import t
-
-    assert analysis.p_value(differences, "difference") == pytest.approx(2 * t.sf(abs(mean / error), 39))
-    margin = np.log(1 / 0.95)
-    expected = max(t.sf((margin - mean) / error, 39), t.sf((margin + mean) / error, 39))
-    assert analysis.p_value(differences, "equivalence") == pytest.approx(expected)
+def test_p_values_without_spread():
     assert analysis.p_value(np.zeros(5), "difference") == 1 and analysis.p_value(np.zeros(5), "equivalence") == 0
-    assert analysis.p_value(np.full(5, 0.3), "equivalence") == 1
+    assert (
+        analysis.p_value(np.full(5, 0.3), "difference") == 0 and analysis.p_value(np.full(5, 0.3), "equivalence") == 1
+    )
 
 
 def test_tests_whose_cells_are_missing_count_in_the_correction():
@@ -194,11 +187,6 @@ def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsy
     frame["weights"] = "others"
     frame.to_parquet(table)
     assert not run.run_again(TINY[:1], table, folder)
-
-
-def test_whole_numbers_of_a_series_keep_all_their_digits():
-    kept = run.compact({"search_steps": [1234, 51], "rho_series": [0.123456, float("nan")], "entropy": 1.23456})
-    assert json.dumps(kept) == '{"search_steps": [1234, 51], "rho_series": [0.123, NaN], "entropy": 1.23456}'
 
 
 def test_the_plan_can_be_run():
