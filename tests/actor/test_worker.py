@@ -13,11 +13,11 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
+from support.batches import values_of_dump
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
-from recipe.bapo.report.measure import measure, search
 
 ROWS = 16
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
@@ -227,10 +227,9 @@ def dropout_update(rank, port, task, folder):
 def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
     config = BAPOConfig(positive_contribution_target=0.45)
-    statistics = measure(tmp_path / "dump", config, 3.0).statistics[config.contribution, config.token_weight]
     (recorded,) = read_record(tmp_path)
     assert recorded["source"] == "pass"
-    for key, (value,) in without_lengths(search(statistics, config)).items():
+    for key, (value,) in without_lengths(values_of_dump(tmp_path / "dump", config)).items():
         assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
 
 
@@ -314,11 +313,10 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
     config = BAPOConfig(positive_contribution_target=0.45)
     for name in CUTS.keys() - {"micro_batch scope"}:
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
-        statistics = measure(ranks[0][name]["dump"], config, 3.0).statistics[definition.contribution, "rollout_prob"]
         (recorded,) = ranks[0][name]["record"]
         dumped = [tokens for micro_batches in read_dump(ranks[0][name]["dump"]) for tokens in micro_batches]
         assert all(tokens["entropy"].min() > 0 for tokens in dumped)
-        found = search(statistics, definition)
+        found = values_of_dump(ranks[0][name]["dump"], definition)
         assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
         for key, (value,) in without_lengths(found).items():
             assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key

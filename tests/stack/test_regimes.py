@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.batches import values_of_dump
 from support.metrics import METRICS
 from support.stack_runs import ROOT, explain, removing_what_others_leave, run_example
 
@@ -15,7 +16,6 @@ from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.report.facts import report_on
-from recipe.bapo.report.measure import measure, search
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -48,7 +48,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
     # What the command line says about the dump is what the run did, but for the updates at ratio 1, where the training
     # forward's log-probs differ from the recomputed ones in their last bits and may sit on a tie.
     definition = BAPOConfig(contribution="gradient", positive_contribution_target=0.4)
-    found = search(measure(dump, definition, 3.0).statistics["gradient", "rollout_prob"], definition)
+    found = values_of_dump(dump, definition)
     assert len(found["low"]) == 64
     for update, record in enumerate(records):
         if record["source"] != "ratio 1":
@@ -64,7 +64,7 @@ def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
     oldest = max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data)
     assert oldest > 0
-    ages = [row["age"] for row in report_on(dump)[0]["by_age"]]
+    ages = [row["age"] for row in report_on(dump)["by_age"]]
     assert ages[0] == 0 and ages[-1] == oldest  # the dump says of each token what verl's metrics say of the oldest
 
 
@@ -195,6 +195,6 @@ def test_two_lines_dump_the_tokens_of_any_loss(tmp_path, task):
     dump = (f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
     data = run_verls_own(tmp_path, task, f"{LOSS}.loss_mode=gspo", *dump)
     assert not any(key.startswith("actor/bapo/") for metrics in data for key in metrics)
-    report, _ = report_on(tmp_path / "dump")
+    report = report_on(tmp_path / "dump")
     assert (report["dump"]["updates"], report["dump"]["loss_mode"]) == (4, "gspo")
     assert "GSPO" in {row["method"] for row in report["methods"]}

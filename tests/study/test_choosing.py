@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pytest
 
 from scripts.study.plan import RESULTS
 
@@ -26,24 +25,17 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def means():
+def test_the_ablation():
     frame = pd.read_parquet(RESULTS / "second_study.parquet")
     at = (frame["source"] == "epochs") & (frame["staleness"] == 16) & np.isclose(frame["learning_rate"], 0.016)
     rows = frame[at & (frame["task"] == "chain") & frame["map"].isin(["B", "ablation"])]
-    rows = rows[rows["method"].isin(ROWS.values())]
-    assert (rows.groupby("method").size() == 40).all()  # 20 seeds with a dual clip of 3 and 20 without
-    return rows.groupby("method")[["mean_reward", "entropy", "at_once", "on_the_way", "rho_start"]].mean()
-
-
-def test_the_table(means):
+    by_method = rows[rows["method"].isin(ROWS.values())].groupby("method")
+    assert (by_method.size() == 40).all()  # 20 seeds with a dual clip of 3 and 20 without
+    means = by_method[["mean_reward", "entropy", "at_once", "on_the_way", "rho_start"]].mean()
     for name, method in ROWS.items():
         row = means.loc[method]
         shares = (f"{row.at_once:.2f}", f"{row.on_the_way:.2f}") if row.notna().all() else ("-", "-")
         assert f"| {name} | {row.mean_reward:.3f} | {row.entropy:.2f} | {' | '.join(shares)} |" in PAGE
-
-
-def test_the_sentences(means):
     assert f"0.35 ends {means.entropy['bapo@0.35'] - means.entropy['bapo@0.5']:.2f} nats above 0.5" in TEXT
     starts = means.rho_start["bapo@0.4"], means.rho_start["bapo_gradient@0.4"]
     assert f"rho before the search is {starts[0]:.2f} by `value` and {starts[1]:.2f} by `gradient`" in TEXT

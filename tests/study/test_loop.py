@@ -1,44 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop with the example's model, the study's larger one, does what it claims to."""
 
-import subprocess
-
 import pytest
 import torch
 
 from scripts.study import loop
-from scripts.study.loop import MODEL, Settings, settings_of, train
-from scripts.study.plan import LARGER
+from scripts.study.loop import MODEL, Settings, train
 
 
-def train_a_little(task, method, seed=1, **changed):
-    # A sixth of the responses are right, so that one of eight prompts has right and wrong ones whatever the machine
-    # samples: a first update without a gradient has a chance of 3e-5.
+def train_a_little(method, seed=1, **changed):
+    # Three of ten responses are right at first: some of eight prompts have right and wrong ones on every machine.
     settings = dict(mini_batches=4, updates=8, prompts=8, samples=8, learning_rate=5e-3) | changed
-    return train(task / "model", method, seed, Settings(**settings))
+    return train(MODEL, method, seed, Settings(**settings))
 
 
-@pytest.fixture(scope="module")
-def warm_task(tmp_path_factory):
-    """The example's task after a warm-up long enough that a few responses are right."""
-    from recipe.bapo.example.task import make_task
-
-    folder = tmp_path_factory.mktemp("warm") / "task"
-    make_task(folder, steps=300, right=0.3)
-    return folder
-
-
-def test_at_staleness_1_all_methods_make_the_same_updates(warm_task):
+def test_at_staleness_1_all_methods_make_the_same_updates():
     methods = ("grpo", "widest", "bapo@0.4", "bapo_gradient@0.4", "authors_code")
-    runs = {method: train_a_little(warm_task, method, mini_batches=1) for method in methods}
+    runs = {method: train_a_little(method, mini_batches=1) for method in methods}
     assert any(update["grad_norm"] > 0 for update in runs["grpo"].updates)
     assert len({run.weights for run in runs.values()}) == len({run.final_reward for run in runs.values()}) == 1
-    assert train_a_little(warm_task, "grpo", mini_batches=1, seed=2).weights != runs["grpo"].weights
+    assert train_a_little("grpo", mini_batches=1, seed=2).weights != runs["grpo"].weights
 
 
-def test_at_a_higher_staleness_they_differ(warm_task):
+def test_at_a_higher_staleness_they_differ():
     for source in ({"mini_batches": 8}, {"mini_batches": 2, "epochs": 4}):
-        runs = {method: train_a_little(warm_task, method, **source) for method in ("grpo", "bapo@0.4", "widest")}
+        runs = {method: train_a_little(method, **source) for method in ("grpo", "bapo@0.4", "widest")}
         assert len({run.weights for run in runs.values()}) > 1
         for run in runs.values():
             first = run.updates[0]
@@ -49,14 +35,7 @@ def test_at_a_higher_staleness_they_differ(warm_task):
             assert update["rho"] == pytest.approx(update["positive_contribution"], abs=1e-9)
 
 
-def test_the_clips_are_switches(warm_task):
-    clipped = train_a_little(warm_task, "grpo", mini_batches=2, epochs=4, norm_clip=1e-3)
-    free = train_a_little(warm_task, "grpo", mini_batches=2, epochs=4, norm_clip=None, dual_clip=None)
-    assert clipped.updates[0]["grad_norm"] == free.updates[0]["grad_norm"] > 1e-3  # measured before it is clipped
-    assert clipped.weights != free.weights
-
-
-def test_an_epoch_uses_the_same_samples_again(warm_task, monkeypatch):
+def test_an_epoch_uses_the_same_samples_again(monkeypatch):
     used, update = [], loop.update
 
     def recorded(model, optimizer, batch, *rest):
@@ -64,16 +43,6 @@ def test_an_epoch_uses_the_same_samples_again(warm_task, monkeypatch):
         return update(model, optimizer, batch, *rest)
 
     monkeypatch.setattr(loop, "update", recorded)
-    train_a_little(warm_task, "grpo", mini_batches=2, epochs=4)
+    train_a_little("grpo", mini_batches=2, epochs=4)
     assert len(used) == 8 and all(torch.equal(ids, used[index % 2]) for index, ids in enumerate(used))
     assert not torch.equal(used[0], used[1])
-
-
-def test_a_cells_settings_are_the_plans():
-    settings = settings_of(LARGER.cells(["grpo"])[0])
-    assert (settings.mini_batches, settings.epochs, settings.prompts, settings.samples) == (4, 8, 16, 8)
-    assert settings.updates % (settings.mini_batches * settings.epochs) == 0 and settings.norm_clip == 1.0
-
-
-def test_the_study_starts_from_the_stored_model():
-    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=MODEL, check=True)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from bapo import clipped_surrogate_loss, collect_clip_statistics, search_clip_bounds
-from scripts.study.methods import M2PO_BUDGET, VERL, Tokens, config_of, find_bounds, loss_of, search
+from recipe.bapo.report import methods as report
+from scripts.study.methods import VERL, Tokens, config_of, find_bounds, loss_of, search
 from scripts.study.plan import LABELS
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
@@ -56,17 +57,6 @@ def test_a_loss_of_verl_is_its_own_function_run_by_run(method):
     assert loss == pytest.approx(total, rel=1e-4)
 
 
-def test_grpo_is_verls_vanilla():
-    tokens = random_tokens()
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)  # 0.2, 0.2 and 3
-    _, gradient = gradients("grpo", tokens, 3.0)
-    for run in range(RUNS):
-        old, new, advantages, mask = tokens.of_run(run)
-        new.requires_grad_()
-        get_policy_loss_fn("vanilla")(old, new, advantages, mask.float(), "token-mean", config)[0].backward()
-        assert torch.allclose(gradient[run], new.grad, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 @pytest.mark.parametrize("method", ["grpo", "high_only", "bapo@0.4"])
 def test_a_loss_with_bounds_is_the_projects_run_by_run(method, dual_clip):
@@ -100,36 +90,14 @@ def test_the_search_is_the_projects_own(method, dual_clip):
     assert len(ways) >= 2
 
 
-def test_topr_by_hand():
-    # One positive token at r = 2 and one negative at r = 4, |A| = 1: gradients of the log-probs are -c A / 2.
-    old = torch.log(torch.tensor([[[0.25, 0.125, 0.5]]]))
-    new = torch.log(torch.tensor([[[0.5, 0.5, 0.25]]])).requires_grad_()
-    tokens = Tokens(old, new, torch.tensor([[[1.0, -1.0, -1.0]]]), torch.ones(1, 1, 3, dtype=torch.bool))
-    assert gradients("topr", tokens)[1].flatten().tolist() == pytest.approx([-1 / 3, 1 / 3, 0.5 / 3])  # 1, min(4, 1), r
-
-
-def kept_by_m2po(tokens, run):
-    """Algorithm 1 as a loop: drop the outward token with the largest (log r)^2 until the mean is within the budget."""
-    old, new, advantages, mask = tokens.of_run(run)
-    log_ratio = (new - old).double()
-    outward = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
-    there = (outward & mask).nonzero().tolist()
-    there.sort(key=lambda place: log_ratio[tuple(place)].abs())
-    while there and sum(log_ratio[tuple(p)] ** 2 for p in there) / len(there) > M2PO_BUDGET:
-        there.pop()
-    kept = mask & ~outward
-    for place in there:
-        kept[tuple(place)] = True
-    return kept, len(there)
-
-
-@pytest.mark.parametrize("spread, drops", [(0.7, True), (0.05, False)])
-def test_m2po_is_its_loop(spread, drops):
+@pytest.mark.parametrize("spread", [0.7, 0.05])
+@pytest.mark.parametrize("method, in_report", [("m2po", report.M2PO()), ("topr", report.TOPR())])
+def test_a_loss_that_verl_lacks_is_the_reports(method, in_report, spread):
     tokens = random_tokens(spread)
-    _, gradient = gradients("m2po", tokens, dual_clip=3.0)  # which it does not have
+    _, gradient = gradients(method, tokens, dual_clip=3.0)  # which neither has
     for run in range(RUNS):
         old, new, advantages, mask = tokens.of_run(run)
-        kept, count = kept_by_m2po(tokens, run)
-        assert count > 0 and (not torch.equal(kept, mask)) == drops
-        expected = -(new - old).exp() * advantages * kept / mask.sum()
-        assert torch.allclose(gradient[run], expected, rtol=1e-4, atol=1e-7)
+        part = report.Tokens(*(plane[mask].detach() for plane in (old, new, advantages)), None)
+        factor = in_report.in_update(None, [part]).factor(part)
+        assert (factor == 0).any() == (method == "m2po" and spread == 0.7)
+        assert torch.allclose(gradient[run][mask], -factor * part.advantages / mask.sum(), rtol=1e-4, atol=1e-7)

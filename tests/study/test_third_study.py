@@ -3,7 +3,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pandas as pd
@@ -12,10 +11,9 @@ import torch
 
 from scripts.study import analysis, plan, run
 from scripts.study.measures import POINTS
-from scripts.study.methods import VERL, config_of
-from scripts.study.plan import CONTROLS, EPOCHS, HARD_EPOCHS, LABELS, METHODS, PLACES, RATES, SEEDS, Comparison
+from scripts.study.plan import CONTROLS, EPOCHS, METHODS, PLACES, RATES, SEEDS, Comparison
 from scripts.study.tasks import warmed_up
-from scripts.study.train import MINI_BATCHES, TARGETS, Cell
+from scripts.study.train import MINI_BATCHES, Cell
 
 TINY = [Cell("chain", "delay", 8, 8e-3, None, method, 16) for method in ("grpo", "bapo@0.4", "other_seed:bapo@0.4")]
 TINY_SEEDS = {"chain": [1000, 1001]}
@@ -76,13 +74,6 @@ def test_a_rate_is_left_out_where_one_control_failed():
     assert frame["stable"].sum() == len(frame) - 3 - 4  # three controls and two runs at two stalenesses
 
 
-def test_a_run_that_fails_or_never_gets_there_took_all_updates():
-    cell = Cell("chain", "epochs", 4, 4e-3, 3.0, "grpo", 256)
-    rows = [row(cell, 1), row(cell, 2, updates_to_target=np.nan), row(cell, 3, unsolved=1.0)]
-    log = table_of(controls() + rows)["log_updates"].to_numpy()[-3:]
-    assert np.exp(log) == pytest.approx([100, 256, 256])
-
-
 def test_the_best_rate_is_chosen_on_the_other_half():
     cells = EPOCHS.cells(["grpo"])
     # The seeds 0, 2, 4, 6 are fast at 0.004, the others at 0.016: each half is judged at the other's rate.
@@ -118,15 +109,15 @@ def test_failing_shares_are_compared_seed_by_seed():
     assert tests["difference"][0] == pytest.approx(-15 / 40) and tests["p"][0] < 1e-4
 
 
-def test_conditional_means_leave_out_who_never_got_there():
+def test_a_run_that_fails_or_never_gets_there_took_all_updates():
     rows = controls()
     for cell, seed in itertools.product(EPOCHS.cells(["grpo", "bapo@0.4"]), range(4)):
-        never = cell.method == "bapo@0.4" and seed == 3
-        updates = np.nan if never else {"grpo": 100.0, "bapo@0.4": 80.0}[cell.method]
-        rows.append(row(cell, seed, updates_to_target=updates))
+        updates = {"grpo": 100.0, "bapo@0.4": 80.0}[cell.method]
+        ends = {2: {"unsolved": 1.0}, 3: {"updates_to_target": np.nan}} if cell.method == "bapo@0.4" else {}
+        rows.append(row(cell, seed, **{"updates_to_target": updates, **ends.get(seed, {})}))
     test = analysis.primary_tests(table_of(rows), [Comparison(EPOCHS, "bapo@0.4", "grpo")]).iloc[0]
-    assert test["both"] == 0.75 and np.exp(test["conditional"]) == pytest.approx(0.8)
-    assert test["difference"] == pytest.approx((3 * np.log(0.8) + np.log(2.56)) / 4)
+    assert test["difference"] == pytest.approx((2 * np.log(0.8) + 2 * np.log(2.56)) / 4)  # of 256 updates
+    assert test["both"] == 0.5 and np.exp(test["conditional"]) == pytest.approx(0.8)  # of the others alone
 
 
 def test_holm_by_hand():
@@ -134,17 +125,11 @@ def test_holm_by_hand():
     assert analysis.holm([0.5, 0.9]) == [1, 1]
 
 
-def test_p_values_are_paired_t_tests():
-    differences = np.random.default_rng(1).normal(0.02, 0.05, 40)
-    mean, error = differences.mean(), differences.std(ddof=1) / 40**0.5
-    from scipy.stats import t
-
-    assert analysis.p_value(differences, "difference") == pytest.approx(2 * t.sf(abs(mean / error), 39))
-    margin = np.log(1 / 0.95)
-    expected = max(t.sf((margin - mean) / error, 39), t.sf((margin + mean) / error, 39))
-    assert analysis.p_value(differences, "equivalence") == pytest.approx(expected)
+def test_p_values_without_spread():
     assert analysis.p_value(np.zeros(5), "difference") == 1 and analysis.p_value(np.zeros(5), "equivalence") == 0
-    assert analysis.p_value(np.full(5, 0.3), "equivalence") == 1
+    assert (
+        analysis.p_value(np.full(5, 0.3), "difference") == 0 and analysis.p_value(np.full(5, 0.3), "equivalence") == 1
+    )
 
 
 def test_tests_whose_cells_are_missing_count_in_the_correction():
@@ -204,51 +189,19 @@ def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsy
     assert not run.run_again(TINY[:1], table, folder)
 
 
-def test_what_was_not_finished_is_run_again(tmp_path):
-    (tmp_path / f"{TINY[0].name}.unfinished").write_text("half a ro")
-    assert run.finished(tmp_path / "none.parquet", tmp_path) == set()
-
-
-def test_whole_numbers_of_a_series_keep_all_their_digits():
-    kept = run.compact({"search_steps": [1234, 51], "rho_series": [0.123456, float("nan")], "entropy": 1.23456})
-    assert json.dumps(kept) == '{"search_steps": [1234, 51], "rho_series": [0.123, NaN], "entropy": 1.23456}'
-
-
 def test_the_plan_can_be_run():
     cells = plan.cells()
-    assert len({cell.name for cell in cells}) == len(cells) == len(set(cells))
-    used = [seed for seeds in SEEDS.values() for seed in seeds]
-    assert len(set(used)) == len(used) and min(used) > 20 and max(used) < 1000  # neither the second study's nor pilots'
-    assert all(len(seeds) % 2 == 0 for seeds in SEEDS.values())
     names = [cell.name for cell in cells]
+    assert len(set(names)) == len(cells)
     for cell in cells:
         reuse = MINI_BATCHES * cell.staleness if cell.source == "epochs" else 1
-        assert cell.updates % reuse == 0 and cell.updates % POINTS == 0, cell
-        assert cell.learning_rate in RATES[cell.task] and cell.task in TARGETS and cell.method in LABELS
-        if cell.donor:
-            assert names.index(cell.donor.name) < names.index(cell.name)
-        base = cell.method.partition("@")[0].partition(":")[0]
-        known = base in VERL or base in ("topr", "m2po", "schedule", "other_seed", "own_mean")
-        assert known or config_of(cell.method)
-
-
-def test_the_plan_runs_every_place_whole():
-    cells = set(plan.cells())
-    assert all(set(place.cells(METHODS[place])) <= cells for place in PLACES)
+        assert cell.updates % reuse == 0 and cell.updates % POINTS == 0 and len(SEEDS[cell.task]) % 2 == 0, cell
+        assert cell.donor is None or names.index(cell.donor.name) < names.index(cell.name)
     placed = {cell for place in PLACES for cell in place.cells(METHODS[place])}
-    assert cells == placed | set(plan.controls())
-    assert {(cell.task, cell.learning_rate) for cell in plan.controls()} == {
-        (cell.task, cell.learning_rate) for cell in placed
-    }
-
-
-def test_every_declared_comparison_has_its_cells():
-    compared = plan.comparisons()
-    assert len(set(compared)) == len(compared)
-    for comparison in compared:
+    assert set(cells) == placed | set(plan.controls())
+    assert {(cell.task, cell.learning_rate) for cell in placed} <= {(c.task, c.learning_rate) for c in plan.controls()}
+    for comparison in plan.comparisons():
         assert {comparison.method, comparison.other} <= set(METHODS[comparison.place])
-    assert all(Comparison(EPOCHS, "bapo@0.4", other, claim="equivalence") in compared for other in CONTROLS)
-    assert Comparison(HARD_EPOCHS, "bapo@0.38", "other_seed:bapo@0.38", claim="equivalence") in compared
 
 
 def test_the_larger_model_is_a_row_of_the_same_table(monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_values
+from recipe.bapo.records.tokens import TENSORS, read_dump
 
 
 @st.composite
@@ -114,3 +115,12 @@ def searches(draw):
 def values_found(*batch_and_config, **settings):
     """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
     return read_values(*find_clip_bounds(*batch_and_config, **settings))
+
+
+def values_of_dump(dump, config):
+    """``values_found`` of each update of a dump, by name."""
+    found = []
+    for micro_batches in read_dump(dump):
+        rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
+        found.append(values_found(*rows, torch.ones_like(rows[0]), config, clip_ratio_c=3.0))
+    return {name: [values[name] for values in found] for name in found[0]}

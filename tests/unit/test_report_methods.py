@@ -96,7 +96,7 @@ def test_m2po_is_autograd_of_its_algorithm(spread):
     batch = make(spread)
     tokens = tokens_of(*batch)
     parts = [Tokens(*(part[k::3] for part in vars(tokens).values())) for k in range(3)]  # of one update
-    factor = M2PO.of_update(parts).factor(tokens)
+    factor = M2PO().in_update(None, parts).factor(tokens)
     check(factor, autograd_of_m2po(batch), True)
     assert spread < 3 or (factor == 0).float().mean() > 0.3
 
@@ -111,9 +111,9 @@ def test_topr_is_autograd_of_its_weighted_log_likelihood():
 
 def test_the_loss_of_a_run_is_read_from_its_metadata():
     low_high = {"clip_ratio_low": "0.2", "clip_ratio_high": "0.28"}
-    assert loss_of_run({"loss_mode": "vanilla", **low_high}, 3.0) == Bounds(0.8, 1.28, 3.0)
-    assert loss_of_run({"loss_mode": "gspo", **low_high}, 3.0) == GSPO(0.2, 0.28)
-    assert loss_of_run({"loss_mode": "dppo_tv", **low_high, "clip_ratio_c": "20"}, 20.0) == DPPOTV(0.2, 0.28, 20.0)
-    assert loss_of_run({"loss_mode": "sapo", "tau_pos": "1.0", "tau_neg": "1.2"}, 3.0) == SAPO(1.0, 1.2)
+    assert loss_of_run({"loss_mode": "vanilla", **low_high, "clip_ratio_c": "3.0"}) == Bounds(0.8, 1.28, 3.0)
+    assert loss_of_run({"loss_mode": "gspo", "clip_ratio": "0.2", "clip_ratio_high": "0.28"}) == GSPO(0.2, 0.28)
+    assert loss_of_run({"loss_mode": "dppo_tv", **low_high, "clip_ratio_c": "20"}) == DPPOTV(0.2, 0.28, 20.0)
+    assert loss_of_run({"loss_mode": "sapo", "tau_pos": "1.0", "tau_neg": "1.2"}) == SAPO(1.0, 1.2)
     for too_little in ({}, {"loss_mode": "vanilla"}, {"loss_mode": "gspo"}, {"loss_mode": "geo_mean", **low_high}):
-        assert loss_of_run(too_little, 3.0) is None
+        assert loss_of_run(too_little) is None

@@ -5,9 +5,6 @@
 names of tensors and metadata are read by others and stay; a new tensor is added to ``PLANES``, where it may be missing.
 """
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,8 +15,6 @@ from torch import Tensor
 
 TENSORS = ("old_log_prob", "log_prob", "advantages")
 PLANES = ("entropy", "version", "rollout_is_weights")  # of each token too, where there are any
-OTHERS = ("lengths", "update", "trainer_version")  # lengths: response tokens of each of its responses
-LOSS = ("loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "bound_scope", "switches")
 _written: dict[Path, int] = {}  # files of this process by folder
 
 
@@ -60,19 +55,24 @@ def write_dump(
     if folder not in _written:
         refuse_earlier(folder, f"rank{rank}-*.safetensors")
     number = _written[folder] = _written.get(folder, -1) + 1
-    path = folder / f"rank{rank}-{number:06d}.safetensors"
     mask = response_mask.bool()
-    planes = {"old_log_prob": old_log_prob, "log_prob": log_prob, "advantages": advantages}
-    planes |= {"entropy": entropy, "version": version, "rollout_is_weights": rollout_is_weights}
-    known_planes = {name: plane for name, plane in planes.items() if plane is not None}
-    tensors = {name: plane.detach()[mask].float().cpu().contiguous() for name, plane in known_planes.items()}
+    planes = {
+        "old_log_prob": old_log_prob,
+        "log_prob": log_prob,
+        "advantages": advantages,
+        "entropy": entropy,
+        "version": version,
+        "rollout_is_weights": rollout_is_weights,
+    }
+    tensors = {name: plane.detach()[mask].float().cpu() for name, plane in planes.items() if plane is not None}
     tensors["lengths"] = mask.sum(1, dtype=torch.int32).cpu()
     numbers = {"update": update, "trainer_version": trainer_version}
     tensors |= {name: torch.tensor([number]) for name, number in numbers.items() if number is not None}
     metadata = {key: str(value) for key, value in (about or {}).items() if value is not None}
-    unfinished = path.with_suffix(".unfinished")
+    path = folder / f"rank{rank}-{number:06d}.safetensors"
+    unfinished = path.with_suffix(".unfinished")  # the report may read while the run writes
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **metadata})
-    os.replace(unfinished, path)
+    unfinished.replace(path)
 
 
 def refuse_earlier(folder: Path, pattern: str = "*.safetensors") -> None:
@@ -94,53 +94,32 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
     Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
-    file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape, in all or no
-    files. Ranks that dumped the same tokens (of one tensor or sequence parallel group) count once.
+    file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape.
 
     Raises:
         ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
-            lacks a tensor, has unequal shapes or non-finite values, or differs in kind from the first one.
+            lacks a tensor, or has unequal shapes or non-finite values.
     """
     ranks: dict[str, list[Path]] = {}
     for path in _paths_of(folder):
         ranks.setdefault(path.stem.partition("-")[0] if path.stem.startswith("rank") else "", []).append(path)
-    updates, first = 0, None
-
-    def read(path):
-        nonlocal first
-        tensors, metadata = _read(path)
-        kind = {name: metadata.get(name) for name in LOSS} | {name: name in tensors for name in PLANES}
-        first = first or (path, kind)
-        differs = [name for name in kind if kind[name] != first[1][name]]
-        if differs:
-            what = ", ".join(differs)
-            raise ValueError(
-                f"{path} is of another run than {first[0].name} ({what} differ): give each its own folder."
-            )
-        return tensors, metadata
-
-    for parts in zip(*(_updates_of_rank(of_rank, read) for of_rank in ranks.values()), strict=False):
+    updates = 0
+    for parts in zip(*map(_updates_of_rank, ranks.values()), strict=False):
         wanted = parts[0][2]
-        if sum(part[1] for part in parts) > wanted:
-            parts = _without_copies(parts)
-        responses = sum(part[1] for part in parts)
+        if sum(responses for _, responses, _ in parts) > wanted:
+            # The ranks of one tensor or sequence parallel group dumped the same tokens: one of them counts.
+            parts = {b"".join(tokens["log_prob"].numpy().tobytes() for tokens in part[0]): part for part in parts}
+            parts = tuple(parts.values())
+        responses = sum(responses for _, responses, _ in parts)
         if responses < wanted:
             raise ValueError(
                 f"{folder} holds {responses} of the {wanted} sequences of update {updates}: bring the files of all "
                 f"ranks together (here: {', '.join(sorted(ranks))})."
             )
         updates += 1
-        yield [micro_batch for part in parts for micro_batch in part[0]]
+        yield [micro_batch for micro_batches, _, _ in parts for micro_batch in micro_batches]
     if not updates:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
-
-
-def _without_copies(parts):
-    """Of ranks with the same tokens the first one."""
-    kept: dict[bytes, tuple] = {}
-    for part in parts:
-        kept.setdefault(b"".join(tokens["log_prob"].numpy().tobytes() for tokens in part[0]), part)
-    return list(kept.values())
 
 
 def _paths_of(folder):
@@ -150,12 +129,12 @@ def _paths_of(folder):
     return paths
 
 
-def _updates_of_rank(paths: list[Path], read) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
+def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
     """Of each update this rank's micro-batches, how many responses they hold and how many all ranks should."""
     update: list[dict[str, Tensor]] = []
     responses = 0
     for path in paths:
-        tensors, metadata = read(path)
+        tensors, metadata = _read(path)
         update.append(tensors)
         responses += int(metadata.get("sequences", 0))
         wanted = int(metadata.get("global_batch_size", 0))
@@ -172,21 +151,16 @@ def _read(path):
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    missing = [name for name in TENSORS if name not in tensors]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}: it holds {', '.join(tensors) or 'nothing'}.")
-    planes = [name for name in (*TENSORS, *PLANES) if name in tensors]
-    shapes = {name: tuple(tensors[name].shape) for name in (*planes, "response_mask") if name in tensors}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"{path}: the shapes differ: {shapes}.")
-    if tensors["log_prob"].dim() > 1 and "lengths" not in tensors:
-        mask = tensors.get("response_mask", torch.ones_like(tensors["log_prob"])).bool()
-        tensors["lengths"] = mask.flatten(0, -2).sum(-1, dtype=torch.int32)
-    mask = tensors["response_mask"].bool() if "response_mask" in tensors else slice(None)
-    found = {name: tensors[name][mask].flatten() for name in planes}
-    unusable = [name for name in planes if not torch.isfinite(found[name]).all()]
+    planes = [*TENSORS, *(name for name in (*PLANES, "response_mask") if name in tensors)]
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else None for name in planes}
+    if None in shapes.values() or len(set(shapes.values())) > 1:
+        raise ValueError(f"{path} needs {', '.join(TENSORS)}, in one shape with what else a token has: {shapes}.")
+    if tensors["log_prob"].dim() > 1:  # of another origin: ours have no padding
+        mask = tensors.setdefault("response_mask", torch.ones_like(tensors["log_prob"])).bool()
+        tensors["lengths"] = mask.sum(-1, dtype=torch.int32).flatten()
+    mask = tensors["response_mask"].bool() if "response_mask" in tensors else ...
+    tensors |= {name: tensors[name][mask].flatten() for name in planes}
+    unusable = [name for name in planes if not torch.isfinite(tensors[name]).all()]
     if unusable:
         raise ValueError(f"Non-finite values in {', '.join(unusable)} of {path}.")
-    if "lengths" in tensors and tensors["lengths"].sum() != len(found["log_prob"]):
-        raise ValueError(f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(found['log_prob'])} tokens.")
-    return found | {name: tensors[name] for name in OTHERS if name in tensors}, metadata
+    return tensors, metadata

@@ -1,200 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a dump: of every update the sums from which ``facts`` follow. One update is in memory at a time.
+"""One pass over a dump: the sums from which ``facts`` follow. One update is in memory at a time.
 
 The size of a token's gradient is ``r * |A|``, that of the loss without clipping with respect to the token's log-prob. A
 sum is added here where the page has a new question; nothing here decides what a reader is told.
 """
 
-from __future__ import annotations
-
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, diagnose, read_values, search_clip_bounds
+from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics
 from recipe.bapo.records.tokens import read_dump
-from recipe.bapo.report.methods import M2PO, Bounds, Loss, Tokens
+from recipe.bapo.report.methods import Bounds, Loss, Tokens
 
-DEFINITIONS = [(c, w) for c in ("value", "gradient") for w in ("rollout_prob", "uniform")]
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
-POSITIVE, NEGATIVE = 0, 1  # first index of sums by sign
-ABOVE = (1.0, 2.0, 3.0, 10.0)  # ratios on the unbounded side
 GRPO = Bounds(0.8, 1.2)  # how stale tokens are is told by what these bounds clip, whatever the run's own
-# Sums over tokens, of an update and of an age: numbers of tokens, and r*|A| of those with a sign and above a ratio.
-COLUMNS = (
-    "clipped_by_grpo",
-    *("positive", "negative", "positive_gradient", "negative_gradient"),
-    *(f"negative_above_{ratio:g}" for ratio in ABOVE),
-    *(f"gradient_above_{ratio:g}" for ratio in ABOVE),
-)
-
-
-@dataclass
-class Update:
-    """What is measured of one update; sums over tokens, float64.
-
-    Attributes:
-        number: of the update within its rollout batch, from 0; None where the dump does not say.
-        statistics: by the ranges and the token weight, as ``key_of`` says.
-        corrected: those of the uniform weight with the weights of verl's rollout correction on the advantages; None
-            where the dump has none.
-        columns: ``(len(COLUMNS),)``.
-        without_gradient: ``(methods, 2)``: by sign the number of tokens to which a method gives no gradient.
-        gradient_left: ``(methods, 2)``: by sign the sum of |gradient| that a method leaves.
-        tokens, log_squared: number of all tokens, and (log r)^2 over them.
-        largest_negative: largest ratio of a token with A < 0; 0 without one.
-    """
-
-    number: int | None
-    statistics: dict[tuple, ClipStatistics]
-    corrected: ClipStatistics | None
-    columns: Tensor
-    without_gradient: Tensor
-    gradient_left: Tensor
-    tokens: int = 0
-    log_squared: float = 0.0
-    largest_negative: float = 0.0
 
 
 @dataclass
 class Measured:
-    """What one pass over a dump finds.
+    """What one pass over a dump finds; sums over tokens, by sign with A > 0 first.
 
     Attributes:
-        updates: in the order of the dump.
-        by_age: ``Update.columns`` by the weights' age in versions; empty where the dump does not say.
-        statistics: for each definition those of every update over the ranges of ``measure``'s config.
+        statistics: of every update, in the order of the dump.
+        sums: by name those over all tokens (group ``all``, label 0), over the tokens of an update's number in its
+            rollout batch (``update``) and of an age of the weights in versions (``age``), where the dump says them.
+        largest_negative: largest ratio of a token with A < 0; 0 without one.
+        without_gradient: ``(methods, 2)``: the number of tokens to which a method gives no gradient.
+        gradient_left: ``(methods, 2)``: the sum of |gradient| that a method leaves.
     """
 
-    updates: list[Update]
-    by_age: dict[int, Tensor]
-    statistics: dict[tuple[str, str], list[ClipStatistics]]
+    statistics: list[ClipStatistics]
+    sums: dict[str, dict[int, Counter]]
+    largest_negative: float
+    without_gradient: Tensor
+    gradient_left: Tensor
 
 
-def key_of(config: BAPOConfig) -> tuple:
-    """The switches that enter statistics: the ranges and the token weight."""
-    return config.lower, config.upper, config.token_weight
-
-
-def measure(
-    folder: Path,
-    config: BAPOConfig,
-    clip_ratio_c: float | None,
-    methods: dict[str, Loss | BAPOConfig | type[M2PO]] | None = None,
-    watch: Callable[[Iterable], Iterable] = iter,
-) -> Measured:
+def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list[Loss]) -> Measured:
     """Read a dump once.
 
     Args:
-        folder: of the dump.
-        config: the ranges of the bounds.
-        clip_ratio_c: the run's dual clip; None: none.
-        methods: by name the losses whose gradients are measured. A ``BAPOConfig`` becomes the bounds that its search
-            finds in each update, and ``M2PO`` its mask of each update.
-        watch: passes the updates on as they are read, for a progress bar.
+        folder, clip_ratio_c: of the dump, and the run's dual clip.
+        config: the ranges of the bounds and the token weight, which are those of every search in ``methods``.
+        methods: the losses whose gradients are measured.
 
     Raises:
         ValueError: as ``read_dump``.
     """
-    methods = methods or {}
-    ranges = [replace(config, token_weight=weight) for weight in ("rollout_prob", "uniform")]
-    searches = [method for method in methods.values() if isinstance(method, BAPOConfig)]
-    distinct = {key_of(of): of for of in [*ranges, *searches]}
-    updates: list[Update] = []
-    by_age: dict[int, Tensor] = {}
-    for micro_batches in watch(read_dump(folder)):
+    without_gradient, gradient_left = torch.zeros(2, len(methods), 2, dtype=torch.float64)
+    measured = Measured([], defaultdict(lambda: defaultdict(Counter)), 0.0, without_gradient, gradient_left)
+    for micro_batches in read_dump(folder):
         chunks = list(_chunks_of(micro_batches))
-        statistics = {key: _collect(chunks, of, clip_ratio_c) for key, of in distinct.items()}
-        corrected = None
-        if "rollout_is_weights" in micro_batches[0]:
-            corrected = _collect(chunks, ranges[1], clip_ratio_c, corrected=True)
-        losses = [_in_update(method, statistics, chunks, clip_ratio_c) for method in methods.values()]
-        number = int(micro_batches[0]["update"]) if "update" in micro_batches[0] else None
-        columns = torch.zeros(len(COLUMNS), dtype=torch.float64)
-        without_gradient, gradient_left = torch.zeros(2, len(losses), 2, dtype=torch.float64)
-        update = Update(number, statistics, corrected, columns, without_gradient, gradient_left)
-        _add_sums(update, chunks, losses, by_age)
-        updates.append(update)
-    by_weight = {of.token_weight: [update.statistics[key_of(of)] for update in updates] for of in ranges}
-    return Measured(updates, by_age, {(c, w): by_weight[w] for c, w in DEFINITIONS})
+        empty = torch.zeros(1, 0)
+        statistics = collect_clip_statistics(empty, empty, empty, empty, config, clip_ratio_c)
+        for tokens, _ in chunks:
+            rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, tokens.advantages)]
+            statistics += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
+        measured.statistics.append(statistics)
+        losses = [method.in_update(statistics, [tokens for tokens, _ in chunks]) for method in methods]
+        for tokens, labels in chunks:
+            _add_sums(measured, tokens, labels, losses)
+    return measured
 
 
-class _Chunk(NamedTuple):
-    """A piece of a micro-batch: its tokens, and where the dump has them rollout correction's weights and the ages."""
-
-    tokens: Tokens
-    corrections: Tensor | None
-    ages: Tensor | None
-
-
-def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[_Chunk]:
-    newest = max((int(m["version"].max()) for m in micro_batches if len(m.get("version", ()))), default=0)
+def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[tuple[Tokens, dict[str, Tensor]]]:
+    """Pieces of the micro-batches, and the labels of their tokens by group (``Measured.sums``)."""
     for tensors in micro_batches:
         old, log_prob = tensors["old_log_prob"], tensors["log_prob"]
+        of_response = torch.full_like(old, torch.nan)
         if "lengths" in tensors:
             lengths = tensors["lengths"].long()
             of_response = torch.segment_reduce(log_prob - old, "mean", lengths=lengths).repeat_interleave(lengths)
-        else:
-            of_response = torch.full_like(old, torch.nan)
-        ages = None
-        if "version" in tensors:
-            ages = int(tensors.get("trainer_version", newest)) - tensors["version"].long()
-        planes = [old, log_prob, tensors["advantages"], of_response, tensors.get("rollout_is_weights"), ages]
+        labels = {"all": torch.zeros(1)}
+        if "update" in tensors:
+            labels["update"] = tensors["update"] + 1  # a dump counts from 0, a reader from 1
+        if "version" in tensors and "trainer_version" in tensors:
+            labels["age"] = tensors["trainer_version"] - tensors["version"]
+        labels = {group: label.expand(len(old)) for group, label in labels.items()}
         for first in range(0, len(old), CHUNK):
-            part = [None if plane is None else plane[first : first + CHUNK] for plane in planes]
-            yield _Chunk(Tokens(*part[:4]), *part[4:])
+            part = slice(first, first + CHUNK)
+            tokens = Tokens(old[part], log_prob[part], tensors["advantages"][part], of_response[part])
+            yield tokens, {group: label[part] for group, label in labels.items()}
 
 
-def _collect(chunks, config, clip_ratio_c, corrected=False) -> ClipStatistics:
-    empty = torch.zeros(1, 0)
-    statistics = collect_clip_statistics(empty, empty, empty, empty, config, clip_ratio_c)
-    for tokens, corrections, _ in chunks:
-        advantages = tokens.advantages * corrections if corrected else tokens.advantages
-        rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, advantages)]
-        statistics += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
-    return statistics
-
-
-def _in_update(method, statistics, chunks, clip_ratio_c) -> Loss:
-    """A method as the loss that it is in one update."""
-    if method is M2PO:
-        return M2PO.of_update(replace(chunk.tokens) for chunk in chunks)
-    if isinstance(method, BAPOConfig):
-        bounds = search_clip_bounds(statistics[key_of(method)], method)
-        return Bounds(bounds.low.item(), bounds.high.item(), clip_ratio_c or math.inf)
-    return method
-
-
-def _add_sums(update, chunks, losses, by_age) -> None:
-    """Add the sums over ``chunks`` to those of their update and of their ages."""
-    for chunk, _, ages in chunks:
-        tokens = replace(chunk)  # a copy, because Tokens keep what the losses work out of them
-        ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
-        signs = torch.stack([advantages > 0, advantages < 0]).double()
-        size = ratio * advantages.abs()
-        factors = torch.stack([loss.factor(tokens) for loss in (GRPO, *losses)])
-        without = (factors == 0).double()
-        above = signs[NEGATIVE] * (ratio > torch.tensor(ABOVE, dtype=torch.float64)[:, None])
-        columns = torch.cat([without[:1] * signs.sum(0), signs, signs * size, above, above * size])
-
-        update.tokens += len(ratio)
-        update.log_squared += tokens.log_ratio.double().square().sum().item()
-        update.largest_negative = max(update.largest_negative, (ratio * signs[NEGATIVE]).max().item())
-        update.columns += columns.sum(1)
-        update.without_gradient += without[1:] @ signs.T
-        update.gradient_left += factors[1:].double() @ (signs * advantages.abs()).T
-        if ages is not None:
-            for age in ages.unique().tolist():
-                by_age[age] = by_age.get(age, 0) + columns[:, ages == age].sum(1)
-
-
-def search(statistics: list[ClipStatistics], config: BAPOConfig) -> dict[str, list[float]]:
-    """The values of ``bapo.read_values`` for every update."""
-    bounds = [search_clip_bounds(update, config) for update in statistics]
-    values = [read_values(found, diagnose(update, found)) for update, found in zip(statistics, bounds, strict=True)]
-    return {key: [value[key] for value in values] for key in values[0]}
+def _add_sums(measured: Measured, tokens: Tokens, labels: dict[str, Tensor], losses: list[Loss]) -> None:
+    ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
+    positive, negative = signs = torch.stack([advantages > 0, advantages < 0]).double()
+    size, above = ratio * advantages.abs(), negative * (ratio > 3)
+    factors = torch.stack([loss.factor(tokens) for loss in (GRPO, *losses)])
+    without = (factors == 0).double()
+    columns = {
+        "tokens": torch.ones_like(ratio),
+        "ratio": ratio,
+        "ratio_squared": ratio**2,
+        "positive": positive,
+        "negative": negative,
+        "clipped_by_grpo": without[0] * (positive + negative),
+        "negative_above_3": above,
+        "positive_gradient": positive * size,
+        "negative_gradient": negative * size,
+        "gradient_above_3": above * size,
+    }
+    for group, label in labels.items():
+        for value in label.unique().tolist():
+            sums = torch.stack(list(columns.values())) @ (label == value).double()
+            measured.sums[group][int(value)].update(dict(zip(columns, sums.tolist(), strict=True)))
+    measured.largest_negative = max(measured.largest_negative, (ratio * negative).max().item())
+    measured.without_gradient += without[1:] @ signs.T
+    measured.gradient_left += factors[1:].double() @ (signs * advantages.abs()).T

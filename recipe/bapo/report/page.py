@@ -5,14 +5,10 @@ The template reads every number from the report's JSON and says from where (``<d
 JSON cannot differ.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-
-WIDTH, HEIGHT = 420, 180  # of the picture, without its labels
 
 
 def page(report: dict, name: str) -> str:
@@ -25,9 +21,7 @@ def page(report: dict, name: str) -> str:
         value = look_up(report, path)
         return Markup('<data data-at="{}" value="{}">{}</data>').format(path, value, FORMATS[kind](value))
 
-    return environment.get_template("page.html.jinja").render(
-        report=report, name=name, number=number, areas=areas(report["curve"]), width=WIDTH, height=HEIGHT
-    )
+    return environment.get_template("page.html.jinja").render(report=report, name=name, number=number)
 
 
 def look_up(report: dict, path: str):
@@ -48,18 +42,3 @@ FORMATS = {
     "rho": lambda value: f"{value:.3f}",
     "percent": percent,
 }
-
-
-def areas(curve: dict) -> dict[str, str]:
-    """Points of two polygons: ``already_met`` from the bottom, ``out_of_reach`` from the top, a gap between them."""
-    targets = curve["target"]
-    xs = [WIDTH * (target - targets[0]) / (targets[-1] - targets[0]) for target in targets]
-
-    def points(edge, from_y):
-        line = [f"{x:.1f},{y:.1f}" for x, y in zip(xs, edge, strict=True)]
-        return " ".join([f"0,{from_y}", *line, f"{WIDTH},{from_y}"])
-
-    return {
-        "already_met": points([HEIGHT * (1 - share) for share in curve["already_met"]], HEIGHT),
-        "out_of_reach": points([HEIGHT * share for share in curve["out_of_reach"]], 0),
-    }

@@ -10,8 +10,6 @@ rollout add. ``--save-debug-rollout-data`` has no log-probs of the trainer and n
 slime's fields are here alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipe.bapo.records.tokens import write_dump
 
-NEEDED = ("rollout_log_probs", "log_probs", "advantages", "loss_masks")  # lists with a tensor for each response
+NEEDED = ("rollout_log_probs", "log_probs", "advantages", "loss_masks")  # a tensor for each response
 VERSIONS = "weight_versions"  # of the pieces of a response, oldest first
 
 
@@ -33,26 +31,24 @@ def import_slime(paths: Iterable[str | Path], folder: str | Path) -> None:
     """
     for path in paths:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        if "samples" in content:  # newer files have a dict for each response, older ones a list for each field
-            names = set.intersection(*(set(sample) for sample in content["samples"]))
+        columns = content.get("rollout_data", {})  # of older files: a list for each field
+        if "samples" in content:  # of newer files: a dict for each response
+            names = set.intersection(*map(set, content["samples"]))
             columns = {name: [sample[name] for sample in content["samples"]] for name in names}
-        else:
-            columns = content.get("rollout_data", {})
         missing = [name for name in NEEDED if name not in columns]
         if missing:
             raise ValueError(
                 f"{path} lacks {', '.join(missing)}: run slime with --save-debug-train-data and "
                 "--get-mismatch-metrics, and give the files of ranks that compute log-probs."
             )
-        padded = [
-            pad_sequence([torch.as_tensor(response).float() for response in columns[name]], batch_first=True)
-            for name in NEEDED
-        ]
-        version = None
+        lists = [[torch.as_tensor(response).float() for response in columns[name]] for name in NEEDED]
+        padded = [pad_sequence(tensors, batch_first=True) for tensors in lists]
+        version = trainer_version = None
         if VERSIONS in columns:
             of_first_token = torch.tensor([int(versions[0]) for versions in columns[VERSIONS]])
             version = of_first_token[:, None].expand_as(padded[0])
-        write_dump(folder, *padded, version=version)
+            trainer_version = int(of_first_token.max())
+        write_dump(folder, *padded, version=version, trainer_version=trainer_version)
 
 
 if __name__ == "__main__":
