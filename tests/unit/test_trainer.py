@@ -22,7 +22,7 @@ class Parent:
             {
                 "data": {"train_batch_size": 32},
                 "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2, "policy_loss": {}}},
-                "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
+                "algorithm": {"rollout_correction": None if bypass is None else {"bypass_mode": bypass}},
             }
         )
 
@@ -46,6 +46,7 @@ def make_batch():
     "mode, bypass, local_trigger_step, marked",
     [
         ("sync", False, 0, True),
+        ("sync", None, 0, True),
         ("sync", True, 0, False),
         ("colocate_async", False, 0, True),
         ("colocate_async", True, 0, False),

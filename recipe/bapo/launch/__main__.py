@@ -7,11 +7,9 @@ and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + 
 it every user, relies on the command and on its exit codes.
 """
 
-from __future__ import annotations
-
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,7 +52,9 @@ def main(arguments: list[str]) -> int:
         elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
             print(log.read_text())
         else:
-            show_result(run.run_dir, evaluated=run.config.trainer.val_only)
+            print(console.summary(run.run_dir))
+            if not run.config.trainer.val_only:
+                draw(run.run_dir)
     return code
 
 
@@ -80,21 +80,14 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 
 
 def keep_ray_logs(scratch: Path, run_dir: Path) -> None:
-    """Copy Ray's logs of a failed run to the run's folder. Ray makes its own folders writable by everybody."""
-    kept = run_dir / RAY_LOGS
-    with suppress(OSError):  # there are none, or the disk is full
-        shutil.copytree(scratch / "ray" / "session_latest" / "logs", kept, dirs_exist_ok=True)
-    for path in (kept, *kept.rglob("*")):
-        with suppress(OSError):
-            path.chmod(path.stat().st_mode & ~0o022)
+    """Copy Ray's logs of a failed run, if there are any, to the run's folder."""
+    # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
+    copy = ["cp", "-rT", scratch / "ray" / "session_latest" / "logs", run_dir / RAY_LOGS]
+    subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL)
 
 
-def show_result(run_dir: Path, evaluated: bool) -> None:
-    """The screen at the end, and the run's picture; a run that trained well does not fail for want of one."""
-    if evaluated:
-        print(console.evaluation(run_dir))
-        return
-    print(console.summary(run_dir))
+def draw(run_dir: Path) -> None:
+    """The run's picture; a run that trained well does not fail for want of one."""
     try:
         from recipe.bapo import plot
 

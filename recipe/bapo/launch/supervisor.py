@@ -5,13 +5,10 @@
 from training belongs in ``handle_message``; a new reason to end a run belongs in the watchdog.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,10 +17,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.launch import cleanup, console
-from recipe.bapo.launch.messages import PIPE
+from recipe.bapo.launch import PIPE, cleanup, console
 from recipe.bapo.launch.watchdog import Watchdog
-from recipe.bapo.records.checkpoints import latest_checkpoint
+from recipe.bapo.records import latest_checkpoint
 
 PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
 
@@ -41,9 +37,8 @@ class Supervisor:
     def __init__(self, command: Sequence[str], run_dir: Path, log: Path, scratch: str):
         self.run_dir, self.log = run_dir, log
         self.errors: list[str] = []
-        self.config = self.watchdog = None  # until the checks have passed
+        self.config = self.watchdog = self.printer = None  # until the checks have passed
         self.trained_at: float | None = None  # by the monotonic clock
-        self.printer = console.StepPrinter(sys.stdout, since=time.time())
         self.pipe, childs_end = Pipe(duplex=False)
         with childs_end, open(log, "ab") as out:
             self.process = subprocess.Popen(
@@ -63,8 +58,10 @@ class Supervisor:
         with suppress(EOFError, OSError):  # training has closed the pipe, or the console is gone
             while self.pipe.poll():
                 self.handle_message(*self.pipe.recv())
-            self.printer.print_new()
-        if ended or self.watchdog is None:
+        if self.config is not None:
+            with suppress(OSError):
+                self.printer.print_new()
+        if ended or self.config is None:
             return not ended
         if self.trained_at is not None:
             return time.monotonic() - self.trained_at < self.config.watchdog.max_exit_s
@@ -77,21 +74,18 @@ class Supervisor:
         return False
 
     def handle_message(self, kind: str, content) -> None:
-        """What training sends; ``messages.send`` lists the kinds."""
+        """What training sends; ``send`` lists the kinds."""
         if kind == "info":
-            self.printer.print(content)
+            print(content, flush=True)
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
-            path, on_cluster = content
+            path, on_cluster, bounds_can_move = content
             self.config = OmegaConf.load(path)
             self.run_dir = Path(self.config.run_dir)  # the command line may name another one than OUTPUT_DIR
             self.watchdog = Watchdog(self.run_dir, self.config.watchdog, on_cluster)
-            switches = self.config.actor_rollout_ref.actor.policy_loss
-            bounds_can_move = any(
-                switches.get(f"ratio_{side}_start") != switches.get(f"ratio_{side}_max") for side in ("lower", "upper")
-            )
-            self.printer.begin(self.run_dir, self.config.trainer.total_training_steps, bounds_can_move)
+            total = self.config.trainer.total_training_steps
+            self.printer = console.StepPrinter(self.run_dir, total, bounds_can_move)
         elif kind == "ray":
             self.watchdog.job = content
         elif kind == "trained":
@@ -108,7 +102,7 @@ class Supervisor:
             limit = self.config.watchdog.max_exit_s
             late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
             with suppress(OSError):  # the terminal is gone
-                self.printer.print(f"Training is done, but its process {late}: it is killed.")
+                print(f"Training is done, but its process {late}: it is killed.", flush=True)
             return None, 0
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the config is not usable, or training did not come to its checks
@@ -151,5 +145,3 @@ class Supervisor:
                     self.process.wait(PATIENCE)
         cleanup.kill_descendants()
         cleanup.remove(left)
-        with suppress(OSError):  # the terminal is gone
-            self.printer.close()
