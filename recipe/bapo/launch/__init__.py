@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a run: its parent process, what the parent shows and watches, what keeps runs apart, what is cleaned up.
 
-``__main__`` is the command, ``supervisor`` the parent's view of training, ``watchdog`` finds a run that would hang,
-``cleanup`` leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two runs from each other. The
-parent imports neither verl nor torch: it starts at once, and is none of the processes that die.
+``__main__`` is the command and the parent's view of training, ``watchdog`` finds a run that would hang, ``cleanup``
+leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two runs from each other. The parent imports
+neither verl nor torch: it starts at once, and is none of the processes that die.
 
 Here is training's end of the pipe to its parent. It is a pipe and not a file, because a file in the run's folder would
 be lost where its disk is full. ``Supervisor.handle_message`` has to know every kind of message that is sent.

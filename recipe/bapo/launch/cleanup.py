@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a run: all its processes are ended, and what they leave outside its folder is removed.
 
-The supervisor relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
+The parent of a run relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
 verl's and vLLM's: look at them with each new version. ``tests/stack/test_faults.py`` finds what is left.
 """
 
