@@ -35,17 +35,15 @@ PANELS = {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",
     },
-    "Shares": {
-        "actor/bapo/saturated": "updates with the target out of reach",
-        "training/off_policy/cut_fraction": "responses cut and resumed",
+    "Target out of reach; cut by an update": {
+        "actor/bapo/saturated": "updates out of reach",
+        "training/off_policy/cut_fraction": "responses resumed",
     },
     "Staleness": {
-        "training/off_policy/trajectory_staleness/mean": "weight versions behind",
-        "training/off_policy/updates_per_rollout_batch": "updates per rollout batch",
+        "training/off_policy/trajectory_staleness/mean": "versions behind",
+        "training/off_policy/updates_per_rollout_batch": "updates a batch",
     },
 }
-# From the Okabe-Ito palette, in an order whose lightness differs enough to tell in greyscale.
-COLOURS = ["#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#E69F00"]
 
 
 def read_steps(runs: list[Path]) -> pandas.DataFrame:
@@ -63,6 +61,7 @@ def read_steps(runs: list[Path]) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
+@rc_context({"font.size": 12})
 def picture(methods: dict[str, list[Path]]) -> Figure:
     """The picture.
 
@@ -76,7 +75,7 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
         for number, (name, steps) in enumerate(tables.items()):
-            colour = COLOURS[number % len(COLOURS)]
+            colour = f"C{number}"  # of matplotlib's own cycle
             width = 1.6 if number else 2.4  # of lines that coincide the first is still seen
             for (metric, curve), style in zip(curves.items(), ("-", "--"), strict=False):
                 if metric not in steps.obj:
@@ -84,8 +83,7 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
                 seeds = steps[metric].agg(["mean", "min", "max"]).dropna()
                 label = ", ".join(word for word in (name if len(methods) > 1 else "", curve) if word)
                 axis.plot(seeds["mean"], style, color=colour, linewidth=width, label=label or None)
-                if len(methods[name]) > 1:
-                    axis.fill_between(seeds.index, seeds["min"], seeds["max"], color=colour, alpha=0.15)
+                axis.fill_between(seeds.index, seeds["min"], seeds["max"], color=colour, alpha=0.15)
         axis.set_title(title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25)
@@ -93,12 +91,6 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
             axis.legend(framealpha=0.6)
     figure.supxlabel("training step")
     return figure
-
-
-def draw(methods: dict[str, list[Path]], out: Path) -> None:
-    """Write the ``picture`` to a file."""
-    with rc_context({"font.size": 12}):
-        picture(methods).savefig(out, dpi=110)
 
 
 def main():
@@ -113,7 +105,7 @@ def main():
         methods[name or folders] += map(Path, folders.split(","))
     out = arguments.out or next(iter(methods.values()))[0] / PICTURE
     try:
-        draw(methods, out)
+        picture(methods).savefig(out, dpi=110)
     except (ValueError, OSError) as error:
         parser.exit(1, f"Error: {' '.join(str(error).split())}\n")
     print(f"Picture: {out}")
