@@ -35,7 +35,7 @@ PANELS = {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",
     },
-    "Target out of reach; cut by an update": {
+    "Shares: out of reach, resumed": {
         "actor/bapo/saturated": "updates out of reach",
         "training/off_policy/cut_fraction": "responses resumed",
     },

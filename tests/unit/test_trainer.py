@@ -104,15 +104,6 @@ def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
     assert [tag["of"] for tag in batch.tags] == shared_out
 
 
-def test_verl_keeps_the_order_within_each_ranks_share():
-    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
-
-    lengths = [7, 3, 9, 1, 8, 2, 6, 4]
-    for ranks in (1, 2, 4):
-        parts = get_seqlen_balanced_partitions(lengths, k_partitions=ranks, equal_size=True)
-        assert all(part == sorted(part) for part in parts)
-
-
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
     """verl sums a metric whose name holds "sum" or "total", and takes the largest or smallest for "max" or "min"."""
     from support.metrics import METRICS
