@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
     with scratch_folder() as scratch:
-        run = Supervisor(arguments, run_dir, log, scratch)
+        run = Supervisor(arguments, log, scratch)
         try:
             while run.poll() and not interruptions:
                 time.sleep(0.2)
@@ -50,16 +50,19 @@ def main(arguments: list[str]) -> int:
         finally:
             run.end()
         if error is not None:
-            keep_ray_logs(Path(scratch), run_dir)
+            # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
+            copy = ["cp", "-rT", f"{scratch}/ray/session_latest/logs", run_dir / RAY_LOGS]
+            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL)
     with suppress(OSError):  # the terminal is gone
         if error is not None:
             print(f"Error: {error}\nThe whole output: {log}", file=sys.stderr)
         elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
             print(log.read_text())
         else:
-            print(console.summary(run.run_dir))
+            run_dir = Path(run.config.run_dir)  # the command line may name another one than OUTPUT_DIR
+            print(console.summary(run_dir))
             if not run.config.trainer.val_only:
-                draw(run.run_dir)
+                draw(run_dir)
     return code
 
 
@@ -84,13 +87,6 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
-def keep_ray_logs(scratch: Path, run_dir: Path) -> None:
-    """Copy Ray's logs of a failed run, if there are any, to the run's folder."""
-    # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
-    copy = ["cp", "-rT", scratch / "ray" / "session_latest" / "logs", run_dir / RAY_LOGS]
-    subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL)
-
-
 def draw(run_dir: Path) -> None:
     """The run's picture; a run that trained well does not fail for want of one."""
     try:
@@ -107,14 +103,12 @@ class Supervisor:
 
     Args:
         arguments: of ``recipe.bapo.main_bapo``.
-        run_dir: the run's folder.
         log: the file for all that the child prints.
         scratch: the folder for temporary files of everything below.
     """
 
-    def __init__(self, arguments: list[str], run_dir: Path, log: Path, scratch: str):
-        self.run_dir, self.log = run_dir, log
-        self.errors: list[str] = []
+    def __init__(self, arguments: list[str], log: Path, scratch: str):
+        self.log, self.errors = log, []
         self.config = self.watchdog = self.printer = None  # until the checks have passed
         self.trained_at: float | None = None  # by the monotonic clock
         self.pipe, childs_end = Pipe(duplex=False)
@@ -160,10 +154,9 @@ class Supervisor:
         elif kind == "checked":
             path, on_cluster, bounds_can_move = content
             self.config = OmegaConf.load(path)
-            self.run_dir = Path(self.config.run_dir)  # the command line may name another one than OUTPUT_DIR
-            self.watchdog = Watchdog(self.run_dir, self.config.watchdog, on_cluster)
-            total = self.config.trainer.total_training_steps
-            self.printer = console.StepPrinter(self.run_dir, total, bounds_can_move)
+            run_dir = Path(self.config.run_dir)
+            self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
+            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, bounds_can_move)
         elif kind == "ray":
             self.watchdog.job = content
         elif kind == "trained":
@@ -177,8 +170,7 @@ class Supervisor:
         if interruptions:
             return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         if self.trained_at is not None and exit_code is None:
-            limit = self.config.watchdog.max_exit_s
-            late = f"did not end within {limit:g} s (watchdog.max_exit_s)"
+            late = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s)"
             with suppress(OSError):  # the terminal is gone
                 print(f"Training is done, but its process {late}: it is killed.", flush=True)
             return None, 0
