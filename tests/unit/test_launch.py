@@ -148,22 +148,6 @@ def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_wel
     assert "Training is done, but its process did not end within 2 s (watchdog.max_exit_s): it is killed." in out
 
 
-def test_shared_memory_of_a_killed_process_is_removed(launch):
-    code = """
-from multiprocessing import shared_memory
-block = shared_memory.SharedMemory(create=True, size=4096)
-(folder / "made").write_text(block.name)
-(folder / "up").touch()
-time.sleep(60)
-"""
-    run = launch(code)
-    run.wait_for("up")
-    block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
-    assert block.exists()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143 and not block.exists()
-
-
 def test_a_run_that_ends_well_shows_its_steps_warnings_and_a_summary(launch):
     """They are read from the folder that its config names."""
     data = {"actor/pg_clipfrac": 0.1, "actor/bapo/met_at_once": 1.0, "critic/rewards/mean": 0.5}
@@ -289,27 +273,21 @@ def test_another_interruption_does_not_break_the_clean_up(launch):
     assert code == 143 and "Error: interrupted by SIGTERM." in err
 
 
-def test_sigint_ends_a_run_that_was_started_in_the_background(launch):
-    """A shell without job control has it ignored there."""
-    ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
-    run = launch("(folder / 'up').touch()\ntime.sleep(60)", preexec_fn=ignore)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 1)])
+def test_where_signals_are_ignored_sigint_ends_a_run_and_nohup_keeps_its_meaning(launch, number, code):
+    """A shell without job control has SIGINT ignored in the background."""
+    training = "(folder / 'up').touch()\ntime.sleep(2)\nsend('error', 'of its own')\nsys.exit(1)"
+    run = launch(training, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     run.wait_for("up")
-    run.process.send_signal(signal.SIGINT)
-    assert run.end()[0] == 130
+    run.process.send_signal(number)
+    found, _, err = run.end()
+    assert found == code and ("of its own" in err) == (code == 1)
 
 
-def test_nohup_keeps_its_meaning(launch):
-    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-    code = "(folder / 'up').touch()\ntime.sleep(2)\nsend('error', 'of its own')\nsys.exit(1)"
-    run = launch(code, preexec_fn=ignore)
-    run.wait_for("up")
-    run.process.send_signal(signal.SIGHUP)
-    code, _, err = run.end()
-    assert code == 1 and "of its own" in err
-
-
-def test_processes_that_hide_are_ended(launch):
+def test_processes_that_hide_are_ended_and_shared_memory_of_the_killed_is_removed(launch):
     code = """
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
 sleeper = f"import time; time.sleep(60)  # {mark}"
 forking = (
     f"import subprocess, sys, time  # {mark}\\n"
@@ -318,14 +296,16 @@ forking = (
 for program in (sleeper, forking):
     subprocess.run(["setsid", "--fork", "env", "-i", sys.executable, "-c", program])
 time.sleep(1)
+(folder / "made").write_text(block.name)
 (folder / 'up').touch()
 time.sleep(60)
 """
     run = launch(code)
     run.wait_for("up")
-    assert len(run.left()) > 4  # the launcher and training are two
+    block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
+    assert block.exists() and len(run.left()) > 4  # the launcher and training are two
     run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143
+    assert run.end()[0] == 143 and not block.exists()
 
 
 def test_training_ends_with_a_launcher_that_is_killed(launch):
