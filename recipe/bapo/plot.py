@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the dynamics of one run, or of several over each other.
 
-    .venv/bin/python -m recipe.bapo.plot runs/a                        # runs/a/dynamics.png
-    .venv/bin/python -m recipe.bapo.plot GRPO=runs/g1,runs/g2 BAPO=runs/b1,runs/b2 --out compare.png
+    .venv/bin/python -m recipe.bapo.plot runs/a                              # runs/a/dynamics.png
+    .venv/bin/python -m recipe.bapo.plot runs/grpo runs/bapo --out compare.png
 
-Runs joined by commas are seeds of one method: their mean is a line, their range a band. Panels may be
-changed here alone; the launcher draws a run's picture at its end.
+Panels may be changed here alone; the launcher draws a run's picture at its end.
 """
 
 import argparse
-from collections import defaultdict
 from pathlib import Path
 
-import pandas
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -46,44 +43,25 @@ PANELS = {
 }
 
 
-def read_steps(runs: list[Path]) -> pandas.DataFrame:
-    """The metrics of the training steps of some runs, a row for each step of each run.
-
-    Raises:
-        ValueError: a run has none.
-    """
-    rows = []
-    for run in runs:
-        steps = [data for _, data in read_metrics(run) if "training/global_step" in data]
-        if not steps:
-            raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
-        rows += steps
-    return pandas.DataFrame(rows)
-
-
 @rc_context({"font.size": 12})
-def picture(methods: dict[str, list[Path]]) -> Figure:
-    """The picture.
-
-    Args:
-        methods: the runs (folders with ``metrics.jsonl``) of each method, by its name.
+def picture(runs: list[Path]) -> Figure:
+    """The picture of runs, folders with ``metrics.jsonl``.
 
     Raises:
         ValueError: a run has no metrics.
     """
-    tables = {name: read_steps(runs).groupby("training/global_step") for name, runs in methods.items()}
+    steps_of = {run: [data for _, data in read_metrics(run) if "training/global_step" in data] for run in runs}
+    for run, steps in steps_of.items():
+        if not steps:
+            raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
-        for number, (name, steps) in enumerate(tables.items()):
-            colour = f"C{number}"  # of matplotlib's own cycle
+        for number, (run, steps) in enumerate(steps_of.items()):
             width = 1.6 if number else 2.4  # of lines that coincide the first is still seen
             for (metric, curve), style in zip(curves.items(), ("-", "--"), strict=False):
-                if metric not in steps.obj:
-                    continue
-                seeds = steps[metric].agg(["mean", "min", "max"]).dropna()
-                label = ", ".join(word for word in (name if len(methods) > 1 else "", curve) if word)
-                axis.plot(seeds["mean"], style, color=colour, linewidth=width, label=label or None)
-                axis.fill_between(seeds.index, seeds["min"], seeds["max"], color=colour, alpha=0.15)
+                points = {data["training/global_step"]: data[metric] for data in steps if metric in data}
+                label = ", ".join(word for word in (str(run) if len(runs) > 1 else "", curve) if word)
+                axis.plot(list(points), list(points.values()), style, color=f"C{number}", linewidth=width, label=label)
         axis.set_title(title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25)
@@ -96,16 +74,12 @@ def picture(methods: dict[str, list[Path]]) -> Figure:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="a run's folder, or NAME=folder,folder,...")
-    parser.add_argument("--out", type=Path, help="the picture (default: dynamics.png in the run's folder)")
+    parser.add_argument("runs", nargs="+", type=Path, help="a run's folder")
+    parser.add_argument("--out", type=Path, help="the picture (default: dynamics.png in the first run's folder)")
     arguments = parser.parse_args()
-    methods = defaultdict(list)
-    for argument in arguments.runs:
-        name, _, folders = argument.rpartition("=")
-        methods[name or folders] += map(Path, folders.split(","))
-    out = arguments.out or next(iter(methods.values()))[0] / PICTURE
+    out = arguments.out or arguments.runs[0] / PICTURE
     try:
-        picture(methods).savefig(out, dpi=110)
+        picture(arguments.runs).savefig(out, dpi=110)
     except (ValueError, OSError) as error:
         parser.exit(1, f"Error: {' '.join(str(error).split())}\n")
     print(f"Picture: {out}")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures: what they need, and that seeds become a band."""
+"""The pictures: what they need, and what they show."""
 
 import json
 
 import pytest
 from matplotlib import image
 
-from recipe.bapo import plot
 from recipe.bapo.plot import PANELS, main, picture
 
 
@@ -20,26 +19,13 @@ def rewards(folder, *values):
     return folder
 
 
-def test_methods_are_lines_and_their_seeds_a_band(tmp_path):
-    seeds = [rewards(tmp_path / "1", 0.1, 0.2), rewards(tmp_path / "2", 0.2, 0.4)]
-    figure = picture({"GRPO": seeds, "BAPO": [rewards(tmp_path / "4", 0.4, 0.8, 0.9)]})
-    reward = figure.axes[0]
+def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, monkeypatch):
+    runs = [rewards(tmp_path / "a" / "run", 0.1, 0.2), rewards(tmp_path / "b" / "run", 0.4, 0.8, 0.9)]
+    reward = picture(runs).axes[0]
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in reward.lines}
-    assert lines == {
-        "GRPO": ([1, 2], pytest.approx([0.15, 0.3])),
-        "BAPO": ([1, 2, 3], pytest.approx([0.4, 0.8, 0.9])),
-    }
-    band = reward.collections[0]
-    assert {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices} == {(1, 0.1), (1, 0.2), (2, 0.2), (2, 0.4)}
-
-
-def test_runs_in_folders_of_one_name_keep_their_curves(tmp_path, monkeypatch):
-    runs = [rewards(tmp_path / name / "run", 0.1, 0.2) for name in "ab"]
-    drawn = []
-    monkeypatch.setattr(plot, "picture", lambda methods: drawn.append(picture(methods)) or drawn[0])
+    assert lines == {str(runs[0]): ([1, 2], [0.1, 0.2]), str(runs[1]): ([1, 2, 3], [0.4, 0.8, 0.9])}
     monkeypatch.setattr("sys.argv", ["plot", *map(str, runs)])
     main()
-    assert [line.get_label() for line in drawn[0].axes[0].lines] == [str(run) for run in runs]
     assert image.imread(runs[0] / "dynamics.png").shape[0] > 500
 
 

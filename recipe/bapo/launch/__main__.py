@@ -92,7 +92,7 @@ def draw(run_dir: Path) -> None:
     try:
         from recipe.bapo import plot
 
-        plot.picture({run_dir.name: [run_dir]}).savefig(run_dir / PICTURE)
+        plot.picture([run_dir]).savefig(run_dir / PICTURE)
         print(f"Picture: {run_dir / PICTURE}")
     except Exception as error:
         print(f"No picture: {error}")
