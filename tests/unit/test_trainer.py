@@ -48,11 +48,8 @@ def make_batch():
         ("sync", False, 0, True),
         ("sync", None, 0, True),
         ("sync", True, 0, False),
-        ("colocate_async", False, 0, True),
-        ("colocate_async", True, 0, False),
         ("separate_async", False, 0, True),
         ("separate_async", False, 1, False),
-        ("separate_async", True, 0, False),
     ],
 )
 def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):

@@ -69,23 +69,16 @@ def test_a_step_that_ends_is_progress(tmp_path):
     assert dog.silence() is None
 
 
-def test_a_server_that_was_there_and_is_gone_is_named(tmp_path, monkeypatch):
-    there = {7: "VLLM::EngineCore", 8: "ray::WorkerDict"}
+def test_a_server_that_was_there_and_is_gone_is_named_and_what_it_held_is_noted(tmp_path, monkeypatch, block):
+    """If the server is killed, nobody's maps name its shared memory any more."""
+    there = {os.getpid(): "VLLM::EngineCore", 8: "ray::WorkerDict"}
     dog = watch(tmp_path)
     monkeypatch.setattr(dog, "processes", lambda: dict(there))
-    assert dog.dead_server() is None
+    assert dog.dead_server() is None and block in dog.shared_memory
     there[9] = "VLLM::Worker"
     assert dog.dead_server() is None
-    del there[7], there[8]
-    assert dog.dead_server() == "VLLM::EngineCore (process 7) of a vLLM server has died"
-
-
-def test_what_a_server_holds_is_noted(tmp_path, monkeypatch, block):
-    """If the server is killed, nobody's maps name it any more."""
-    dog = watch(tmp_path)
-    monkeypatch.setattr(dog, "processes", lambda: {os.getpid(): "VLLM::Worker"})
-    dog.dead_server()
-    assert block in dog.shared_memory
+    del there[os.getpid()], there[8]
+    assert dog.dead_server() == f"VLLM::EngineCore (process {os.getpid()}) of a vLLM server has died"
 
 
 def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch):
@@ -138,25 +131,21 @@ def test_stacks_are_written(tmp_path, monkeypatch):
     assert f"Process {sleeper.pid}:" in text and "Process 1:" not in text
 
 
-def test_shared_memory_of_a_process_is_found_until_it_is_removed(block):
+def test_shared_memory_of_a_run_is_found_until_it_is_removed_and_that_of_others_stays(block):
+    """A data set in shared memory, mapped by a worker, is not the run's to remove."""
     assert block in cleanup.shared_memory([os.getpid()])
     assert block not in cleanup.shared_memory([1 << 30])
     content = block.read_bytes()
     block.unlink()
     assert block not in cleanup.shared_memory([os.getpid()])  # still mapped
     block.write_bytes(content)
-
-
-def test_shared_memory_of_others_stays():
-    """A data set in shared memory, mapped by a worker, is not the run's to remove."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        inside = Path(folder) / "psm_data"
-        with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".arrow") as data:
-            for path in (Path(data.name), inside):
-                path.write_bytes(b"x" * 4096)
-                with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
-                    assert str(path) in Path("/proc/self/maps").read_text()
-                    assert not cleanup.shared_memory([os.getpid()]) & {path}
+        for path in (Path(folder) / "psm_data", Path(folder).with_suffix(".arrow")):
+            path.write_bytes(b"x" * 4096)
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
+                assert str(path) in Path("/proc/self/maps").read_text()
+                assert not cleanup.shared_memory([os.getpid()]) & {path}
+            path.unlink()
 
 
 @pytest.fixture

@@ -80,9 +80,6 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
     parent = tempfile.gettempdir()
     if len(parent) > MAX_PARENT_LENGTH:
-        print(
-            f"Temporary files go to /tmp: {parent} is longer than {MAX_PARENT_LENGTH} characters, Ray's sockets' limit."
-        )
         parent = "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
