@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: E402
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
 verl's entry point with our checks before it. ``python -m recipe.bapo.launch`` with the same arguments starts it, shows
@@ -7,7 +6,6 @@ its progress and cleans up after it.
 """
 
 import argparse
-import logging
 import os
 import sys
 import traceback
@@ -20,7 +18,6 @@ import ray
 from omegaconf import OmegaConf, open_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-logging.disable(logging.INFO)  # verl announces its platform on import
 from bapo import BAPOConfig
 from recipe.bapo import config as _resolvers  # noqa: F401
 from recipe.bapo import cpu as _platform  # noqa: F401  where the package is not installed
@@ -33,8 +30,6 @@ from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.config import omega_conf_to_dataclass
-
-logging.disable(logging.NOTSET)
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
