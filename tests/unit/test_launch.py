@@ -358,12 +358,11 @@ def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
 @pytest.mark.parametrize("code, kept", [(0, False), (1, True)])
 def test_rays_logs_of_a_failure_are_kept(launch, code, kept):
     make_logs = """
-os.umask(0)
 logs = Path(os.environ["TMPDIR"], "ray", "session_latest", "logs")
 (logs / "old").mkdir(parents=True)  # with mode 0777, as Ray makes them
 (logs / "gcs_server.out").write_text("a log")
 """
-    run = launch(f"train()\n{make_logs}\nsys.exit({code})")
+    run = launch(f"train()\n{make_logs}\nsys.exit({code})", preexec_fn=lambda: os.umask(0))
     assert run.end()[0] == code
     copy = run.folder / "run" / "ray_logs"
     assert (copy / "gcs_server.out").exists() == kept

@@ -169,6 +169,8 @@ def test_the_servers_of_another_run_are_found(alone, monkeypatch):
         with socket.create_server(("127.0.0.1", 0)) as head:
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
             assert "a job of a Ray cluster" in check_other_runs(alone)
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert check_other_runs(alone) == "none on this machine"
 
 
 def test_two_runs_that_start_at_once_do_not_both_get_the_machine(alone):
