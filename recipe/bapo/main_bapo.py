@@ -5,10 +5,7 @@ verl's entry point with our checks before it. ``python -m recipe.bapo.launch`` w
 its progress and cleans up after it.
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
 import os
 import sys
 import traceback
@@ -21,33 +18,36 @@ import ray
 from omegaconf import OmegaConf, open_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-logging.disable(logging.INFO)  # verl announces its platform on import
-from recipe.bapo import config as _resolvers  # noqa: E402, F401
-from recipe.bapo import cpu as _platform  # noqa: E402, F401  where the package is not installed
-from recipe.bapo.checks import table  # noqa: E402
-from recipe.bapo.checks.composing import ERRORS, explain, resolve  # noqa: E402
-from recipe.bapo.launch.cleanup import remove_on_every_node  # noqa: E402
-from recipe.bapo.launch.locks import WAYS_OUT, claim_cluster, claim_machine, joins_a_cluster  # noqa: E402
-from recipe.bapo.launch.messages import send, wait_for_final_check  # noqa: E402
-from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier  # noqa: E402
-from recipe.bapo.trainer import BAPOTaskRunner  # noqa: E402
-from verl.trainer.main_ppo import run_ppo  # noqa: E402
-
-logging.disable(logging.NOTSET)
+from bapo import BAPOConfig
+from recipe.bapo import config as _resolvers  # noqa: F401
+from recipe.bapo import cpu as _platform  # noqa: F401  where the package is not installed
+from recipe.bapo.checks import table
+from recipe.bapo.checks.composing import ERRORS, explain, resolve
+from recipe.bapo.launch import send, wait_for_final_check
+from recipe.bapo.launch.cleanup import remove_on_every_node
+from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster
+from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
+from recipe.bapo.trainer import BAPOTaskRunner
+from verl.trainer.main_ppo import run_ppo
+from verl.utils.config import omega_conf_to_dataclass
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
     """Check and train; end with exit code 1 if anything fails."""
     check(config)
-    claim = claim_machine()  # held until this process ends
-    if claim is None and not joins_a_cluster(config):
-        give_up(f"another run was started on this machine at the same moment: {WAYS_OUT}")
+    if not joins_a_cluster(config):
+        try:
+            claim_machine()  # until this process ends
+        except ValueError as error:  # another run was started at the same moment
+            give_up(str(error))
     run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
+    switches = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+    bounds_can_move = isinstance(switches, BAPOConfig) and not switches.fixed
+    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config), bounds_can_move))
     send("info", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
     train(config)
 
@@ -96,7 +96,7 @@ class SupervisedTaskRunner(BAPOTaskRunner):
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(keep_earlier(Path(config.run_dir) / METRICS))
+        os.environ["VERL_FILE_LOGGER_PATH"] = f"{config.run_dir}/{METRICS}"
         claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
             super().run(config)
@@ -108,28 +108,28 @@ class SupervisedTaskRunner(BAPOTaskRunner):
 class TaskRunnerOnThisNode:
     """Stands for the task runner's Ray class in ``run_ppo``: starts it on the node that submits the job.
 
-    The metrics file, which the console follows, is then on this machine.
+    The metrics file, which the console follows, is then on this machine. ``run_ppo`` calls these once Ray is up.
     """
 
-    def __init__(self, **options):
-        self._options = options
-
-    def options(self, **options):
+    @staticmethod
+    def options(**options):
         """As of a Ray actor class."""
-        return TaskRunnerOnThisNode(**options)
-
-    def remote(self):
-        """Start the task runner; Ray is up by now."""
         context = ray.get_runtime_context()
         send("ray", context.get_job_id())
+        # A node may give Ray no CPU (a cluster's head, say). ``soft`` lets another one run the task then.
         here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
-        return ray.remote(SupervisedTaskRunner).options(scheduling_strategy=here, **self._options).remote()
+        return ray.remote(SupervisedTaskRunner).options(scheduling_strategy=here, **options)
+
+    @classmethod
+    def remote(cls):
+        """Start the task runner."""
+        return cls.options().remote()
 
 
 def train(config) -> None:
     """verl's entry point with our task runner."""
     try:
-        run_ppo(config, TaskRunnerOnThisNode())
+        run_ppo(config, TaskRunnerOnThisNode)
         send("trained")
         return
     except Exception as error:

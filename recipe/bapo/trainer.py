@@ -2,11 +2,8 @@
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
 Mini-batches of whole groups, a flag that the first update's ratios are 1 (which saves the search its forward), the
-staleness metrics. The worker that finds the
-bounds does not come from here but with the loss's config (``policy_loss.py``).
+staleness metrics. The worker that finds the bounds comes with the loss's config (``policy_loss.py``).
 """
-
-from __future__ import annotations
 
 import torch
 import transfer_queue as tq
@@ -35,14 +32,18 @@ class _BAPOTrainer:
         where verl restores older weights to compute them. A model with dropout, which verl leaves out of that
         computation and not of the training forward, starts near 1 only.
         """
-        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        correction = self.config.algorithm.rollout_correction  # verl takes null for "no correction", hence no bypass
+        bypass = correction is not None and correction.bypass_mode
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
     def _update_actor(self, batch, metrics):
         actor = self.config.actor_rollout_ref.actor
         updates = self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
         metrics["training/off_policy/updates_per_rollout_batch"] = updates  # the staleness of sample replay
-        metrics["training/off_policy/cut_fraction"] = cut_fraction(batch.tags)
+        responses = [tag for tag in batch.tags if not tag.get("is_padding", False)]
+        # A response was cut at an update, and resumed, if other weights sampled its end than its beginning.
+        cut = sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in responses)
+        metrics["training/off_policy/cut_fraction"] = cut / len(responses)
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
@@ -60,12 +61,6 @@ class _BAPOTrainer:
         # The worker gets what ``batch.fields`` names.
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
         batch.extra_info[TRAINER_VERSION] = trained_from
-
-
-def cut_fraction(tags: list[dict]) -> float:
-    """Share of the responses that were cut at an update and resumed under other weights, from verl's tags on them."""
-    real = [tag for tag in tags if not tag.get("is_padding", False)]
-    return sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in real) / len(real)
 
 
 class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):

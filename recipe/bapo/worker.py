@@ -114,7 +114,7 @@ class BAPOTrainingWorker(TrainingWorker):
         prefixes = ("actor/bapo/", "actor/pg_")
         self.recent_batches.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
         if len(self.recent_batches) == WINDOW:
-            for text in health_warnings(self.recent_batches, bounds_can_move=not self.bapo_config.fixed).values():
+            for text in health_warnings(self.recent_batches, bounds_can_move=not self.bapo_config.fixed):
                 logger.warning("BAPO: %s", text)
             self.recent_batches.clear()
 

@@ -115,7 +115,7 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     assert set(run.reachable().values()) <= {"ray::WorkerDict"}  # torch's rendezvous; docs/reliability.md
     pid = run.find(victim)[0]
     if victim.startswith("VLLM::"):  # so the watchdog finds them on a cluster, and the checks another run
-        assert pid in [process.pid for process in vllm_processes("01000000")]
+        assert pid in vllm_processes("01000000")
     moment(run)
     os.kill(pid, signal.SIGKILL)
     last = ends_cleanly(run)

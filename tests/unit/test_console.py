@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines, the summary and the metrics files behind them."""
+"""What a person reads of a run: lines, warnings, the summary; the metrics files behind them."""
 
 import json
 import re
 
-from recipe.bapo.launch.console import evaluation, first_error, step_line, summary
+import pytest
+
+from recipe.bapo.health import WINDOW, health_warnings
+from recipe.bapo.launch.console import StepPrinter, first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics
 
@@ -27,41 +30,16 @@ def step_data(step, reward):
 
 
 def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
-    for steps in ((1, 2, 3), (3, 4)):
-        path = keep_earlier(tmp_path / "metrics.jsonl")
-        path.write_text("".join(record(step, **step_data(step, steps[0])) for step in steps))
-    steps = read_metrics(tmp_path)
-    assert [step for step, _ in steps] == [1, 2, 3, 4]
-    assert [data["critic/rewards/mean"] for _, data in steps] == [1, 1, 3, 3]
-
-
-def test_the_validation_before_a_resumed_run_does_not_replace_the_step_of_its_checkpoint(tmp_path):
-    validation = {"val-core/dice/reward/mean@4": 0.3}
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(record(1, **step_data(1, 1)) + record(2, **step_data(2, 1)))
+    path, validation = tmp_path / "metrics.jsonl", {"val-core/dice/reward/mean@4": 0.3}
+    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in (1, 2, 3)))
+    # It validates at the step of its checkpoint before it trains.
     keep_earlier(path).write_text(record(2, **validation) + record(3, **step_data(3, 3)))
-    steps = dict(read_metrics(tmp_path))
-    assert steps[2] == step_data(2, 1) | validation and sorted(steps) == [1, 2, 3]
-
-
-def test_an_earlier_file_is_never_overwritten(tmp_path):
-    for name in ("train.log", "train.2.log"):  # someone has removed train.1.log
-        (tmp_path / name).write_text(name)
-    keep_earlier(tmp_path / "train.log")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "train.2.log": "train.2.log",
-        "train.3.log": "train.log",
-    }
-
-
-def test_a_line_that_is_still_being_written_is_left_for_later(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(record(1, a=1) + '{"step": 2, "da')
-    assert read_metrics(tmp_path) == [(1, {"a": 1})]
+    assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1) | validation), (3, step_data(3, 3))]
 
 
 def test_a_step_is_one_line_with_the_time_left():
-    line = step_line(3, 10, step_data(3, 0.25), pace=6.0)
-    assert "\n" not in line and "step  3/10" in line and "reward 0.250" in line and "left 0:00:42" in line
+    shown = "step  3/10  reward 0.250  rho 0.400 -> 0.500  bounds [0.700, 1.500]  6.0 s  left 0:00:42"
+    assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown
 
 
 def test_the_summary_says_before_and_after(tmp_path):
@@ -81,11 +59,7 @@ def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
     data = {**step_data(1, 0.5), "actor/grad_norm": None}
     (tmp_path / "metrics.jsonl").write_text(record(1, **data))
     ((_, read),) = read_metrics(tmp_path)
-    assert "grad norm nan" in step_line(1, 2, read, pace=1.0) and "nan" in summary(tmp_path)
-
-
-def test_a_run_without_a_step_says_so(tmp_path):
-    assert summary(tmp_path).startswith("No training step")
+    assert "grad norm nan" in step_line(1, 2, read) and "nan" in summary(tmp_path)
 
 
 def test_the_first_error_of_a_worker_is_found_in_the_log():
@@ -106,16 +80,61 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path):
     metrics = {
         "val-core/aime_2024/acc/mean@16": 0.25,
         "val-aux/aime_2024/acc/std@16": 0.4,
-        "val-aux/aime_2024/reward/mean@16": -0.5,  # not the core variable
         "val-core/aime_2024/acc/best@16/mean": 0.6,
-        "val-core/a/b/reward/mean@1": 0.5,  # a source with a slash, one response: no spread
     }
-    (tmp_path / "metrics.1.jsonl").write_text(record(9, **{"val-core/old/acc/mean@16": 1.0}))  # an earlier run's
     (tmp_path / "metrics.jsonl").write_text(record(0, **metrics))
-    rows = [line.split() for line in evaluation(tmp_path).splitlines()]
-    assert rows[:3] == [
-        ["data", "source", "n", "mean@n", "std@n"],
-        ["aime_2024", "16", "0.2500", "0.4000"],
-        ["a/b", "1", "0.5000", "-"],
-    ]
-    assert len(rows) == 5
+    rows = [line.split() for line in summary(tmp_path).splitlines()[1:-1]]
+    assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items() if "best" not in name]
+
+
+OUT_OF_REACH = {"bapo/saturated": 1.0, "bapo/search_steps": 20.0, "bapo/positive_contribution": 0.448}
+ALREADY_MET = {"bapo/met_at_once": 0.96, "bapo/positive_contribution_start": 0.446, "pg_clipfrac": 0.01}
+ALREADY_MET |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
+UNBOUNDED = {"bapo/negative_unbounded_share": 0.11}
+
+
+def steps_with(data):
+    """Steps with these metrics of the actor; rho is half of that in some, which moves no median."""
+    low = {name: value / 2 if "positive_contribution" in name else value for name, value in data.items()}
+    return [{f"actor/{name}": value for name, value in step.items()} for step in [low] * 3 + [data] * (WINDOW - 3)]
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (OUT_OF_REACH, "They reached 0.448: positive_contribution_target=0.44 is in reach"),  # not rounded up
+        (OUT_OF_REACH | {"bapo/saturated": 0.9}, None),
+        # Fixed bounds: nothing is searched, so there is no target to miss.
+        (OUT_OF_REACH | {"bapo/search_steps": 0.0}, None),
+        (ALREADY_MET, "in 96% of the updates of the last 10 steps the target was already met"),
+        (ALREADY_MET, "at their start [0.60, 1.20]"),
+        (ALREADY_MET, "before the search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
+        (ALREADY_MET | {"bapo/met_at_once": 0.94}, None),
+        (ALREADY_MET | {"pg_clipfrac": 0.0}, None),  # fresh data
+        (UNBOUNDED, "tokens with negative advantage and a ratio above 3 carried 11%"),
+        (UNBOUNDED | {"bapo/negative_unbounded_share": 0.09}, None),
+        (UNBOUNDED | {"pg_clipfrac_lower": 0.01}, None),  # with a dual clip they carry nothing
+    ],
+)
+def test_what_deserves_a_warning(data, said):
+    warnings = health_warnings(steps_with(data), bounds_can_move=True)
+    assert len(warnings) == bool(said) and all(said in text for text in warnings)
+
+
+def test_that_bounds_stand_still_is_no_news_where_they_cannot_move():
+    assert not health_warnings(steps_with(ALREADY_MET), bounds_can_move=False)
+
+
+def test_each_step_is_a_line_and_warnings_come_once_in_a_while(tmp_path, capsys):
+    printer = StepPrinter(tmp_path, total=25, bounds_can_move=True)
+    printer.print_new()  # there is no file yet
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 26):
+            line = record(step, **step_data(step, 0.5), **{"actor/bapo/negative_unbounded_share": 0.2})
+            for part in (line[:20], line[20:]):
+                file.write(part)
+                file.flush()
+                printer.print_new()
+    lines = [line[:7] for line in capsys.readouterr().out.splitlines()]
+    steps = [f"step {step:>2}" for step in range(1, 26)]
+    assert lines == [*steps[:10], "Warning", *steps[10:20], "Warning", *steps[20:]]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from recipe.bapo.checks import call
 from recipe.bapo.checks.model import model_of, template_arguments
-from recipe.bapo.records.checkpoints import latest_checkpoint
+from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score

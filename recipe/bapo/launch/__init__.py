@@ -1,9 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a run: its parent process, what the parent shows and watches, what keeps runs apart, what is cleaned up.
 
-``__main__`` is the command, ``supervisor`` the parent's view of training, ``watchdog`` finds a run that would hang,
-``cleanup`` leaves nothing behind, ``console`` is what a person reads, ``messages`` the pipe from training to its
-parent, ``locks`` keep two runs from each other. Times and texts may be changed here; the kinds of messages only
-together with ``main_bapo``, which sends them. The parent imports neither verl nor torch: it starts at once, and is none
-of the processes that die.
+``__main__`` is the command and the parent's view of training, ``watchdog`` finds a run that would hang, ``cleanup``
+leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two runs from each other. The parent imports
+neither verl nor torch: it starts at once, and is none of the processes that die.
+
+Here is training's end of the pipe to its parent. It is a pipe and not a file, because a file in the run's folder would
+be lost where its disk is full. ``Supervisor.handle_message`` has to know every kind of message that is sent.
 """
+
+import os
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+PIPE = "BAPO_LAUNCH_PIPE"  # environment variable with the pipe's descriptor, which Ray's workers do not inherit
+_descriptor = os.environ.pop(PIPE, None)
+_parent = Connection(int(_descriptor), readable=False) if _descriptor else None
+
+
+def send(kind: str, content=None) -> None:
+    """Send one message to the parent; without one, texts are printed.
+
+    Args:
+        kind: one of the following.
+
+            - ``info``: a text for the console.
+            - ``error``: a text that says why training ends.
+            - ``checked``: the checks have passed; the path of the run's config, whether Ray is a cluster's, and whether
+              the bounds can move.
+            - ``ray``: Ray is up; the job's id in it.
+            - ``trained``: training is done, and the process is about to end.
+        content: what belongs to the kind.
+    """
+    if _parent is not None:
+        with suppress(OSError):  # the parent is gone
+            _parent.send((kind, content))
+    elif kind == "info":
+        print(content)
+    elif kind == "error":
+        print(f"Error: {content}", file=sys.stderr)
+
+
+def wait_for_final_check() -> None:
+    """Wait until the parent ends this process. It first looks which of vLLM's processes have died, and all of them
+    would be gone with this one, which started Ray."""
+    if _parent is not None:
+        with suppress(KeyboardInterrupt):
+            time.sleep(60)

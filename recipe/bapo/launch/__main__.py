@@ -7,24 +7,27 @@ and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + 
 it every user, relies on the command and on its exit codes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 
-from recipe.bapo.launch import cleanup, console
-from recipe.bapo.launch.supervisor import Supervisor
-from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier
+from omegaconf import OmegaConf
+
+from recipe.bapo.launch import PIPE, cleanup, console
+from recipe.bapo.launch.watchdog import Watchdog
+from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier, latest_checkpoint
 
 # Unbuffered (-u): what a killed process printed last is in the log.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
 MAX_PARENT_LENGTH = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
+PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +42,7 @@ def main(arguments: list[str]) -> int:
         print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
     with scratch_folder() as scratch:
-        run = Supervisor([*TRAINING, *arguments], run_dir, log, scratch)
+        run = Supervisor(arguments, log, scratch)
         try:
             while run.poll() and not interruptions:
                 time.sleep(0.2)
@@ -47,14 +50,19 @@ def main(arguments: list[str]) -> int:
         finally:
             run.end()
         if error is not None:
-            keep_ray_logs(Path(scratch), run_dir)
+            # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
+            copy = ["cp", "-rT", f"{scratch}/ray/session_latest/logs", run_dir / RAY_LOGS]
+            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL)
     with suppress(OSError):  # the terminal is gone
         if error is not None:
             print(f"Error: {error}\nThe whole output: {log}", file=sys.stderr)
         elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
             print(log.read_text())
         else:
-            show_result(run.run_dir, evaluated=run.config.trainer.val_only)
+            run_dir = Path(run.config.run_dir)  # the command line may name another one than OUTPUT_DIR
+            print(console.summary(run_dir))
+            if not run.config.trainer.val_only:
+                draw(run_dir)
     return code
 
 
@@ -72,36 +80,138 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
     parent = tempfile.gettempdir()
     if len(parent) > MAX_PARENT_LENGTH:
-        print(
-            f"Temporary files go to /tmp: {parent} is longer than {MAX_PARENT_LENGTH} characters, Ray's sockets' limit."
-        )
         parent = "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
-def keep_ray_logs(scratch: Path, run_dir: Path) -> None:
-    """Copy Ray's logs of a failed run to the run's folder. Ray makes its own folders writable by everybody."""
-    kept = run_dir / RAY_LOGS
-    with suppress(OSError):  # there are none, or the disk is full
-        shutil.copytree(scratch / "ray" / "session_latest" / "logs", kept, dirs_exist_ok=True)
-    for path in (kept, *kept.rglob("*")):
-        with suppress(OSError):
-            path.chmod(path.stat().st_mode & ~0o022)
-
-
-def show_result(run_dir: Path, evaluated: bool) -> None:
-    """The screen at the end, and the run's picture; a run that trained well does not fail for want of one."""
-    if evaluated:
-        print(console.evaluation(run_dir))
-        return
-    print(console.summary(run_dir))
+def draw(run_dir: Path) -> None:
+    """The run's picture; a run that trained well does not fail for want of one."""
     try:
         from recipe.bapo import plot
 
-        plot.draw({run_dir.name: [run_dir]}, run_dir / PICTURE)
+        plot.picture([run_dir]).savefig(run_dir / PICTURE)
         print(f"Picture: {run_dir / PICTURE}")
     except Exception as error:
         print(f"No picture: {error}")
+
+
+class Supervisor:
+    """Training as a child of this process, in a process group of its own: a terminal's signals do not reach it.
+
+    Args:
+        arguments: of ``recipe.bapo.main_bapo``.
+        log: the file for all that the child prints.
+        scratch: the folder for temporary files of everything below.
+    """
+
+    def __init__(self, arguments: list[str], log: Path, scratch: str):
+        self.log, self.errors = log, []
+        self.config = self.watchdog = self.printer = None  # until the checks have passed
+        self.trained_at: float | None = None  # by the monotonic clock
+        self.pipe, childs_end = Pipe(duplex=False)
+        with childs_end, open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                [*TRAINING, *arguments],
+                env={**os.environ, "TMPDIR": scratch, PIPE: str(childs_end.fileno())},
+                pass_fds=(childs_end.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                preexec_fn=cleanup.end_with_parent,
+            )
+
+    def poll(self) -> bool:
+        """Show what is new. Returns False once training has ended, has failed or has to be ended."""
+        ended = self.process.poll() is not None  # before its last messages are read
+        with suppress(EOFError, OSError):  # training has closed the pipe, or the console is gone
+            while self.pipe.poll():
+                self.handle_message(*self.pipe.recv())
+        if self.config is not None:
+            with suppress(OSError):
+                self.printer.print_new()
+        if ended or self.config is None:
+            return not ended
+        if self.trained_at is not None:
+            return time.monotonic() - self.trained_at < self.config.watchdog.max_exit_s
+        if self.errors:
+            self.watchdog.check()  # verl does not say that an engine has died
+            return False
+        if not self.watchdog.should_end():
+            return True
+        self.watchdog.write_stacks(self.process.pid)
+        return False
+
+    def handle_message(self, kind: str, content) -> None:
+        """What training sends; ``send`` lists the kinds."""
+        if kind == "info":
+            print(content, flush=True)
+        elif kind == "error":
+            self.errors.append(content)
+        elif kind == "checked":
+            path, on_cluster, bounds_can_move = content
+            self.config = OmegaConf.load(path)
+            run_dir = Path(self.config.run_dir)
+            self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
+            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, bounds_can_move)
+        elif kind == "ray":
+            self.watchdog.job = content
+        elif kind == "trained":
+            self.trained_at = time.monotonic()
+
+    def result(self, interruptions: list[signal.Signals]) -> tuple[str | None, int]:
+        """What went wrong, None if nothing did, and the exit code."""
+        exit_code = self.process.poll()
+        if exit_code == 0:
+            return None, 0
+        if interruptions:
+            return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
+        if self.trained_at is not None and exit_code is None:
+            late = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s)"
+            with suppress(OSError):  # the terminal is gone
+                print(f"Training is done, but its process {late}: it is killed.", flush=True)
+            return None, 0
+        log = self.log.read_text(errors="replace")
+        if self.watchdog is None:  # the config is not usable, or training did not come to its checks
+            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
+        first, actor = console.first_error(log), console.dead_actor(log)
+        reasons = (
+            self.watchdog.reason,
+            self.full_disk(),
+            f"the worker {actor} has died" if actor else None,
+            *self.errors,
+            None if self.errors or exit_code is None else f"the training process ended with code {exit_code}",
+            f"the first error in the log is {first}" if first else None,
+        )
+        return f"Training failed: {'; '.join(filter(None, reasons))}. {self.how_to_resume()}", 1
+
+    def how_to_resume(self) -> str:
+        """The last checkpoint, and the settings that resume from it."""
+        folder = None
+        with suppress(ValueError):  # the last checkpoint is not there
+            folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
+        if folder is None:
+            return "No checkpoint was saved."
+        return f"The last checkpoint is {folder}: the same OUTPUT_DIR with trainer.resume_mode=auto goes on from it."
+
+    def full_disk(self) -> str | None:
+        """Says so if there is hardly any space left for checkpoints; torch's own error would not."""
+        folder = Path(self.config.trainer.default_local_dir)
+        if not folder.exists() or (free := shutil.disk_usage(folder).free) >= 64 << 20:
+            return None
+        return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
+
+    def end(self) -> None:
+        """End every process of the run, and remove what they would leave outside its folder."""
+        left = set()
+        if self.watchdog is not None:
+            left = self.watchdog.left_outside()
+            if self.watchdog.on_cluster and self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(PATIENCE)
+        cleanup.kill_descendants()
+        cleanup.remove(left)
 
 
 if __name__ == "__main__":

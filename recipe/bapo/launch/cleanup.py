@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a run: all its processes are ended, and what they leave outside its folder is removed.
 
-The supervisor relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
+The parent of a run relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
 verl's and vLLM's: look at them with each new version. ``tests/stack/test_faults.py`` finds what is left.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
@@ -18,29 +16,27 @@ from pathlib import Path
 
 import psutil
 
-SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of Linux's <sys/prctl.h>
 SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
 SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)  # of vLLM's, by Python, and verl's
 
 
 def adopt_orphans() -> None:
     """From now on a process below this one becomes its child when its own parent ends, whatever session it is in."""
-    _prctl(SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of Linux's <sys/prctl.h>
 
 
 def end_with_parent() -> None:
     """In a new child: have the kernel send it SIGINT if this process is killed."""
-    _prctl(SET_PDEATHSIG, signal.SIGINT)
+    ctypes.CDLL(None).prctl(1, signal.SIGINT, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
-def _prctl(option, value):
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def descendants() -> list[psutil.Process]:
-    """The processes that this one has started, those that they have started, and so on."""
-    return psutil.Process().children(recursive=True)
+def descendants() -> dict[int, str]:
+    """The command lines of the processes that this one has started, those that they have started, and so on, by id."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            found[process.pid] = " ".join(process.cmdline()).strip()
+    return found
 
 
 def kill_descendants(timeout: float = 10.0) -> None:
@@ -54,8 +50,8 @@ def kill_descendants(timeout: float = 10.0) -> None:
     with suppress(ChildProcessError):  # there is no child left
         while time.monotonic() < began + timeout:
             spare_trackers = time.monotonic() < began + timeout / 2
-            for pid, title in titles(descendants()).items():
-                if not (spare_trackers and "multiprocessing.resource_tracker" in title):
+            for pid, command in descendants().items():
+                if not (spare_trackers and "multiprocessing.resource_tracker" in command):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
@@ -63,23 +59,14 @@ def kill_descendants(timeout: float = 10.0) -> None:
             time.sleep(0.02)
 
 
-def titles(processes: Iterable[psutil.Process]) -> dict[int, str]:
-    """The command line of each process that still lives, by its id."""
+def vllm_processes(job: str) -> dict[int, str]:
+    """The titles of vLLM's processes on this machine that verl serves under a job number of Ray's, by id."""
     found = {}
-    for process in processes:
-        with suppress(psutil.Error):  # it has ended
-            found[process.pid] = " ".join(process.cmdline()).strip()
-    return found
-
-
-def vllm_processes(job: str) -> list[psutil.Process]:
-    """The processes of vLLM on this machine that verl serves under a job number of Ray's."""
-    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's
-            title = " ".join(process.cmdline())
+            title = " ".join(process.cmdline()).strip()
             if title.startswith("VLLM::") and process.environ().get("VERL_RAY_JOB_ID") == job:
-                found.append(process)
+                found[process.pid] = title
     return found
 
 
@@ -105,8 +92,8 @@ def remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_on_every_node(timeout: float = 30.0) -> None:
-    """Remove what this job would leave on the nodes of its Ray, waiting ``timeout`` seconds at most."""
+def remove_on_every_node() -> None:
+    """Remove what this job would leave on the nodes of its Ray, waiting 30 seconds at most."""
     import ray  # the launcher, which needs the functions above, runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -114,7 +101,7 @@ def remove_on_every_node(timeout: float = 30.0) -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         task = ray.remote(num_cpus=0)(_remove_on_this_node)
         placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=timeout)
+        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=30)
 
 
 def _remove_on_this_node():

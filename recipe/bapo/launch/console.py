@@ -1,43 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows a person: a line per step, warnings, in a terminal a progress bar, and a summary at the end.
+"""What a run shows a person: a line per step, warnings, and a summary at the end.
 
 Everything shown is read from ``metrics.jsonl`` and ``train.log`` in the run's folder, so texts may be changed freely;
 the README shows the summary.
 """
 
-from __future__ import annotations
-
 import re
-import time
 from datetime import timedelta
 from pathlib import Path
-
-from tqdm import tqdm
+from statistics import fmean
 
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
+# The parts of a step's line, each where its metric is logged.
+IN_A_LINE = {
+    "critic/rewards/mean": "  reward {:.3f}",
+    "actor/entropy": "  entropy {:.3f}",
+    "actor/bapo/positive_contribution_start": "  rho {:.3f}",
+    "actor/bapo/positive_contribution": " -> {:.3f}",
+    "actor/bapo/clip_low": "  bounds [{:.3f},",
+    "actor/bapo/clip_high": " {:.3f}]",
+    "actor/grad_norm": "  grad norm {:.3f}",
+    "response_length/mean": "  length {:.0f}",
+    "timing_s/step": "  {:.1f} s",
+}
+BEFORE_AND_AFTER = {
+    "critic/rewards/mean": "training reward",
+    "actor/entropy": "entropy, nats a token",
+    "response_length/mean": "response length, tokens",
+    "actor/grad_norm": "gradient norm",
+}
+
 
 class StepPrinter:
-    """Prints to ``out`` a line for each step of a run, in a terminal above a progress bar."""
+    """Prints a line for each step of a run of ``total`` steps, and after every ``WINDOW`` steps the warnings."""
 
-    def __init__(self, out, since: float):
-        self.out, self.since = out, since  # a metrics file that is older belongs to an earlier run
-        self.path: Path | None = None
-        self.bar: tqdm | None = None  # from the first step on, which comes minutes after the start
-        self.offset = 0  # bytes of the metrics file that have been printed
-        self.start: tuple[float, int] | None = None  # time and step from which the pace is measured
-        self.history: list[dict[str, float]] = []
-        self.warned: dict[str, int] = {}  # the step of the last warning of each kind
-
-    def begin(self, run_dir: Path, total: int | None, bounds_can_move: bool = True) -> None:
-        """Follow the ``metrics.jsonl`` of a run of ``total`` steps."""
+    def __init__(self, run_dir: Path, total: int | None, bounds_can_move: bool):
         self.path, self.total, self.bounds_can_move = run_dir / METRICS, total, bounds_can_move
+        self.offset = 0  # bytes of the metrics file that have been printed
+        self.recent: list[dict[str, float]] = []  # the steps since the last warnings
 
     def print_new(self) -> None:
         """Print the steps that have been written since the last call."""
-        if self.path is None or not self.path.exists() or self.path.stat().st_mtime < self.since:
+        if not self.path.exists():
             return
         with open(self.path) as file:
             file.seek(self.offset)
@@ -45,61 +52,27 @@ class StepPrinter:
         complete = text[: text.rfind("\n") + 1]
         self.offset += len(complete.encode())
         for step, data in parse_lines(complete):
+            print(step_line(step, self.total, data), flush=True)
             if "training/global_step" in data:
-                self.print_step(step, data)
-            else:
-                reward = validation_reward(data)
-                if reward is not None:
-                    self.print(f"before training: validation {reward:.3f}")
-
-    def print_step(self, step: int, data: dict[str, float]) -> None:
-        """Print one step with the time left at the pace so far, and each kind of warning once in ``WINDOW`` steps."""
-        if self.start is None:
-            self.start = time.time() - data.get("timing_s/step", 0.0), step - 1
-        pace = (time.time() - self.start[0]) / (step - self.start[1])
-        self.print(step_line(step, self.total, data, pace))
-        self.history.append(data)
-        for kind, text in health_warnings(self.history, self.bounds_can_move).items():
-            if step - self.warned.get(kind, step - WINDOW) >= WINDOW:
-                self.warned[kind] = step
-                self.print(f"Warning: {text}")
-        if self.bar is None:
-            # disable=None: shown in a terminal alone.
-            self.bar = tqdm(desc="training", unit="step", total=self.total, initial=step, file=self.out, disable=None)
-        self.bar.update(step - self.bar.n)
-
-    def print(self, text: str) -> None:
-        """Print one line, above the progress bar where there is one."""
-        tqdm.write(text, file=self.out)
-        self.out.flush()
-
-    def close(self) -> None:
-        """Print what is still to be printed; the progress bar stays as it is."""
-        self.print_new()
-        if self.bar is not None:
-            self.bar.close()
+                self.recent.append(data)
+            if len(self.recent) == WINDOW:
+                for warning in health_warnings(self.recent, self.bounds_can_move):
+                    print(f"Warning: {warning}", flush=True)
+                self.recent.clear()
 
 
-def step_line(step: int, total: int | None, data: dict[str, float], pace: float) -> str:
-    """One step of training as one line; ``pace`` is in seconds a step."""
-    nan = float("nan")
-    count = f"{step:>{len(str(total))}}/{total}" if total else str(step)
-    parts = [f"step {count}", f"reward {data.get('critic/rewards/mean', nan):.3f}"]
-    if "actor/entropy" in data:
-        parts.append(f"entropy {data['actor/entropy']:.3f}")
-    if "actor/bapo/clip_low" in data:
-        rho = (data["actor/bapo/positive_contribution_start"], data["actor/bapo/positive_contribution"])
-        bounds = (data["actor/bapo/clip_low"], data["actor/bapo/clip_high"])
-        parts += [f"rho {rho[0]:.3f} -> {rho[1]:.3f}", f"bounds [{bounds[0]:.3f}, {bounds[1]:.3f}]"]
-    parts.append(f"grad norm {data.get('actor/grad_norm', nan):.3f}")
-    parts.append(f"length {data.get('response_length/mean', nan):.0f}")
-    parts.append(f"{data.get('timing_s/step', nan):.1f} s")
+def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
+    """One step of training, or the validation before it, as one line."""
+    line = "before training"
+    if "training/global_step" in data:
+        line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
+    line += "".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data)
     validation = validation_reward(data)
     if validation is not None:
-        parts.append(f"validation {validation:.3f}")
-    if total:
-        parts.append(f"left {timedelta(seconds=round(pace * max(0, total - step)))}")
-    return "  ".join(parts)
+        line += f"  validation {validation:.3f}"
+    if total and "timing_s/step" in data:
+        line += f"  left {timedelta(seconds=round((total - step) * data['timing_s/step']))}"
+    return line
 
 
 def first_error(log: str) -> str | None:
@@ -118,42 +91,40 @@ def dead_actor(log: str) -> str | None:
 
 
 def summary(run_dir: Path) -> str:
-    """The screen at the end of a run: before and after, and where everything is."""
+    """The screen at the end of a run: before and after, and where everything is; of an evaluation verl's figures."""
     records = [data for _, data in read_metrics(run_dir)]
     steps = [data for data in records if "training/global_step" in data]
-    if not steps:
-        return f"No training step was recorded in {run_dir}."
+    lines, part = [], max(1, len(steps) // 5)
 
-    def change(values, count):
-        return f"{sum(values[:count]) / count:>9.3f}  ->{sum(values[-count:]) / count:>9.3f}"
+    def before_and_after(label, values, part):
+        lines.append(f"  {label:<46}{fmean(values[:part]):>9.3f}  ->{fmean(values[-part:]):>9.3f}")
 
-    lines = [f"{len(steps)} steps, mean of the first and the last {max(1, len(steps) // 5)}:"]
-    rows = {
-        "training reward": "critic/rewards/mean",
-        "entropy, nats a token": "actor/entropy",
-        "response length, tokens": "response_length/mean",
-        "gradient norm": "actor/grad_norm",
-    }
-    for label, key in rows.items():
-        values = [data[key] for data in steps if key in data]
-        if values:
-            lines.append(f"  {label:<46}{change(values, max(1, len(values) // 5))}")
-    validations = [reward for reward in map(validation_reward, records) if reward is not None]
-    if len(validations) > 1:
-        lines.append(f"  {'validation reward, first and last':<46}{change(validations, 1)}")
-    lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
+    if steps:
+        lines.append(f"{len(steps)} steps, mean of the first and the last {part}:")
+        for key, label in BEFORE_AND_AFTER.items():
+            values = [data[key] for data in steps if key in data]
+            if values:
+                before_and_after(label, values, part)
+        validations = [reward for reward in map(validation_reward, records) if reward is not None]
+        if len(validations) > 1:
+            before_and_after("validation reward, first and last", validations, 1)
+        lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
+    else:
+        lines.append("No training step was recorded. Of n responses a problem, verl's mean and spread:")
+        figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
+        lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics, log and records: {run_dir}")
     return "\n".join(lines)
 
 
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
     """What the search for bounds did in a run, from its steps that made updates."""
-
-    def mean(name):
-        return sum(data[f"actor/bapo/{name}"] for data in steps) / len(steps)
-
     if not steps:
         return []
+
+    def mean(name):
+        return fmean(data[f"actor/bapo/{name}"] for data in steps)
+
     already_met, out_of_reach = mean("met_at_once"), mean("saturated")
     rho = (mean("positive_contribution_start"), mean("positive_contribution"))
     rows = {
@@ -164,17 +135,3 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }
     return ["The search for bounds, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]
-
-
-def evaluation(run_dir: Path) -> str:
-    """The figures of a run that only validates, by data source: verl's metrics ``mean@n`` and ``std@n``."""
-    lines = [f"{'data source':<28}{'n':>4}{'mean@n':>9}{'std@n':>9}"]
-    for _, metrics in parse_lines((run_dir / METRICS).read_text()):
-        for key, mean in metrics.items():
-            if match := re.fullmatch(r"val-core/(.+)/([^/]+)/mean@(\d+)", key):
-                source, variable, n = match.groups()
-                std = metrics.get(f"val-aux/{source}/{variable}/std@{n}")
-                lines.append(f"{source:<28}{n:>4}{mean:>9.4f}{'-' if std is None else f'{std:.4f}':>9}")
-    lines.append("std@n: between the n responses to a problem, mean over the problems.")
-    lines.append(f"Metrics and log: {run_dir}")
-    return "\n".join(lines)

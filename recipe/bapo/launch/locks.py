@@ -6,18 +6,14 @@ would train on each other's data without a word. The checks look before the star
 and its task runner the cluster: whoever changes a claim has to keep that of two runs that start at once one gets it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket
 import time
 from contextlib import suppress
-from urllib.parse import urlsplit
 
-from recipe.bapo.launch.cleanup import SOCKETS, titles, vllm_processes
+from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 
-WAYS_OUT = f"wait for its end, or give each run a {SOCKETS} of its own: scripts/apart.sh, or a container."
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
 
 
@@ -26,73 +22,70 @@ def joins_a_cluster(config) -> bool:
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
 
 
-def check_ray_address(address: str, timeout: float = 5.0) -> None:
+def check_ray_address(address: str) -> None:
     """Connect to a Ray address; Ray itself would try for two minutes without a word.
 
     Args:
         address: as in ``RAY_ADDRESS``: ``HOST:PORT``, also with a scheme; what names no host is left to Ray.
-        timeout: seconds for the connection.
 
     Raises:
         ValueError: it is not such an address, or nothing listens there.
     """
     if address in ("", "local", "auto"):
         return
-    server = urlsplit(address if "://" in address else f"//{address}")
+    host, _, port = address.rpartition("/")[2].rpartition(":")
     try:
-        if not server.hostname or not server.port:
-            raise ValueError("it is not HOST:PORT")
-        socket.create_connection((server.hostname, server.port), timeout).close()
-    except (OSError, ValueError) as error:  # ValueError also where the port is no number
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError as error:
         raise ValueError(
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
         ) from error
 
 
-def claim_machine() -> int | None:
-    """Claim this machine for a run with a Ray of its own, until the descriptor is closed; None: another run has it.
+def claim_machine() -> int:
+    """Claim this machine for a run with a Ray of its own, until the returned descriptor is closed.
 
     Ray numbers the jobs of two such runs alike, and verl names the socket in ``/tmp`` over which it sends weights to
     vLLM after that number: each run might get the other's weights. The claim is a lock on that folder, which leaves no
-    file, goes with the process, and holds between containers exactly if they share the folder.
+    file, goes with the process, and holds between containers exactly if they share the folder. A run of verl's own
+    entry point claims nothing, but its vLLM servers are seen.
+
+    Raises:
+        ValueError: another run is on the machine.
     """
     claim = os.open(SOCKETS, os.O_RDONLY)
+    servers = vllm_processes(FIRST_JOB)
     try:
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(claim)
-        return None
-    return claim
-
-
-def servers_of_other_runs() -> dict[int, str]:
-    """vLLM's processes on this machine that are served by verl under the job number that ours would have.
-
-    A run of verl's own entry point claims nothing, and would mix its weights with ours too.
-    """
-    return titles(vllm_processes(FIRST_JOB))
+        if not servers:
+            return claim
+    except OSError:  # another run has the lock
+        pass
+    os.close(claim)
+    which = "".join(f" (process {pid}, {title})" for pid, title in list(servers.items())[:1])
+    raise ValueError(
+        f"another run is on this machine{which}, and verl would send both runs' weights over one socket in {SOCKETS}: "
+        "wait for its end, or give each run a /tmp of its own: scripts/apart.sh, or a container."
+    )
 
 
 class _Claim:
     """An actor that does nothing but have a name."""
 
 
-def claim_cluster(patience: float = 20):
+def claim_cluster():
     """Claim a Ray cluster for this job, until the returned handle or the job ends.
 
     verl's TransferQueue has one controller a cluster, by name: a second job would connect to it, put its samples to
-    those of the first and train on both. A job that has just ended keeps the names for some seconds.
-
-    Args:
-        patience: seconds to wait for an earlier job.
+    those of the first and train on both.
 
     Raises:
         ValueError: another verl run is on the cluster.
     """
     import ray  # the checks, which need the functions above, can do without
 
-    until = time.monotonic() + patience
+    until = time.monotonic() + 20  # a job that has just ended keeps the names for some seconds
     while True:
         try:
             ray.get_actor("TransferQueueController", namespace="transfer_queue")

@@ -6,8 +6,6 @@ ends the run without us. A further reason is one more method, called by ``check`
 injects the faults that each of them finds. The limits are the section ``watchdog`` of the config.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -85,8 +83,8 @@ class Watchdog:
     def processes(self) -> dict[int, str]:
         """The titles of the run's processes on this node by their ids; on a cluster those of vLLM alone."""
         if not self.on_cluster:
-            return cleanup.titles(cleanup.descendants())
-        return cleanup.titles(cleanup.vllm_processes(self.job)) if self.job else {}
+            return cleanup.descendants()
+        return cleanup.vllm_processes(self.job) if self.job else {}
 
     def left_outside(self) -> set[Path]:
         """What the run's processes on this node hold outside its folder, and what those held that have died."""

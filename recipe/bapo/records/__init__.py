@@ -5,8 +5,8 @@ Other people's scripts read ``metrics.jsonl``. Every package of the recipe may i
 them.
 """
 
-from __future__ import annotations
-
+import itertools
+import os
 from pathlib import Path
 
 METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo.records.metrics
@@ -21,7 +21,25 @@ def keep_earlier(path: Path) -> Path:
     """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        names = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]
-        last = max((int(name) for name in names if name.isdigit()), default=0)
-        path.rename(path.with_suffix(f".{last + 1}{path.suffix}"))
+        names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
     return path
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint in ``folder``, as verl finds it; None if there is none.
+
+    Raises:
+        ValueError: the checkpoint is named but not there; verl would start anew without a word.
+    """
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return None
+    number = tracker.read_text().strip()
+    checkpoint = folder / f"global_step_{number}"
+    if not checkpoint.is_dir():
+        raise ValueError(
+            f"{tracker} names the checkpoint {number!r}, which is not in {sorted(os.listdir(folder))}: write the "
+            "number of a complete one into it, or remove it to start anew."
+        )
+    return checkpoint

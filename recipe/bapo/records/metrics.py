@@ -4,8 +4,6 @@
 Console, pictures and scripts read metrics through these functions alone; the keys are verl's and the loss's.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
