@@ -3,6 +3,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -138,3 +139,13 @@ def test_each_step_is_a_line_and_warnings_come_once_in_a_while(tmp_path, capsys)
     lines = [line[:7] for line in capsys.readouterr().out.splitlines()]
     steps = [f"step {step:>2}" for step in range(1, 26)]
     assert lines == [*steps[:10], "Warning", *steps[10:20], "Warning", *steps[20:]]
+
+
+def test_a_terminal_has_a_progress_bar_and_a_file_has_none(tmp_path, capsys, monkeypatch):
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        (tmp_path / "metrics.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
+        printer = StepPrinter(tmp_path, total=25, bounds_can_move=True)
+        printer.print_new()
+        printer.close()
+        assert ("training:   8%" in capsys.readouterr().err) == terminal

@@ -212,6 +212,9 @@ class Supervisor:
                     self.process.wait(PATIENCE)
         cleanup.kill_descendants()
         cleanup.remove(left)
+        with suppress(OSError):  # the terminal is gone
+            if self.printer is not None:
+                self.printer.close()
 
 
 if __name__ == "__main__":

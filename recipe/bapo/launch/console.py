@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows a person: a line per step, warnings, and a summary at the end.
+"""What a run shows a person: a line per step, warnings, in a terminal a progress bar, and a summary at the end.
 
 Everything shown is read from ``metrics.jsonl`` and ``train.log`` in the run's folder, so texts may be changed freely;
 the README shows the summary.
 """
 
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
+
+from tqdm import tqdm
 
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import METRICS
@@ -41,6 +44,7 @@ class StepPrinter:
         self.path, self.total, self.bounds_can_move = run_dir / METRICS, total, bounds_can_move
         self.offset = 0  # bytes of the metrics file that have been printed
         self.recent: list[dict[str, float]] = []  # the steps since the last warnings
+        self.bar: tqdm | None = None  # from the first step on, which comes minutes after the start
 
     def print_new(self) -> None:
         """Print the steps that have been written since the last call."""
@@ -52,13 +56,27 @@ class StepPrinter:
         complete = text[: text.rfind("\n") + 1]
         self.offset += len(complete.encode())
         for step, data in parse_lines(complete):
-            print(step_line(step, self.total, data), flush=True)
+            self.print(step_line(step, self.total, data))
             if "training/global_step" in data:
                 self.recent.append(data)
+                if self.bar is None:  # disable=None: shown in a terminal alone
+                    self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
+                self.bar.update(step - self.bar.n)
             if len(self.recent) == WINDOW:
                 for warning in health_warnings(self.recent, self.bounds_can_move):
-                    print(f"Warning: {warning}", flush=True)
+                    self.print(f"Warning: {warning}")
                 self.recent.clear()
+
+    @staticmethod
+    def print(text: str) -> None:
+        """Print one line, above the progress bar where there is one."""
+        tqdm.write(text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the progress bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
 
 
 def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
