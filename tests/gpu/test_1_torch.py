@@ -22,11 +22,6 @@ def search(batch, config=None):
     return find_clip_bounds(*batch, config or BAPOConfig(), clip_ratio_c=DUAL_CLIP)
 
 
-def read(found):
-    """What a search found, by name, in one transfer to the host."""
-    return read_values(*found)
-
-
 def loss_and_gradient(batch, low, high):
     """Of the loss with given bounds."""
     leaf = batch[1].detach().requires_grad_()
@@ -64,7 +59,10 @@ def test_the_bounds_are_those_of_the_cpu(dtype, device, tell):
     for seed, (choice, target) in searches:
         config = BAPOConfig(positive_contribution_target=target, **dict(zip(SWITCHES, choice, strict=True)))
         batch = make_batch(8, 512, DTYPES[dtype], "cpu", seed)
-        here, there = read(search(batch, config)), read(search([part.to(device) for part in batch], config))
+        here, there = (
+            read_values(*search(batch, config)),
+            read_values(*search([part.to(device) for part in batch], config)),
+        )
         for name in ("low", "high", "search_steps", "saturated"):
             assert there[name] == here[name], (choice, target, name)
         distances.append(abs(there["positive_contribution"] - here["positive_contribution"]))
@@ -102,7 +100,7 @@ def test_autocast_changes_neither_bounds_nor_loss(device):
 
 def test_two_searches_of_one_input_find_the_same(device, large, tell):
     batch = make_batch(*large, torch.float32, device)
-    first, second = read(search(batch)), read(search(batch))
+    first, second = read_values(*search(batch)), read_values(*search(batch))
     for name in ("low", "high", "search_steps"):
         assert first[name] == second[name], name
     off = abs(first["positive_contribution"] - second["positive_contribution"])  # atomic additions
@@ -120,7 +118,7 @@ def test_the_host_waits_once_for_the_device(device, large, on_gpu):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            read(found)
+            read_values(*found)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("called a synchronizing" in str(wait.message) for wait in waits) == 1

@@ -84,13 +84,12 @@ def bounds_of(seen):
     return [tuple(float.fromhex(line[name]) for name in ("low", "high", "search_steps")) for line in seen["record"]]
 
 
-def rho_of(seen):
-    """The share at the start of each search."""
-    return [float.fromhex(line["positive_contribution_start"]) for line in seen["record"]]
-
-
 def distance_of_rho(seen, expected):
-    return max(abs(a - b) for a, b in zip(rho_of(seen), rho_of(expected), strict=True))
+    """The largest difference of the shares at the start of the searches."""
+    one, other = (
+        [float.fromhex(line["positive_contribution_start"]) for line in update["record"]] for update in (seen, expected)
+    )
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -3,17 +3,13 @@
 
 import json
 import re
+from statistics import fmean as mean
 
 import pytest
 from support.metrics import METRICS
 from support.stack_runs import explain, run_example
 
 from recipe.bapo.records.metrics import read_metrics, validation_reward
-
-
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ logits are gone.
 
 import contextlib
 from dataclasses import dataclass
-from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -174,13 +173,6 @@ def _forward(model, work):
         return found["log_probs"].values(), found["entropy"].values() if work.entropy else None
 
 
-def _loss(model, work):
-    log_probs, entropy = _forward(model, work)
-    loss = log_probs.sum()
-    return loss + entropy.sum() if work.entropy_gradient else loss
-
-
-@lru_cache
 def peak_gibibytes(work: Work) -> float:
     """The largest memory of one GPU during ``work`` in GiB."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
@@ -190,11 +182,11 @@ def peak_gibibytes(work: Work) -> float:
             model = _make_model(work, mesh)
             optimizer = _make_optimizer(model, work.update)
             with FSDPMemTracker(model, optimizer) as tracker:
+                with torch.set_grad_enabled(work.update):
+                    log_probs, entropy = _forward(model, work)
                 if work.update:
-                    _loss(model, work).backward()
-                else:
-                    with torch.no_grad():
-                        _forward(model, work)
+                    loss = log_probs.sum() + entropy.sum() if work.entropy_gradient else log_probs.sum()
+                    loss.backward()
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     finally:
         torch.distributed.destroy_process_group()
