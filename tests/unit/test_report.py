@@ -77,15 +77,15 @@ def test_shares_of_tokens_and_gradient(report):
 
 
 def test_the_advantage_is_in_the_size_of_a_gradient(tmp_path):
-    # r*|A| of 15, 1 and 8; GRPO's upper bound takes the first, the dual clip the last.
-    log_prob, advantages = torch.tensor([log(5), 0.0, log(4)]) - 9, torch.tensor([3.0, -1.0, -2.0])
+    # r*|A| of 15, 2 and 8; GRPO's upper bound takes the first, the dual clip the last.
+    log_prob, advantages = torch.tensor([log(5), 0.0, log(4)]) - 9, torch.tensor([3.0, -2.0, -2.0])
     tensors = {"old_log_prob": torch.full((3,), -9.0), "log_prob": log_prob, "advantages": advantages}
     save_file(tensors, tmp_path / "a.safetensors")
     found = report_on(tmp_path)
-    assert found["signs"]["positive"]["gradient"] == close(15 / 24)
-    assert found["unbounded"]["gradient_above_3"] == close(8 / 24)
+    assert found["signs"]["positive"]["gradient"] == close(15 / 25)
+    assert found["unbounded"]["gradient_above_3"] == close(8 / 25)
     assert found["unbounded"]["largest_ratio"] == close(4)  # of a token with A < 0
-    assert method(found, "GRPO")["gradient_left"]["all"] == close(1 / 24)
+    assert method(found, "GRPO")["gradient_left"]["all"] == close(2 / 25)
     names = [row["method"] for row in found["methods"]]
     assert "GSPO" not in names and "SAPO" in names  # GSPO needs to know where responses begin
 

@@ -105,6 +105,7 @@ def test_a_rollout_of_slimes_is_an_update(tmp_path, by_response):
     updates = list(read_dump(tmp_path / "dump"))
     assert len(updates) == 2
     expected = {"old_log_prob": [-1, -3], "log_prob": [-1.5, -3.5], "advantages": [1, -1], "version": [7, 9]}
+    expected["trainer_version"] = [9]
     assert {name: updates[0][0][name].tolist() for name in expected} == expected
 
 
