@@ -58,16 +58,6 @@ def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine,
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
 
 
-def test_no_gpu_is_a_warning_only_where_the_run_joins_a_cluster(config, monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: [])
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ValueError, match="asks for 8 a node .* of the 0 GPUs .* finds 0 .*VERL_PLATFORM=cpu"):
-        machine.check_devices(config())
-    with pytest.raises(Concern, match="the cluster needs 8 a node to train on 2 nodes"):
-        machine.check_devices(config(changes={"trainer.nnodes": 2}))
-
-
 @pytest.mark.parametrize("visible, totals", [(None, [1.0, 2.0, 3.0]), ("0,2", [1.0, 3.0])])
 def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible, totals):
     pretend_gpus(monkeypatch, tmp_path, gpus=3, gibibytes=1.0)
@@ -82,20 +72,20 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
     pretend_gpus(monkeypatch, tmp_path)
     for changes, wanted in (({}, 8), ({"trainer.n_gpus_per_node": 4, **SEPARATE}, 7)):
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted)
-        assert machine.check_devices(config(changes=changes)).startswith(f"{wanted} GPUs here")
+        assert machine.check_devices(config(changes=changes)).endswith(f"{wanted} GPUs here")
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted - 1)
-        with pytest.raises(ValueError, match=f"asks for .* of the 8 GPUs .* finds {wanted - 1} "):
+        with pytest.raises(ValueError, match=f"asks for .* of the 8 GPUs .* finds {wanted - 1} .*VERL_PLATFORM=cpu"):
             machine.check_devices(config(changes=changes))
-
-
-def test_in_a_cluster_each_pool_has_nodes_of_its_own(config, monkeypatch, tmp_path):
-    pretend_gpus(monkeypatch, tmp_path)
-    apart = {**SEPARATE, f"{ROLLOUT}.n_gpus_per_node": 8}
-    with pytest.raises(ValueError, match="8 a node to train on 1 node and 8 a node to sample on 1 node, and of"):
-        machine.check_devices(config(changes=apart))
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    text = machine.check_devices(config(changes=apart))
-    assert text.endswith("8 a node to train on 1 node and 8 a node to sample on 1 node")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # each pool has a node of its own there
+    apart = config(changes={**SEPARATE, f"{ROLLOUT}.n_gpus_per_node": 8})
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 8)
+    assert machine.check_devices(apart).endswith("8 GPUs here")
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="of the 8 GPUs .* finds 0"):
+        machine.check_devices(apart)
+    monkeypatch.setattr(machine, "gpus", lambda: [])  # the head of a cluster
+    with pytest.raises(Concern, match="of the 0 GPUs .* finds 0"):
+        machine.check_devices(apart)
 
 
 def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch, tmp_path):
@@ -166,11 +156,6 @@ def test_what_verl_would_assert_in_a_worker(config, changes, message):
     assert message in str(error.value)
 
 
-def test_a_token_limit_may_be_just_enough(config):
-    changes = {f"{ACTOR}.ppo_max_token_len_per_gpu": 2304, f"{FSDP}.ulysses_sequence_parallel_size": 4}
-    checks.check_batches(config(changes={**changes, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 2304}))
-
-
 OFFLOAD = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
 POLICY = {f"{FSDP}.offload_policy": True}
 
@@ -204,16 +189,8 @@ def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
 
 
 def test_no_log_probs_are_computed_anew_in_bypass_mode(config):
-    model = size.Model(0, 0, 0, 0)
-    for bypass, phases in ((False, {"rollout", "log-probs", "update"}), (True, {"rollout", "update"})):
-        changes = {"algorithm.rollout_correction.bypass_mode": bypass}
-        assert size.phases_of_a_gpu(config(changes=changes), model, 0.0).keys() == phases
-
-
-def test_what_gradient_checkpointing_keeps(config):
-    model = size.Model(0, 4, 1024, 0)  # two bytes a token, layer and hidden unit
-    chosen = config(changes={f"{ACTOR}.ppo_max_token_len_per_gpu": 1 << 16})
-    assert size.phases_of_a_gpu(chosen, model, 0.0)["update"]["activations"] == 0.5
+    bypass = config(changes={"algorithm.rollout_correction.bypass_mode": True})
+    assert size.phases_of_a_gpu(bypass, size.Model(0, 0, 0, 0), 0.0).keys() == {"rollout", "update"}
 
 
 def test_the_backward_of_a_layer_counts_where_it_is_more_than_the_logits(config):

@@ -67,24 +67,6 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
     assert check_train_data(config).startswith("rows: 2 to train")
 
 
-def test_a_prompt_may_just_fill_the_length(task, tmp_path):
-    path, model = tmp_path / "data.parquet", tmp_path / "model"
-    shutil.copytree(task / "model", model)
-    with open(model / "chat_template.jinja", "a") as template:
-        template.write("{% if add_generation_prompt %}777{% endif %}")
-    messages = [{"role": "user", "content": "9" * 10}]
-    pd.DataFrame([row(prompt=messages)]).to_parquet(path)
-
-    def config(*overrides):
-        return composed(task, f"data.train_files={path}", f"actor_rollout_ref.model.path={model}", *overrides)
-
-    text = model_of(config()).tokenizer.apply_chat_template(messages, tokenize=False)
-    length = len(model_of(config()).tokenizer.encode(text + "777"))
-    assert check_train_data(config(f"data.max_prompt_length={length}")).startswith("rows: 1 to train")
-    with pytest.raises(ValueError, match="has 1 prompts of more tokens than"):
-        check_train_data(config(f"data.max_prompt_length={length - 1}"))
-
-
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(reward_model={"style": "model", "ground_truth": None})]).to_parquet(path)
@@ -98,15 +80,6 @@ def test_the_prompts_column_is_the_configs(task, tmp_path):
         composed(task, f"data.train_files={path}", f"data.val_files={path}", "data.prompt_key=question")
     ).startswith("rows: 1 to train")
     with pytest.raises(ValueError, match="row 0: prompt .data.prompt_key. has to"):
-        check_train_data(composed(task, f"data.train_files={path}"))
-
-
-def test_a_file_of_which_the_middle_is_gone_is_named(task, tmp_path):
-    path = tmp_path / "data.parquet"
-    pd.DataFrame([row()] * 1000).to_parquet(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:40] + b"\0" * 400 + whole[440:])  # the table of contents is still there
-    with pytest.raises(ValueError, match="data.parquet is not usable: .*; give parquet or json files"):
         check_train_data(composed(task, f"data.train_files={path}"))
 
 
@@ -183,7 +156,7 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path)
 def test_an_extended_context_is_believed(task):
     length = "actor_rollout_ref.rollout.max_model_len=4096"
     check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1024"))
-    with pytest.raises(ValueError, match="max_model_len=4096 is more than the 1024 positions"):
+    with pytest.raises(ValueError, match="max_model_len=4096 is not usable: .* and 1024 .the positions"):
         check_model(composed(task, length))
     check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
 

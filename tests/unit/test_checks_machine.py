@@ -2,14 +2,13 @@
 """The machine without GPUs: versions, plugin, shared memory, open files, disk; and the table as a whole."""
 
 import json
-import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, __main__, machine, size
+from recipe.bapo.checks import Concern, __main__, machine
 from recipe.bapo.launch import locks
 
 
@@ -54,7 +53,6 @@ def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
     "overrides, said",
     [
         (["trainer.no_such_key=1"], "no_such_key"),
-        (["staleness=7"], "the config has no key staleness"),
         (
             ["trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}"],
             "cannot be resolved: Recursive interpolation",
@@ -80,10 +78,7 @@ def test_a_config_that_does_not_come_together_is_one_line_of_json(monkeypatch, t
     [
         ({"version": lambda name: "0.8.0"}, "verl 0.8.0: the recipe is written for"),
         ({"version": lambda name: [].pop()}, "the package=verl is not usable: .*; run bash scripts/setup.sh"),
-        (
-            {"entry_points": lambda group: {"bapo": SimpleNamespace(load=lambda: 1 / 0)}},
-            "verl.plugins:bapo .* division",
-        ),
+        ({"entry_points": lambda group: {"bapo": SimpleNamespace(load=[].pop)}}, "verl.plugins:bapo .* from empty"),
         ({"entry_points": lambda group: {}}, "verl.plugins:bapo is not usable: 'bapo'; run bash scripts/setup.sh"),
     ],
 )
@@ -112,49 +107,23 @@ def test_little_shared_memory_is_a_warning_on_a_cpu_and_a_failure_on_gpus(task, 
     assert machine.check_limits(config).endswith("1 GiB free in /dev/shm")
 
 
-REMOTE_CODE = """
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-class OwnConfig(Qwen2Config):
-    model_type = "own"
-
-class OwnForCausalLM(Qwen2ForCausalLM):
-    config_class = OwnConfig
-"""
-
-
-def test_the_weights_of_a_model_with_code_of_its_own(task, tmp_path):
-    folder = shutil.copytree(task / "model", tmp_path / "model")
-    (folder / "own.py").write_text(REMOTE_CODE)
-    config = json.loads((folder / "config.json").read_text())
-    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": own}
-    (folder / "config.json").write_text(json.dumps(config))
-    model = ("actor_rollout_ref.model.trust_remote_code=true", f"actor_rollout_ref.model.path={folder}")
-    assert size.model_of(composed(task, *model)) == size.model_of(composed(task))
-
-
 @pytest.mark.parametrize(
-    "environment, headers, said",
+    "missing, said",
     [
-        ({"CC": "no-such-cc"}, True, "there is no C compiler no-such-cc here"),
-        ({}, False, "Python.h does not exist"),
-        ({}, True, None),
+        ("gcc", None),  # clang will do
+        ("gcc clang", "there is no C compiler clang here"),
+        ("Python.h", "Python.h does not exist"),
     ],
 )
-def test_what_triton_compiles_with_is_asked_for_on_a_gpu(monkeypatch, tmp_path, environment, headers, said):
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None if name == "no-such-cc" else f"/usr/bin/{name}")
+def test_what_triton_compiles_with_is_asked_for_on_a_gpu(monkeypatch, tmp_path, missing, said):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None if name in missing.split() else name)
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if headers:
+    if missing != "Python.h":
         (tmp_path / "Python.h").touch()
     config = SimpleNamespace(trainer=SimpleNamespace(device="cuda"))
     if said is None:
-        assert machine.check_compiler(config) == f"gcc, {tmp_path / 'Python.h'}"
-        monkeypatch.setattr(machine.shutil, "which", lambda name: name if name == "clang" else None)
-        assert machine.check_compiler(config).startswith("clang, ")
-        return
-    with pytest.raises(ValueError, match=said):
-        machine.check_compiler(config)
+        assert machine.check_compiler(config) == f"clang, {tmp_path / 'Python.h'}"
+    else:
+        with pytest.raises(ValueError, match=said):
+            machine.check_compiler(config)

@@ -29,8 +29,7 @@ VERLS = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trai
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a group
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
-# What a value of a declared type may be, and how to say so.
-TYPES = {int: (int,), float: (float, int), bool: (bool,), str: (str,), NoneType: (NoneType,)}
+# How to say what a value of a declared type may be.
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", NoneType: "null"}
 
 
@@ -156,6 +155,5 @@ def _type_wanted(value, hint, default):
         return "a section with keys of its own"
     declared = hint or (type(default) if type(default) in (int, float, bool) else None)
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    if not set(kinds) <= TYPES.keys() or any(type(value) in TYPES[kind] for kind in kinds):
-        return None
-    return " or ".join(WORDS[kind] for kind in kinds)
+    usable = type(value) in kinds or (type(value) is int and float in kinds)
+    return None if usable or not set(kinds) <= WORDS.keys() else " or ".join(WORDS[kind] for kind in kinds)

