@@ -21,8 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bapo import BAPOConfig
 from recipe.bapo import config as _resolvers  # noqa: F401
 from recipe.bapo import cpu as _platform  # noqa: F401  where the package is not installed
-from recipe.bapo.checks import table
-from recipe.bapo.checks.composing import ERRORS, explain, resolve
+from recipe.bapo.checks.__main__ import run as run_checks
+from recipe.bapo.checks.__main__ import table
+from recipe.bapo.checks.composing import ERRORS, explain
 from recipe.bapo.launch import send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
 from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster
@@ -57,12 +58,11 @@ def check(config) -> None:
     try:
         if isinstance(config.run_dir, str) and "${" not in config.run_dir:  # else a check says so
             config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
-        resolve(config, groups_of(sys.argv))
-        lines = table.run(config, groups_of(sys.argv))
+        lines = run_checks(config, groups_of(sys.argv))
     except Exception as error:
         traceback.print_exc()
         give_up(explain(error))
-    print(table.table(lines))
+    print(table(lines))
     for line in lines:
         if line.status == "warning":
             send("info", f"Warning: {line.detail}")
@@ -161,4 +161,4 @@ if __name__ == "__main__":
     try:
         main()
     except ERRORS as error:
-        give_up(explain(error, groups_of(sys.argv)))
+        give_up(explain(error))

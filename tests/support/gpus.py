@@ -5,9 +5,8 @@ import json
 import os
 import shutil
 import struct
-from types import SimpleNamespace
 
-from recipe.bapo.checks import machine, size
+from recipe.bapo.checks import machine
 
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
@@ -30,23 +29,22 @@ esac
 """
 
 
-def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0, driver="580.82.07"):
+def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0):
     """An ``nvidia-smi`` in a folder for ``PATH``."""
-    rows = [f"{n} NVIDIA H100, {driver}, {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
+    rows = [f"{n} {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
     names = [f"GPU {n}: NVIDIA H100 (UUID: GPU-{n}a)" for n in range(gpus)]
     (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
     (folder / "nvidia-smi").chmod(0o755)
 
 
 def pretend_gpus(monkeypatch, folder, gpus=8, **listed):
-    """Have torch, the driver and flash-attn answer as on such a machine, with 10 TiB of disk."""
+    """Have torch, the driver and flash-attn answer as on such a machine."""
     write_nvidia_smi(folder, gpus, **listed)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine, "why_no_flash_attn", lambda: None)
-    monkeypatch.setattr(size.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 40))
+    monkeypatch.setattr(machine, "import_module", lambda name: None)  # flash_attn
 
 
 def write_model(task, folder, name):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.configs import composed
 
-from recipe.bapo.checks.inputs import check_checkpoint, check_files
-from recipe.bapo.checks.model import check_model, check_tokenizer, model_of
+from recipe.bapo.checks.inputs import check_checkpoint, check_files, check_model, check_tokenizer, model_of
 from recipe.bapo.main_bapo import choose_cluster
 
 
@@ -30,22 +29,20 @@ def row(**changes):
     }
 
 
+PROMPT = "row 2: prompt .data.prompt_key. has to be a list of messages, each with role and content"
+TRUTH = "row 2: reward_model has to hold the ground_truth by which a rule scores"
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"data_source": None}, "row 2, data_source: Input should be a valid string"),
-        ({"prompt": None}, "row 2, prompt: Input should be a valid list"),
-        ({"prompt": []}, "row 2, prompt: List should have at least 1 item"),
-        (
-            {"prompt": [{"role": "user", "content": ""}]},
-            "row 2, prompt.0.content: String should have at least 1 character",
-        ),
-        ({"reward_model": None}, "row 2, reward_model: Input should be"),
-        (
-            {"reward_model": {"style": "rule", "ground_truth": None}},
-            "row 2, reward_model: Value error, no ground_truth",
-        ),
-        ({"prompt": [{"role": "user", "content": "9" * 300}]}, "row 2: the prompt has 30"),
+        ({"data_source": None}, "row 2: data_source has to be a name"),
+        ({"prompt": None}, PROMPT),
+        ({"prompt": []}, PROMPT),
+        ({"prompt": [{"role": "user", "content": ""}]}, PROMPT),
+        ({"reward_model": None}, TRUTH),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, TRUTH),
+        ({"prompt": [{"role": "user", "content": "9" * 300}]}, "has 1 prompts of more tokens than data.max_prompt_len"),
     ],
 )
 def test_a_bad_row_is_named(task, tmp_path, bad, message):
@@ -55,18 +52,11 @@ def test_a_bad_row_is_named(task, tmp_path, bad, message):
         check_train_data(composed(task, f"data.train_files={path}"))
 
 
-@pytest.mark.parametrize(
-    "column, value, message",
-    [
-        ("prompt", "1+2=", "row 0, prompt: Input should be a valid list"),
-        ("prompt", [{"text": "1+2="}], "row 0, prompt.0.role: Field required"),
-        ("reward_model", "03", "row 0, reward_model: Input should be"),
-    ],
-)
-def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value, message):
+@pytest.mark.parametrize("column, value", [("prompt", "1+2="), ("prompt", [{"text": "1+2="}]), ("reward_model", "03")])
+def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"row 0: {column} .*has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
 
 
@@ -75,24 +65,6 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
     pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
     config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
     assert check_train_data(config).startswith("rows: 2 to train")
-
-
-def test_a_prompt_may_just_fill_the_length(task, tmp_path):
-    path, model = tmp_path / "data.parquet", tmp_path / "model"
-    shutil.copytree(task / "model", model)
-    with open(model / "chat_template.jinja", "a") as template:
-        template.write("{% if add_generation_prompt %}777{% endif %}")
-    messages = [{"role": "user", "content": "9" * 10}]
-    pd.DataFrame([row(prompt=messages)]).to_parquet(path)
-
-    def config(*overrides):
-        return composed(task, f"data.train_files={path}", f"actor_rollout_ref.model.path={model}", *overrides)
-
-    text = model_of(config()).tokenizer.apply_chat_template(messages, tokenize=False)
-    length = len(model_of(config()).tokenizer.encode(text + "777"))
-    assert check_train_data(config(f"data.max_prompt_length={length}")).startswith("rows: 1 to train")
-    with pytest.raises(ValueError, match=f"row 0: the prompt has {length} tokens, and data.max_prompt_length"):
-        check_train_data(config(f"data.max_prompt_length={length - 1}"))
 
 
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
@@ -107,16 +79,7 @@ def test_the_prompts_column_is_the_configs(task, tmp_path):
     assert check_train_data(
         composed(task, f"data.train_files={path}", f"data.val_files={path}", "data.prompt_key=question")
     ).startswith("rows: 1 to train")
-    with pytest.raises(ValueError, match="lacks the columns .'prompt'."):
-        check_train_data(composed(task, f"data.train_files={path}"))
-
-
-def test_a_file_of_which_the_middle_is_gone_is_named(task, tmp_path):
-    path = tmp_path / "data.parquet"
-    pd.DataFrame([row()] * 1000).to_parquet(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:40] + b"\0" * 400 + whole[440:])  # the table of contents is still there
-    with pytest.raises(ValueError, match="data.parquet is not usable: .*; give parquet or json files"):
+    with pytest.raises(ValueError, match="row 0: prompt .data.prompt_key. has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
 
 
@@ -149,16 +112,15 @@ def test_a_complete_checkpoint_passes(task, checkpoints, tmp_path):
 def test_a_truncated_file_is_named_with_the_way_back(task, checkpoints, file):
     path = checkpoints / "global_step_2" / file
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=f"global_step_2/{file} is not complete: go on from an earlier one"):
+    with pytest.raises(ValueError, match=f"global_step_2/{file} is not there or not complete.* go on from an earlier"):
         check_checkpoint(resuming(task, checkpoints))
 
 
 def test_a_missing_file_and_another_number_of_ranks_are_named(task, checkpoints):
-    with pytest.raises(ValueError, match="lacks actor/.*_world_size_2_rank_0.pt, which 2 ranks need; there are"):
+    with pytest.raises(ValueError, match="_world_size_2_rank_0.pt is not there or .* 2 ranks need it"):
         check_checkpoint(resuming(task, checkpoints, "trainer.n_gpus_per_node=2"))
-    for path in (checkpoints / "global_step_2" / "actor").glob("model_*"):
-        path.unlink()
-    with pytest.raises(ValueError, match="global_step_2 lacks actor/model_world_size_1_rank_0.pt, .*: go on from"):
+    (checkpoints / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(ValueError, match="global_step_2/actor/model_world_size_1_rank_0.pt is not there"):
         check_checkpoint(resuming(task, checkpoints))
 
 
@@ -169,16 +131,9 @@ def test_a_tracker_that_names_nothing_does_not_start_anew(task, checkpoints, con
         check_checkpoint(resuming(task, checkpoints))
 
 
-@pytest.mark.parametrize(
-    "mode, message",
-    [
-        ("resume_path", "trainer.resume_from_path=.* is not usable: name a checkpoint's folder, global_step_N"),
-        ("resume", "trainer.resume_mode=resume is not usable: use one of disable, auto, resume_path"),
-    ],
-)
-def test_a_way_to_resume_that_is_none_is_named(task, tmp_path, mode, message):
-    config = resuming(task, tmp_path, f"trainer.resume_mode={mode}", f"trainer.resume_from_path={tmp_path}")
-    with pytest.raises(ValueError, match=message):
+def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
+    config = resuming(task, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    with pytest.raises(ValueError, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
         check_checkpoint(config)
 
 
@@ -201,7 +156,7 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path)
 def test_an_extended_context_is_believed(task):
     length = "actor_rollout_ref.rollout.max_model_len=4096"
     check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1024"))
-    with pytest.raises(ValueError, match="max_model_len=4096 is more than the 1024 positions"):
+    with pytest.raises(ValueError, match="max_model_len=4096 is not usable: .* and 1024 .the positions"):
         check_model(composed(task, length))
     check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
 

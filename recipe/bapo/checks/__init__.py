@@ -3,12 +3,9 @@
 
 verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
 are only for what verl accepts and should not. Each message names the field, the value and the fix: whoever adds a check
-returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``table.py``.
+returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``__main__.py``.
 """
 
-from __future__ import annotations
-
-import os
 import tempfile
 from pathlib import Path
 
@@ -44,8 +41,4 @@ def innermost(error: BaseException) -> str:
 def require_writable(field: str, folder: Path) -> None:
     """Raise a ValueError unless the folder can be made and written to; nothing is left behind."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(dir=existing):
-            pass
-    except OSError as error:
-        raise ValueError(f"{field}={folder} cannot be written: {os.strerror(error.errno)}; choose another.") from error
+    call(field, folder, "choose another folder", lambda: tempfile.TemporaryDirectory(dir=existing).cleanup())

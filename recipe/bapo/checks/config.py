@@ -5,8 +5,6 @@ A value that verl refuses itself needs no rule: ``check_verls_rules`` names its 
 where one value decides, and otherwise in the checks below.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
@@ -29,8 +27,8 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def _or_null(usable):
-    return lambda value: value is None or usable(value)
+def _is_count(value):
+    return type(value) is int and value >= 1
 
 
 def _can_log(name):
@@ -39,10 +37,11 @@ def _can_log(name):
 
 
 # What a value may be, and the fix.
-COUNT = (lambda value: type(value) is int and value >= 1), "a whole number of 1 or more"
-COUNT_OR_NULL = _or_null(COUNT[0]), "a whole number of 1 or more, or null"
+COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole number of 1 or more, or null"
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
+# Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
+SIZES = (".n", "nnodes", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
 RULES = {
     f"{ACTOR}.strategy": (
@@ -53,24 +52,15 @@ RULES = {
         lambda target: str(target).endswith("BAPOPolicyLossConfig"),
         "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
     ),
-    f"{ACTOR}.ppo_epochs": COUNT,
-    f"{ACTOR}.ppo_mini_batch_size": COUNT,
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": COUNT_OR_NULL,
     f"{ACTOR}.optim.lr": POSITIVE,
     f"{ACTOR}.clip_ratio_c": (lambda clip: clip > 1, "a number above 1 (dual clip)"),
-    f"{ROLLOUT}.n": COUNT,
-    f"{ROLLOUT}.max_num_seqs": COUNT,
-    f"{ROLLOUT}.max_num_batched_tokens": COUNT,
-    f"{ROLLOUT}.tensor_model_parallel_size": COUNT,
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": COUNT_OR_NULL,
     f"{ROLLOUT}.gpu_memory_utilization": (lambda share: 0 < share <= 1, "a share above 0, at most 1"),
     "algorithm.adv_estimator": (
         lambda name: name in ADV_ESTIMATOR_REGISTRY,
         f"grpo, or one of {', '.join(sorted(map(str, ADV_ESTIMATOR_REGISTRY)))}",
     ),
-    "data.train_batch_size": COUNT,
-    "data.max_prompt_length": COUNT,
-    "data.max_response_length": COUNT,
     "data.truncation": (
         lambda name: name in ("error", "left"),
         "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
@@ -80,32 +70,29 @@ RULES = {
         "null, and reward.custom_reward_function.path to the file: verl's V1 trainer does not read it",
     ),
     "trainer.use_v1": (bool, "true: verl's legacy trainer would drop the BAPO loss"),
-    "trainer.nnodes": COUNT,
-    "trainer.n_gpus_per_node": COUNT,
-    "trainer.total_epochs": COUNT,
     "trainer.total_training_steps": COUNT_OR_NULL,
     "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
+    "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
     "trainer.logger": (
         lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
         f"a list of file, from which console, watchdog and pictures read, and others that are installed of "
         f"{', '.join(Tracking.supported_backend)}",
     ),
-    "watchdog.max_silence_s": (_or_null(POSITIVE[0]), "a number of seconds above 0, or null"),
+    "watchdog.max_silence_s": (
+        lambda seconds: seconds is None or POSITIVE[0](seconds),
+        "a number of seconds above 0, or null",
+    ),
     "watchdog.max_sync_s": SECONDS,
     "watchdog.max_exit_s": SECONDS,
     "watchdog.grace_s": SECONDS,
 }
 
 
-def check_engine(config) -> str:
-    """FSDP, whose keys all other checks read."""
-    fix = "dp, which is FSDP: in pipelines only the last stage calls the loss, and its collective would hang"
-    require(config, "model_engine", lambda name: name == "dp", fix)
-    return config.model_engine
-
-
 def check_values(config) -> str:
     """Every value by itself."""
+    for field, default in verls_defaults().items():
+        if field.endswith(SIZES) and _is_count(default):
+            require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)
     return "usable"
@@ -130,43 +117,35 @@ def check_folders(config) -> str:
     """Where the run writes."""
     require(config, "run_dir", bool, "a folder (OUTPUT_DIR)")
     require_writable("run_dir (OUTPUT_DIR)", Path(str(config.run_dir)))
-    for field in (f"{ACTOR}.policy_loss.bounds_record_dir", f"{ACTOR}.policy_loss.token_dump_dir"):
-        folder = OmegaConf.select(config, field)
-        if folder:
-            require_writable(field, Path(folder))
-    if folder:
-        refuse_earlier(Path(folder))
+    loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
+    if trainer.save_freq > 0:
+        require_writable("trainer.default_local_dir", Path(trainer.default_local_dir))
+    for name in ("bounds_record_dir", "token_dump_dir"):
+        if loss[name]:
+            require_writable(f"{ACTOR}.policy_loss.{name}", Path(loss[name]))
+    if loss.token_dump_dir:
+        refuse_earlier(Path(loss.token_dump_dir))
     return str(config.run_dir)
 
 
-def check_loss(config) -> str:
-    """The loss and its switches."""
-    actor = config.actor_rollout_ref.actor
+def check_verls_rules(config) -> str:
+    """What verl's own dataclasses, optimizer and validation say, the loss's switches among them, and our worker."""
     require(
         config,
         f"{ACTOR}.loss_scale_factor",
-        lambda factor: factor is not None or actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        lambda factor: factor is not None or config.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
         "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
         "each micro-batch's padded width",
     )
     try:
-        loss = omega_conf_to_dataclass(actor.policy_loss)
-    except Exception as error:  # hydra wraps what the dataclass raises
-        raise ValueError(f"{ACTOR}.policy_loss: {innermost(error)}") from error
+        loss = _build_as_verl_does(config).policy_loss
+    except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
+        raise ValueError(f"{_field_to_blame(config)}{innermost(error)}") from error
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
         f"{loss.token_weight}), per {loss.bound_scope.replace('_', '-')}"
     )
-
-
-def check_verls_rules(config) -> str:
-    """What verl's own dataclasses, optimizer and validation say, and what our worker refuses."""
-    try:
-        _build_as_verl_does(config)
-    except Exception as error:  # verl asserts
-        raise ValueError(f"{_field_to_blame(config)}{innermost(error)}") from error
-    return "hold"
 
 
 def _build_as_verl_does(config):
@@ -177,6 +156,7 @@ def _build_as_verl_does(config):
     validate_config(config, need_reference_policy(config), need_critic(config))
     build_optimizer([torch.zeros(1, requires_grad=True)], actor.optim)
     PrecisionType.to_dtype(actor.fsdp_config.model_dtype or "fp32")
+    return actor
 
 
 def _field_to_blame(config):
@@ -199,7 +179,7 @@ def _field_to_blame(config):
 def sequence_parallel(config) -> tuple[str, int]:
     """The key that sets Ulysses sequence parallelism, and its size. verl lets its deprecated one win above 1."""
     keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
-    sizes = [OmegaConf.select(config, key) or 1 for key in keys]
+    sizes = [OmegaConf.select(config, key) for key in keys]
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
 
@@ -259,9 +239,6 @@ def check_parallel(config) -> str:
     return f"a sequence on {parallel}, a served model on {served}"
 
 
-NO_DUAL_CLIP = 100.0  # a dual clip above it has no effect that anybody could want
-
-
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
     correction = config.algorithm.rollout_correction
@@ -276,12 +253,5 @@ def check_ratio(config) -> str:
         raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
-        )
-    clip = config.actor_rollout_ref.actor.clip_ratio_c
-    if bypass and clip > NO_DUAL_CLIP:
-        raise Concern(
-            f"actor_rollout_ref.actor.clip_ratio_c={clip:g} is no dual clip, and the ratio is against the policy that "
-            "sampled: nothing bounds r*|A| of tokens with A < 0 and r > 1. Set it to 3.0, or watch "
-            "actor/bapo/negative_unbounded_share."
         )
     return f"against {'the policy that sampled' if bypass else 'the policy before the updates of each step'}"

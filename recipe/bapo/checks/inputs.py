@@ -1,40 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads beside the model: data, reward function, and the checkpoint it goes on from.
+"""What a run reads: model, data, reward function, and the checkpoint it goes on from.
 
-verl's own data set and scorers read the data. The rows' schema is ours, because verl finds out row by row, hours later.
+verl's own data set and scorers read the data, transformers and verl the model; a rule of our own is only for what they
+accept. The rows' schema is ours, because verl finds out row by row, hours later.
 """
-
-from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from omegaconf import OmegaConf
+from transformers.utils import logging
 
 from recipe.bapo.checks import call
-from recipe.bapo.checks.model import model_of, template_arguments
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import import_external_libs
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.reward_score import default_compute_score
-from verl.utils.tokenizer import normalize_token_ids
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 DATA_PAGE = "docs/running.md, Data"
+PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
+
+
+def check_model(config) -> str:
+    """The model as verl reads it: config, tokenizer, chat template, and the weights' headers."""
+    libraries = config.actor_rollout_ref.model.external_lib
+    libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
+    fix = "name modules that can be imported, recipe.bapo.plugin among them"
+    call("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
+    model = model_of(config)
+    check_tokenizer(config, model)
+    _check_lengths(config, model.hf_config.get_text_config())
+    if Path(model.local_path).is_dir():  # else it is a name on the hub
+        call(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
+    return f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
+
+
+def model_of(config):
+    """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
+    model = config.actor_rollout_ref.model
+    if str(model.path).startswith(("/", ".", "~")) and not Path(model.path).expanduser().is_dir():
+        raise ValueError(f"{PATH}={model.path} is not a folder: give a Hugging Face model folder or a hub name.")
+    return call(PATH, model.path, "give a whole Hugging Face model", omega_conf_to_dataclass, model)
+
+
+def check_tokenizer(config, model) -> None:
+    """Its tokens are the model's, and its chat template can be rendered as a run's agent loop does."""
+    path, tokenizer = config.actor_rollout_ref.model.path, model.tokenizer
+    if len(tokenizer) < 3 or tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{PATH}={path}: its tokenizer has {len(tokenizer)} tokens and the end token {tokenizer.eos_token!r}: give "
+            "the model's tokenizer files, or set eos_token."
+        )
+
+    def render():  # some models' builders need a newline that is one token
+        builder = create_continuous_token_builder(
+            tokenizer,
+            hf_model_type=model.hf_config.model_type,
+            chat_template_kwargs=dict(config.data.get("apply_chat_template_kwargs") or {}),
+            processor=model.processor,
+        )
+        builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
+
+    call(PATH, path, "mend its tokenizer or chat template, or set model.custom_chat_template", render)
+    vocabulary = model.hf_config.get_text_config().vocab_size
+    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
+    if highest >= vocabulary:
+        raise ValueError(
+            f"{PATH}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
+            "give tokenizer and config.json of the same model."
+        )
+
+
+def _check_lengths(config, text):
+    """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
+    data, rollout, positions = config.data, config.actor_rollout_ref.rollout, text.max_position_embeddings
+    needed = data.max_prompt_length + data.max_response_length
+    if not needed <= (rollout.max_model_len or positions) <= positions:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: set it between {needed} "
+            f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}="
+            f"{config.actor_rollout_ref.model.path}), lower the lengths, or for a model that can be extended set "
+            "model.override_config.max_position_embeddings."
+        )
+
+
+def _load_headers(model):
+    """Have transformers load the weights onto the meta device: names and shapes, and no bytes."""
+    logging.disable_progress_bar()
+    loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
+        model.local_path,
+        config=model.hf_config,
+        trust_remote_code=model.trust_remote_code,
+        attn_implementation="eager",
+        device_map="meta",
+        ignore_mismatched_sizes=True,  # without it the message names none
+        output_loading_info=True,
+    )
+    if found["mismatched_keys"]:
+        name, given, wanted = min(found["mismatched_keys"])
+        raise ValueError(f"{name} has the shape {tuple(given)}, and config.json asks for {tuple(wanted)}")
+    if found["missing_keys"] >= loaded.state_dict().keys():
+        raise ValueError(f"none of its weights is one of config.json's model ({min(found['missing_keys'])})")
 
 
 def check_files(config) -> str:
     """The data: readable by verl's data set, every row in verl's schema, enough of them usable, and scored."""
-    tokenizer, counts = model_of(config).tokenizer, []
+    model, data, counts = model_of(config), config.data, []
     for field in ("train_files", "val_files"):
-        what = f"data.{field}={config.data[field]}"
-        rows = check_data(config, config.data[field], f"data.{field}")
-        needed = config.data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
-        usable = _count_usable(rows, what, config, tokenizer, needed)
-        if rows and usable < needed:
+        what = f"data.{field}={data[field]}"
+        rows = check_data(config, data[field], f"data.{field}")
+        usable = len(rows)
+        # Without the filter verl cuts long prompts from the left without a word, which truncation=error is to prevent.
+        if data.filter_overlong_prompts or data.truncation == "error":
+            filtering = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None}  # in this process
+            filtered = OmegaConf.merge(data, filtering)
+            usable = len(create_rl_dataset(data[field], filtered, model.tokenizer, model.processor))
+        if usable < len(rows) and not data.filter_overlong_prompts:
+            raise ValueError(
+                f"{what} has {len(rows) - usable} prompts of more tokens than data.max_prompt_length="
+                f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
+            )
+        needed = data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
+        if usable < needed:
             raise ValueError(
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
-                f"rows, or raise data.max_prompt_length={config.data.max_prompt_length}."
+                f"rows, or raise data.max_prompt_length={data.max_prompt_length}."
             )
         _check_scored(rows, what, config)
         counts.append(f"{len(rows):,} to {field.partition('_')[0]}")
@@ -42,85 +136,37 @@ def check_files(config) -> str:
 
 
 def check_data(config, files, field) -> list[dict]:
-    """The rows of the files as verl's data set reads them, each in verl's schema; files elsewhere are left to verl."""
+    """The rows of the files as verl's data set reads them, each in verl's schema."""
     names = [files] if isinstance(files, str) else list(files or [])
     if not names:
         raise ValueError(f"{field}={files} is not usable: give a parquet file in verl's schema.")
-    if any("://" in name for name in names):
-        return []
     data = config.data.copy()
     data.filter_overlong_prompts = False
     fix = f"give parquet or json files in verl's schema ({DATA_PAGE})"
     dataset = call(field, files, fix, create_rl_dataset, names, data, None, None)
-    key, rows = config.data.prompt_key, dataset.dataframe.to_list()
-    missing = [
-        column for column in ("data_source", key, "reward_model") if column not in dataset.dataframe.column_names
-    ]
-    if missing or not rows:
-        lacks = f"lacks the columns {missing}: it has {dataset.dataframe.column_names}" if missing else "has no rows"
-        raise ValueError(f"{field}={files} {lacks}; {fix}.")
+    rows = dataset.dataframe.to_list()
+    if not rows:
+        raise ValueError(f"{field}={files} has no rows; {fix}.")
     for index, row in enumerate(rows):
-        try:
-            Row.model_validate({**row, "prompt": row[key]})
-        except ValidationError as error:
-            first = error.errors()[0]
-            fields = {**Row.model_fields, **Message.model_fields}  # not the names of a union's types
-            where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in fields)
-            raise ValueError(f"{field}={files}, row {index}, {where}: {first['msg']}; see {DATA_PAGE}.") from error
+        missing = _missing_in(row, config.data.prompt_key)
+        if missing:
+            raise ValueError(f"{field}={files}, row {index}: {missing}; see {DATA_PAGE}.")
     call(field, files, fix, dataset.__getitem__, 0)
     return rows
 
 
-class Message(BaseModel):
-    """One message of a prompt."""
-
-    role: str
-    content: Annotated[str, Field(min_length=1)] | list  # a list: text and images
-
-
-class RewardModel(BaseModel):
-    """By what a response is scored; a rule needs the right answer."""
-
-    style: str | None = None
-    ground_truth: Any = None
-
-    @model_validator(mode="after")
-    def _a_rule_has_a_ground_truth(self):
-        if self.ground_truth is None and self.style in (None, "rule"):
-            raise ValueError("no ground_truth, by which a rule scores")
-        return self
-
-
-class Row(BaseModel):
-    """What verl needs of a row; ``prompt`` stands for the column that ``data.prompt_key`` names."""
-
-    data_source: str
-    prompt: Annotated[list[Message], Field(min_length=1)]
-    reward_model: RewardModel
-
-
-def _count_usable(rows, what, config, tokenizer, needed) -> int:
-    """Rows that a run uses, counted up to ``needed`` where verl leaves out prompts that are too long.
-
-    Where it does not, it cuts them from the left without a word, which ``data.truncation=error`` is to prevent.
-    """
-    data, usable = config.data, 0
-    if not data.filter_overlong_prompts and data.truncation != "error":
-        return len(rows)
-    for index, row in enumerate(rows):
-        tokens = tokenizer.apply_chat_template(
-            row[data.prompt_key], add_generation_prompt=True, tokenize=True, **template_arguments(config)
-        )
-        length = len(normalize_token_ids(tokens))
-        if length > data.max_prompt_length and not data.filter_overlong_prompts:
-            raise ValueError(
-                f"{what}, row {index}: the prompt has {length} tokens, and data.max_prompt_length="
-                f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
-            )
-        usable += length <= data.max_prompt_length
-        if data.filter_overlong_prompts and usable == needed:
-            break
-    return usable
+def _missing_in(row, prompt_key):
+    """What a run would miss in a row, or None. Only a rule needs the right answer to score a response."""
+    if not isinstance(row.get("data_source"), str):
+        return "data_source has to be a name"
+    prompt = row.get(prompt_key)
+    messages = prompt if isinstance(prompt, list) else []
+    if not messages or not all(isinstance(one, dict) and one.get("role") and one.get("content") for one in messages):
+        return f"{prompt_key} (data.prompt_key) has to be a list of messages, each with role and content"
+    reward = row.get("reward_model")
+    if not isinstance(reward, dict) or (reward.get("ground_truth") is None and reward.get("style") in (None, "rule")):
+        return "reward_model has to hold the ground_truth by which a rule scores"
+    return None
 
 
 def _check_scored(rows, what, config):
@@ -129,7 +175,7 @@ def _check_scored(rows, what, config):
         return
     for source, row in {row["data_source"]: row for row in rows}.items():
         try:
-            default_compute_score(source, "", row["reward_model"]["ground_truth"])
+            default_compute_score(source, "", row["reward_model"].get("ground_truth"))
         except NotImplementedError as error:
             raise ValueError(
                 f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
@@ -144,16 +190,14 @@ def check_reward(config) -> str:
     function, manager = config.reward.custom_reward_function, config.reward.reward_manager
     named = f"{function.path} and name={function.name}"
     fix = "give a file or pkg://module, and the name of a function in it"
-    score = call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
+    call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
     call("reward.reward_manager.name", manager.name, "use naive or dapo", resolve_reward_manager_cls, config)
-    return f"{function.name} of {function.path}" if score else "verl's own, by data_source"
+    return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
 
 
 def check_checkpoint(config) -> str:
     """The checkpoint from which the run goes on: there, complete, and saved on as many ranks."""
-    trainer, ways = config.trainer, ("disable", "auto", "resume_path")
-    if trainer.resume_mode not in ways:
-        raise ValueError(f"trainer.resume_mode={trainer.resume_mode} is not usable: use one of {', '.join(ways)}.")
+    trainer = config.trainer
     if trainer.resume_mode == "disable":
         return "training starts anew (trainer.resume_mode=disable)"
     if trainer.resume_mode == "auto":
@@ -166,20 +210,18 @@ def check_checkpoint(config) -> str:
             raise ValueError(
                 f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N."
             )
-    go_back = (
-        f"go on from an earlier one with trainer.resume_mode=resume_path trainer.resume_from_path="
-        f"{trainer.default_local_dir}/global_step_N, or start anew with trainer.resume_mode=disable."
-    )
-    there = sorted(path.name for path in (folder / "actor").glob("*.pt"))
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     kinds = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+    contents = kinds.keys() & set(config.actor_rollout_ref.actor.checkpoint.load_contents)
+    needed = ["data.pt"] if (folder / "data.pt").exists() else []  # verl can do without
     # On several nodes each may have saved for itself.
     for rank in range(ranks if trainer.nnodes == 1 else 0):
-        for content in set(config.actor_rollout_ref.actor.checkpoint.load_contents) & kinds.keys():
-            name = f"{kinds[content]}_world_size_{ranks}_rank_{rank}.pt"
-            if name not in there:
-                raise ValueError(f"{folder} lacks actor/{name}, which {ranks} ranks need; there are {there}: {go_back}")
-    for file in (*(folder / "actor" / name for name in there), folder / "data.pt"):
-        if file.exists() and not zipfile.is_zipfile(file):  # torch's format ends with the table of contents
-            raise ValueError(f"{file} is not complete: {go_back}")
+        needed += [f"actor/{kinds[content]}_world_size_{ranks}_rank_{rank}.pt" for content in sorted(contents)]
+    for name in needed:
+        if not zipfile.is_zipfile(folder / name):  # torch's format ends with the table of contents
+            raise ValueError(
+                f"{folder}/{name} is not there or not complete, and {ranks} ranks need it: go on from an earlier one "
+                f"with trainer.resume_mode=resume_path trainer.resume_from_path={trainer.default_local_dir}/"
+                "global_step_N, or start anew with trainer.resume_mode=disable."
+            )
     return f"training goes on from {folder}"

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of this size asks of a GPU and of the disk: arithmetic, in docs/running.md.
+"""What a model of this size asks of a GPU: arithmetic, in docs/running.md.
 
 ``tests/memory`` holds the phases of a GPU against torch's own tracker: whoever changes them runs it. Only what surely
 lies there is counted, because a run that fits must not be refused.
 """
 
-from __future__ import annotations
-
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
-from recipe.bapo.checks import Concern, require_writable
+import torch
+
+from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import sequence_parallel
+from recipe.bapo.checks.inputs import model_of as verls_model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
-from recipe.bapo.checks.model import empty_model_of
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
@@ -41,25 +40,13 @@ class Model:
 
 def model_of(config) -> Model:
     """The run's model, counted without loading it."""
-    empty = empty_model_of(config)
-    weights, text = sum(parameter.numel() for parameter in empty.parameters()), empty.config.get_text_config()
+    model = verls_model_of(config)
+    with torch.device("meta"):  # shapes and no weights
+        empty = get_hf_auto_model_class(model.hf_config).from_config(
+            model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"
+        )
+    weights, text = sum(parameter.numel() for parameter in empty.parameters()), model.hf_config.get_text_config()
     return Model(weights, text.num_hidden_layers, text.hidden_size, text.vocab_size, text.intermediate_size)
-
-
-def bytes_of_a_weight(config) -> tuple[int, int, int]:
-    """Bytes of a weight, of its gradient and of AdamW's two moments in FSDP. LoRA trains few beside them: counted as
-    none."""
-    width = PrecisionType.to_dtype(config.actor_rollout_ref.actor.fsdp_config.model_dtype or "fp32").itemsize
-    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0
-    return width, width * trained, 2 * width * trained
-
-
-def gibibytes_of_a_rank(config, model) -> tuple[float, float, float]:
-    """A rank's shards of weights, gradients and AdamW's moments."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    group = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    shards = group if 0 < group < ranks else ranks
-    return tuple(width * model.weights / shards / GIB for width in bytes_of_a_weight(config))
 
 
 def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
@@ -69,7 +56,11 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     fsdp = actor.fsdp_config
-    weights, gradients, adamw = gibibytes_of_a_rank(config, model)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
+    weights = PrecisionType.to_dtype(fsdp.model_dtype or "fp32").itemsize * model.weights / shards / GIB
+    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA trains few beside them: counted as none
+    gradients, adamw = weights * trained, 2 * weights * trained
     if fsdp.offload_policy and actor.strategy == "fsdp2":
         weights = gradients = adamw = 0.0
     kept = 0.0 if fsdp.optimizer_offload else adamw
@@ -77,7 +68,10 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
     asleep = 0.0 if rollout.free_cache_engine else serving
     tokens, log_prob_tokens = tokens_of_a_gpu(config)
     checkpoints = 2 * tokens * model.layers * model.hidden / GIB  # what gradient checkpointing keeps; more without it
-    logits, layer = logits_of(config, model, tokens, update=True), layer_of(model, tokens)
+    logits = logits_of(config, model, tokens, update=True)
+    # A layer's activations and their gradients, of which torch's tracker finds 9 planes of the feed-forward's width for
+    # Qwen2 (tests/memory); and the output layer's gradient in float32, which FSDP reduces meanwhile.
+    layer = (9 * 2 * tokens * model.feed_forward + 4 * model.vocabulary * model.hidden) / GIB
     gathered = 2 * model.vocabulary * model.hidden / GIB  # FSDP's copy of the largest tensor, in bfloat16
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
@@ -128,32 +122,14 @@ def logits_of(config, model, tokens, *, update) -> float:
     return max(planes * plane + chunk, backward * plane if update else 0.0)
 
 
-def layer_of(model, tokens) -> float:
-    """GiB of a layer's activations and their gradients in the backward, and of the output layer's gradient in float32,
-    which FSDP reduces meanwhile.
-
-    9 is the number of planes of the feed-forward's width that torch's tracker finds for Qwen2 (``tests/memory``).
-    """
-    return (9 * 2 * tokens * model.feed_forward + 4 * model.vocabulary * model.hidden) / GIB
-
-
 def check_memory(config) -> str:
     """What surely lies on a GPU in each phase of a step, against what is free there."""
     model = model_of(config)
     text = f"{model.weights / 1e9:.3g} billion weights"
-    if on_cpu(config):
+    known = [] if on_cpu(config) else gpus()
+    if not known:
         return text
-    known = [gpu for gpu in gpus() if gpu.total]
-    gpu = min(known, key=lambda gpu: gpu.total - (gpu.used or 0), default=None)
-    total, used = (gpu.total, gpu.used or 0) if gpu else (0.0, 0.0)
-    phases = phases_of_a_gpu(config, model, total)
-    needed = {phase: sum(parts.values()) for phase, parts in phases.items()}
-    text += "; GiB of a GPU: " + ", ".join(
-        f"{phase} {needed[phase]:.1f} ({', '.join(f'{name} {gib:.1f}' for name, gib in parts.items() if gib > 0.05)})"
-        for phase, parts in phases.items()
-    )
-    if gpu is None:
-        return f"{text}; without vLLM's share, as there is no GPU here"
+    total, used = min(known, key=lambda gpu: gpu[0] - gpu[1])
     rollout = config.actor_rollout_ref.rollout
     share, served = rollout.gpu_memory_utilization, 2 * model.weights / rollout.tensor_model_parallel_size / GIB
     if served > share * total:
@@ -161,29 +137,17 @@ def check_memory(config) -> str:
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share} leaves vLLM {share * total:.1f} GiB of a GPU, "
             f"and the served weights are {served:.1f}: use a larger rollout.tensor_model_parallel_size."
         )
+    phases = phases_of_a_gpu(config, model, total)
+    needed = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(needed, key=needed.get)
+    text += "; GiB of a GPU: " + ", ".join(
+        f"{phase} {needed[phase]:.1f} ({', '.join(f'{name} {gib:.1f}' for name, gib in parts.items() if gib > 0.05)})"
+        for phase, parts in phases.items()
+    )
+    text += f"; a GPU has {total:.1f} GiB, of which other processes hold {used:.1f}: "
     left = total - used - needed[largest]
-    have = f"a GPU has {total:.1f} GiB" + (f", of which other processes hold {used:.1f}" if used > 1 else "")
     if left < 0:
-        raise ValueError(f"{text}; {have}: {-left:.1f} too few for {largest}. Use {REMEDIES[largest]}.")
+        raise ValueError(f"{text}{-left:.1f} too few for {largest}. Use {REMEDIES[largest]}.")
     if left < TIGHT * total:
-        raise Concern(f"{text}; {have}: {left:.1f} left beside {largest} is tight. Use {REMEDIES[largest]}.")
-    return f"{text}; {have}: at least {left:.1f} left"
-
-
-def check_disk(config) -> str:
-    """Room for the checkpoints that are kept, of weights and AdamW's state, and one in the making."""
-    trainer, folder = config.trainer, Path(config.trainer.default_local_dir).absolute()
-    if trainer.save_freq <= 0:
-        return f"no checkpoints (trainer.save_freq={trainer.save_freq})"
-    require_writable("trainer.default_local_dir", folder)
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / GIB
-    kept = trainer.max_actor_ckpt_to_keep
-    weight, _, adamw = bytes_of_a_weight(config)
-    needed = (weight + adamw) * model_of(config).weights * ((kept or 1) + 1) / GIB
-    if needed > free:
-        raise ValueError(
-            f"trainer.default_local_dir={folder} has {free:.1f} GiB free, and checkpoints need {needed:.1f}: choose "
-            "another, or lower trainer.max_actor_ckpt_to_keep."
-        )
-    return f"{free:.0f} GiB free, {needed:.1f} needed for {kept or 'at least one of all'} checkpoints and another"
+        raise Concern(f"{text}{left:.1f} left beside {largest} is tight. Use {REMEDIES[largest]}.")
+    return f"{text}at least {left:.1f} left"
