@@ -37,10 +37,10 @@ from verl.utils.config import omega_conf_to_dataclass
 def main(config):
     """Check and train; end with exit code 1 if anything fails."""
     check(config)
-    if not joins_a_cluster(config):
-        try:
-            claim_machine()  # until this process ends
-        except ValueError as error:  # another run was started at the same moment
+    try:
+        claim_machine()  # until this process ends
+    except ValueError as error:  # another run was started at the same moment
+        if not joins_a_cluster(config):  # Ray numbers a cluster's jobs apart
             give_up(str(error))
     run_dir = Path(config.run_dir)
     keep_earlier(run_dir / METRICS)

@@ -10,6 +10,7 @@ is counted. A further data set is a row of ``DATA_SETS``.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
     """Make ``out`` of the data set ``name``; returns how many rows were kept and how many dropped.
 
     Raises:
-        ValueError: ``out`` exists, or the source cannot be read or has another layout.
+        ValueError: ``out`` exists, or the source cannot be read, has another layout or no usable row.
         OSError: ``out`` cannot be written.
     """
     if out.exists():
@@ -127,9 +128,14 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
             "a folder of what the hub has, with --source."
         ) from error
     rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
-    Dataset.from_list(rows).to_parquet(out)
-    dropped = f"{unusable:,} without a problem or one answer, {repeated:,} repeated problems"
-    return f"{out}: {len(rows):,} rows kept. Dropped: {dropped}."
+    dropped = f"Dropped: {unusable:,} without a problem or one answer, {repeated:,} repeated problems."
+    if not rows:
+        raise ValueError(f"{out} was not written: no row was left. {dropped}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")  # whoever finds ``out`` takes it for complete
+    Dataset.from_list(rows).to_parquet(unfinished)
+    os.replace(unfinished, out)
+    return f"{out}: {len(rows):,} rows kept. {dropped}"
 
 
 def main():

@@ -106,4 +106,5 @@ def test_preflight_is_near_the_tracker_and_the_table_says_so(case, tmp_path):
     cells = [f"{gibibytes:.1f}" for phase in ("log-probs", "update") for gibibytes in row.get(phase, ())]
     name = f"{case.experiment}, {case.setting}" if case.setting else case.experiment
     line = " | ".join([name, case.model, str(case.gpus), *["-"] * (4 - len(cells)), *cells])
+    print(f"| {line} |")  # pytest -rP shows the table
     assert f"| {line} |" in (ROOT / "docs" / "running.md").read_text().splitlines()

@@ -65,7 +65,7 @@ def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name,
     write(tmp_path / "source" / file, rows)
     if name == "skywork_or1_math":
         write(tmp_path / "source" / "data" / "code-0.parquet", [{"of": "another layout"}])
-    out = tmp_path / "out.parquet"
+    out = tmp_path / "new" / "out.parquet"
     assert prepare(name, tmp_path / "source", out) == (
         f"{out}: {kept} rows kept. Dropped: {unusable} without a problem or one answer, {repeated} repeated problems."
     )
@@ -137,6 +137,11 @@ def test_the_hint_is_given_once(tmp_path, name, problem, hint):
         ("a.csv", "problem,answer\n", "a.csv cannot be read as math-ai/aime25: ArrowInvalid: JSON parse error"),
         ("a.parquet", "PAR1 and no more", "a.parquet cannot be read as math-ai/aime25: ArrowInvalid: Parquet magic"),
         ("a.jsonl", '{"text": "x"}\n', "a.jsonl cannot be read as math-ai/aime25: KeyError: 'question'"),
+        (
+            "a.jsonl",
+            '{"question": "x", "answer": ""}\n',
+            "out.parquet was not written: no row was left. Dropped: 1 without",
+        ),
         ("b.txt", "", "holds no \\*.jsonl"),
     ],
 )
