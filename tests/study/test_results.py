@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.study import analysis
-from scripts.study.plan import DELAY, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, PARTIAL, RESULTS
+from scripts.study.plan import DELAY, DELAY_FREE, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, PARTIAL, RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "results.md").read_text()
@@ -17,6 +17,7 @@ TEXT, README, CHOOSING = (
     for path in (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md")
 )
 PLACES = (EPOCHS, DELAY, PARTIAL)
+DEFAULT_GSPO = "gspo@clip_ratio_low=0.2,clip_ratio_high=0.2"  # verl's default bounds
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,10 @@ def test_other_losses(frame, tests):
     shares = sorted(100 / float(ratio) for ratio in topr)
     assert f"TOPR needs {shares[0]:.0f} to {shares[-1]:.0f} % of BAPO's updates" in TEXT
     gspo = [against_grpo(frame, place, "gspo") for place in PLACES]
-    assert "needs {}, {} and {} of GRPO's updates. DPPO".format(*gspo) in TEXT
+    assert "needs {}, {} and {} of GRPO's updates; with verl's default bounds".format(*gspo) in TEXT
+    of_default = [against_grpo(frame, place, DEFAULT_GSPO) for place in (EPOCHS, DELAY)]
+    count, runs = map(sum, zip(*(failed(frame, place, DEFAULT_GSPO) for place in (EPOCHS, DELAY)), strict=True))
+    assert "{} and {} with epochs and delay, in none of {} runs".format(*of_default, runs) in TEXT and not count
     late = [*ratios(rows(tests, "bapo@0.4", "dppo_tv", [DELAY])), *ratios(rows(tests, "bapo@0.4", "dppo_kl", [DELAY]))]
     assert "(BAPO needs {} and {} times the updates of DPPO-TV and DPPO-KL)".format(*late) in TEXT
     total = {m: sum(failed(frame, place, m)[0] for place in PLACES) for m in ("gspo", "cispo", "sapo")}
@@ -126,7 +130,14 @@ def test_safety(frame, tests):
     middle = by_rate.sum(), against_grpo(frame, HARD_EPOCHS, "bapo@0.38")
     assert "(GRPO {}), 0.38 needs {} and fails in none".format(*middle) in CHOOSING
     clipped, free = (failed(frame, place, "bapo@0.4")[0] for place in (EPOCHS, EPOCHS_FREE))
-    assert f"(BAPO {clipped} and {free} of 240 runs fail with and without)" in CHOOSING
+    late = frame[(frame["source"] == "delay") & frame["staleness"].isin(DELAY.stalenesses) & frame["stable"]]
+    late = late.groupby(["method", "dual_clip"])["failed"].sum()
+    said = f"(BAPO {clipped} and {free} of 240 runs fail with and without); with a delay of 32 or 128 updates"
+    of_grpo = f"{late['grpo', 3]} and {late['grpo', 0]}"
+    assert f"{said} {late['bapo@0.4', 3]} and {late['bapo@0.4', 0]} of 240 fail, of GRPO's {of_grpo}" in CHOOSING
+    found = rows(tests, "bapo@0.4", "grpo", (EPOCHS_FREE, DELAY_FREE), "failing")
+    said = "Without a dual clip it is {:+.3f} with epochs and {:+.3f} with delay"
+    assert said.format(*found["difference"]) in TEXT and found["holm"].min() > 0.05
     wide, grpo = (failed(frame, PARTIAL, method) for method in ("high_only", "grpo"))
     assert f"with partial rollout {wide[0]} of {wide[1]} runs failed, of GRPO's {grpo[0]}" in README
 
@@ -137,7 +148,11 @@ def test_entropy(frame, tests):
     bapo, wide, grpo, gspo = nats.values()
     assert f"ends with {bapo[0]} nats with epochs, [0.8, 3.0] with {wide[0]}, GRPO with {grpo[0]}" in TEXT
     assert f"with delay {bapo[1]}, {wide[1]} and {grpo[1]}; with partial rollout {bapo[2]}, {wide[2]} and" in TEXT
-    assert "GSPO ends above GRPO at all three: {}, {} and {}".format(*gspo) in TEXT
+    of_default = [f"{final(frame, place, DEFAULT_GSPO, 'entropy'):.2f}" for place in (EPOCHS, DELAY)]
+    said = "GSPO ends above GRPO at all three: {}, {} and {}; with [0.8, 1.2] at {} and {}"
+    assert said.format(*gspo, *of_default) in TEXT
+    said = "and fewer with verl's default clip_ratio ({} nats; {} with late weights, GRPO {})"
+    assert said.format(*of_default, grpo[1]) in README
     everywhere = set.intersection(*(set(analysis.at_place(frame, place)["method"]) for place in PLACES)) - {"grpo"}
     above = {
         m for m in everywhere if all(final(frame, p, m, "entropy") > final(frame, p, "grpo", "entropy") for p in PLACES)
