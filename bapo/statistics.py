@@ -10,9 +10,11 @@ reads) and a line in ``_sums_of``. The worker and the loss rely on sums of micro
 collective for all of them, and on the host reading none.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +97,7 @@ class ClipStatistics:
         """All sums, in the order of their names."""
         return *self.contribution, *self.tokens
 
-    def _with_tensors(self, tensors) -> Self:
+    def _with_tensors(self, tensors) -> ClipStatistics:
         """The same with other sums, in the order of ``tensors``."""
         contributions = len(ContributionSums._fields)
         return replace(
@@ -113,11 +115,11 @@ class ClipStatistics:
             if value != other:
                 raise ValueError(f"These statistics were collected with {name}={value!r}, not {other!r}.")
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, other: ClipStatistics) -> ClipStatistics:
         other.check_config(self.config)
         return self._with_tensors([ours + theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True)])
 
-    def all_reduce(self, group) -> Self:
+    def all_reduce(self, group) -> ClipStatistics:
         """The sum over a ``torch.distributed`` process group, the world group passed by name (``group.WORLD``).
 
         One collective: every rank of ``group`` must call it, tokens or not.

@@ -28,7 +28,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
             (``rank<N>.jsonl``). None: no record.
         token_dump_dir: folder in which every micro-batch leaves its tokens' log-probs and advantages for
-            ``recipe.bapo.report``, 12 to 20 bytes a response token; for runs of a few steps. None: no dump.
+            ``recipe.bapo.report``, 12 to 24 bytes a response token; for runs of a few steps. None: no dump.
     """
 
     loss_mode: str = "bapo"

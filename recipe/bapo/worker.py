@@ -273,7 +273,16 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
 def use_for_actors() -> None:
     """Have verl make a ``BAPOTrainingWorker`` for every actor of this process.
 
-    verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config. A subclass
-    with an actor's worker of its own keeps that, and the loss refuses to be called by it.
+    verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config.
+
+    Raises:
+        TypeError: a subclass of verl's worker in this process has an actor's worker of its own.
     """
     ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
+    for subclass in ActorRolloutRefWorker.__subclasses__():
+        own = subclass.actor_worker_cls
+        if not issubclass(own, BAPOTrainingWorker):
+            raise TypeError(
+                f"{subclass.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
+                "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker."
+            )

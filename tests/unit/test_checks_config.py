@@ -60,6 +60,7 @@ def failures(task, files):
         (f"{ACTOR}.ppo_epochs=true", f"{ACTOR}.ppo_epochs=True is not usable: set it to a whole number"),
         (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr='fast' is not usable: set it to a number"),
         ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a whole number"),
+        ("data.shuffle='${{oc.env:HOME}}'", "' is not usable: set it to true or false"),
         ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: use actor_rollout_ref.actor.policy_loss.clip_cov_lb"),
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),

@@ -78,8 +78,14 @@ def test_a_config_that_does_not_come_together_is_one_line_of_json(monkeypatch, t
     [
         ({"version": lambda name: "0.8.0"}, "verl 0.8.0: the recipe is written for"),
         ({"version": lambda name: [].pop()}, "the package=verl is not usable: .*; run bash scripts/setup.sh"),
-        ({"entry_points": lambda group: {"bapo": SimpleNamespace(load=[].pop)}}, "verl.plugins:bapo .* from empty"),
-        ({"entry_points": lambda group: {}}, "verl.plugins:bapo is not usable: 'bapo'; run bash scripts/setup.sh"),
+        (
+            {"entry_points": lambda group: [SimpleNamespace(name="bapo", load=[].pop)]},
+            "verl.plugins:bapo .* from empty",
+        ),
+        (
+            {"entry_points": lambda group: []},
+            "verl.plugins:bapo is not installed: pip install --no-deps this repository",
+        ),
     ],
 )
 def test_another_verl_a_missing_package_and_a_broken_plugin(task, monkeypatch, replaced, said):

@@ -30,6 +30,13 @@ def step_data(step, reward):
     }
 
 
+def test_an_earlier_start_never_takes_the_number_of_one_that_was_removed(tmp_path):
+    for name in ("train.2.log", "train.log"):
+        (tmp_path / name).write_text(name)
+    assert keep_earlier(tmp_path / "train.log") == tmp_path / "train.log"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.2.log", "train.3.log"]
+
+
 def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     path, validation = tmp_path / "metrics.jsonl", {"val-core/dice/reward/mean@4": 0.3}
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in (1, 2, 3)))
@@ -77,7 +84,10 @@ ValueError: not a worker's
     assert first_error("nothing went wrong") is None
 
 
-def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path):
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
+    if trained:  # an earlier start in the same folder
+        (tmp_path / "metrics.1.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
     metrics = {
         "val-core/aime_2024/acc/mean@16": 0.25,
         "val-aux/aime_2024/acc/std@16": 0.4,

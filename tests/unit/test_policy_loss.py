@@ -137,6 +137,16 @@ def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
         assert ActorRolloutRefWorker.actor_worker_cls is BAPOTrainingWorker is DetachActorWorker.actor_worker_cls
 
 
+def test_a_worker_with_a_training_worker_of_its_own_is_named():
+    # In a process of its own: Python forgets no subclass.
+    code = (
+        "from verl.workers import engine_workers_tinker; from recipe.bapo.policy_loss import *; BAPOPolicyLossConfig()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "TypeError: TinkerActorRolloutRefWorker trains with a worker of its own" in done.stderr
+    assert "actor_worker_cls=TinkerTrainingWorker" in done.stderr
+
+
 def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform():
     code = "import sys, verl; print(sorted(m for m in sys.modules if m.split('.')[0] in ('recipe', 'bapo')))"
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}

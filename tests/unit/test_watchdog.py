@@ -194,6 +194,6 @@ def test_a_ray_address_at_which_nothing_listens_is_named_at_once(scheme):
 
 def test_a_ray_address_without_host_or_port_is_named():
     locks.check_ray_address("auto")  # left to Ray
-    for address in ("10.0.0.1", "head:port", "http://head"):
+    for address in ("10.0.0.1", "head:port", "http://head", "..:80"):
         with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer .*give the HOST:PORT"):
             locks.check_ray_address(address)

@@ -31,6 +31,7 @@ OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a gro
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
 # How to say what a value of a declared type may be.
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", NoneType: "null"}
+COPY = re.compile(r"\$\{[\w.]+\}")  # another key's value, which is named there
 
 
 def explain(error: Exception) -> str:
@@ -114,16 +115,16 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
         ]
     whole = OmegaConf.to_container(config)
     values, known = {"": whole, **dict(items_of(whole))}, set(known_keys())
-    found, free = [], set(OF_RAY)
+    found, free, resolved = [], set(OF_RAY), {}
     # The least nested value that cannot be resolved is most likely the one that the others refer to.
     for key in sorted(values.keys() - {""}, key=lambda key: key.count(".")):
         try:
-            resolved = OmegaConf.select(config, key)
+            resolved[key] = OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
             first = " ".join(str(error).partition("full_key")[0].split())
             return [f"{key}={values[key]} cannot be resolved: {first}{location(key, values[key], groups)}."]
-        if isinstance(resolved, str) and "${" in resolved:  # of the environment
-            return [f"{key}={resolved} is not usable: set it to a value without ${{."]
+        if isinstance(resolved[key], str) and "${" in resolved[key]:  # of the environment
+            return [f"{key}={resolved[key]} is not usable: set it to a value without ${{."]
     for key, value in items_of(whole):
         parent, _, name = key.rpartition(".")
         hints = _hints(parent, values[parent].get("_target_"))
@@ -133,10 +134,11 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
             if hints or parent in ("", "watchdog") or verls_defaults().get(parent):
                 found.append(_unknown_key(key, f"{key}={value}", location(key, value, groups)))
             free.add(key)  # with what is below it: verl hands such sections on
-        elif "${" not in str(value):
-            fix = _type_wanted(value, hints.get(name), verls_defaults().get(key))
+        elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
+            used = resolved[key] if isinstance(value, str) and "${" in value else value
+            fix = _type_wanted(used, hints.get(name), verls_defaults().get(key))
             if fix:
-                found.append(f"{key}={value!r} is not usable: set it to {fix}{location(key, value, groups)}.")
+                found.append(f"{key}={used!r} is not usable: set it to {fix}{location(key, value, groups)}.")
     return found
 
 

@@ -8,6 +8,7 @@ accept. The rows' schema is ours, because verl finds out row by row, hours later
 import zipfile
 from pathlib import Path
 
+import datasets
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
@@ -113,18 +114,16 @@ def check_files(config) -> str:
     for field in ("train_files", "val_files"):
         what = f"data.{field}={data[field]}"
         rows = check_data(config, data[field], f"data.{field}")
+        needed = data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
         usable = len(rows)
         # Without the filter verl cuts long prompts from the left without a word, which truncation=error is to prevent.
         if data.filter_overlong_prompts or data.truncation == "error":
-            filtering = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": None}  # in this process
-            filtered = OmegaConf.merge(data, filtering)
-            usable = len(create_rl_dataset(data[field], filtered, model.tokenizer, model.processor))
+            usable = _count_usable(data, data[field], model, needed)
         if usable < len(rows) and not data.filter_overlong_prompts:
             raise ValueError(
                 f"{what} has {len(rows) - usable} prompts of more tokens than data.max_prompt_length="
                 f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
             )
-        needed = data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
         if usable < needed:
             raise ValueError(
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
@@ -133,6 +132,20 @@ def check_files(config) -> str:
         _check_scored(rows, what, config)
         counts.append(f"{len(rows):,} to {field.partition('_')[0]}")
     return f"rows: {' and '.join(counts)}"
+
+
+def _count_usable(data, files, model, needed) -> int:
+    """Rows that verl's own filter of long prompts keeps; where it leaves rows out, not all of them are looked at."""
+    datasets.disable_caching()  # each filtering would leave a file
+    unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # in this process
+    dataset = create_rl_dataset(files, OmegaConf.merge(data, unfiltered), model.tokenizer, model.processor)
+    dataset.filter_overlong_prompts = True
+    rows = dataset.dataframe
+    if data.filter_overlong_prompts:
+        usable = len(dataset.maybe_filter_out_long_prompts(rows.select(range(min(len(rows), 2 * needed)))))
+        if usable >= needed:
+            return usable
+    return len(dataset.maybe_filter_out_long_prompts(rows))
 
 
 def check_data(config, files, field) -> list[dict]:
@@ -214,6 +227,7 @@ def check_checkpoint(config) -> str:
     kinds = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
     contents = kinds.keys() & set(config.actor_rollout_ref.actor.checkpoint.load_contents)
     needed = ["data.pt"] if (folder / "data.pt").exists() else []  # verl can do without
+    needed += [str(path.relative_to(folder)) for path in sorted((folder / "actor").glob("*.pt"))]
     # On several nodes each may have saved for itself.
     for rank in range(ranks if trainer.nnodes == 1 else 0):
         needed += [f"actor/{kinds[content]}_world_size_{ranks}_rank_{rank}.pt" for content in sorted(contents)]

@@ -32,7 +32,10 @@ def check_versions(config) -> str:
     fix = "run bash scripts/setup.sh"
     found = {name: call("the package", name, fix, metadata.version, name) for name in names}
     group = "verl.plugins"
-    call("the entry point", f"{group}:bapo", fix, lambda: metadata.entry_points(group=group)["bapo"].load())
+    plugins = {plugin.name: plugin for plugin in metadata.entry_points(group=group)}
+    if "bapo" not in plugins:
+        raise ValueError(f"the entry point {group}:bapo is not installed: pip install --no-deps this repository.")
+    call("the entry point", f"{group}:bapo", fix, plugins["bapo"].load)
     if found["verl"] != VERL:
         raise Concern(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
@@ -61,7 +64,7 @@ def check_compiler(config) -> str:
 
 
 def gpus() -> list[tuple[float, float]]:
-    """GiB of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in all and in use, where their driver says so.
+    """GiB of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in all and in use; 0 where their driver does not say.
 
     torch would make a CUDA context on each to find out what is in use.
     """
@@ -73,8 +76,8 @@ def gpus() -> list[tuple[float, float]]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = re.findall(r"^(\d+), (\d+)$", answer.stdout, re.MULTILINE)
-    return [(int(total) / 1024, int(used) / 1024) for total, used in found]
+    found = re.findall(r"^(\d+|\[N/A\]), (\d+|\[N/A\])$", answer.stdout, re.MULTILINE)
+    return [tuple(int(amount) / 1024 if amount.isdigit() else 0.0 for amount in line) for line in found]
 
 
 def check_devices(config) -> str:

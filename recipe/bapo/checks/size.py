@@ -126,7 +126,7 @@ def check_memory(config) -> str:
     """What surely lies on a GPU in each phase of a step, against what is free there."""
     model = model_of(config)
     text = f"{model.weights / 1e9:.3g} billion weights"
-    known = [] if on_cpu(config) else gpus()
+    known = [] if on_cpu(config) else [gpu for gpu in gpus() if gpu[0]]
     if not known:
         return text
     total, used = min(known, key=lambda gpu: gpu[0] - gpu[1])

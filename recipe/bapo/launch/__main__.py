@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         if error is not None:
             # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
             copy = ["cp", "-rT", f"{scratch}/ray/session_latest/logs", run_dir / RAY_LOGS]
-            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL)
+            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C spares it
     with suppress(OSError):  # the terminal is gone
         if error is not None:
             print(f"Error: {error}\nThe whole output: {log}", file=sys.stderr)

@@ -74,7 +74,8 @@ class StepPrinter:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the progress bar as it is."""
+        """Print what came last, and leave the progress bar as it is."""
+        self.print_new()
         if self.bar is not None:
             self.bar.close()
 
@@ -89,7 +90,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     if validation is not None:
         line += f"  validation {validation:.3f}"
     if total and "timing_s/step" in data:
-        line += f"  left {timedelta(seconds=round((total - step) * data['timing_s/step']))}"
+        line += f"  left {timedelta(seconds=round(max(0, total - step) * data['timing_s/step']))}"
     return line
 
 
@@ -111,6 +112,9 @@ def dead_actor(log: str) -> str | None:
 def summary(run_dir: Path) -> str:
     """The screen at the end of a run: before and after, and where everything is; of an evaluation verl's figures."""
     records = [data for _, data in read_metrics(run_dir)]
+    latest = [data for _, data in parse_lines((run_dir / METRICS).read_text())] if (run_dir / METRICS).exists() else []
+    if not any("training/global_step" in data for data in latest):  # an evaluation, maybe in a trained run's folder
+        records = latest
     steps = [data for data in records if "training/global_step" in data]
     lines, part = [], max(1, len(steps) // 5)
 

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 
@@ -33,10 +34,12 @@ def check_ray_address(address: str) -> None:
     """
     if address in ("", "local", "auto"):
         return
-    host, _, port = address.rpartition("/")[2].rpartition(":")
     try:
-        socket.create_connection((host, port), timeout=5).close()
-    except OSError as error:
+        server = urlsplit(address if "://" in address else f"//{address}")
+        if not server.hostname or not server.port:
+            raise ValueError("it is not HOST:PORT")
+        socket.create_connection((server.hostname, server.port), timeout=5).close()
+    except (OSError, ValueError) as error:  # ValueError also where the host is no name or the port no number
         raise ValueError(
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."

@@ -5,7 +5,6 @@ Other people's scripts read ``metrics.jsonl``. Every package of the recipe may i
 them.
 """
 
-import itertools
 import os
 from pathlib import Path
 
@@ -21,8 +20,9 @@ def keep_earlier(path: Path) -> Path:
     """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
+        numbers = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]
+        last = max((int(number) for number in numbers if number.isdigit()), default=0)
+        path.rename(path.with_suffix(f".{last + 1}{path.suffix}"))
     return path
 
 

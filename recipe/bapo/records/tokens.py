@@ -160,6 +160,10 @@ def _read(path):
         tensors["lengths"] = mask.sum(-1, dtype=torch.int32).flatten()
     mask = tensors["response_mask"].bool() if "response_mask" in tensors else ...
     tensors |= {name: tensors[name][mask].flatten() for name in planes}
+    if "lengths" in tensors and tensors["lengths"].sum() != len(tensors["log_prob"]):
+        raise ValueError(
+            f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(tensors['log_prob'])} tokens."
+        )
     unusable = [name for name in planes if not torch.isfinite(tensors[name]).all()]
     if unusable:
         raise ValueError(f"Non-finite values in {', '.join(unusable)} of {path}.")
