@@ -162,7 +162,7 @@ class Started:
             with suppress(psutil.Error, ProcessLookupError):  # it has ended
                 # A process may leave the session, or overwrite its environment with a title.
                 if os.getsid(process.pid) == self.process.pid or process.environ().get(MARKER) == self.marker:
-                    found[process.pid] = " ".join(process.cmdline())
+                    found[process.pid] = " ".join(process.cmdline()).strip()
         return {pid: command for pid, command in found.items() if command}
 
     def find(self, name):
