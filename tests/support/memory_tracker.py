@@ -173,6 +173,12 @@ def _forward(model, work):
         return found["log_probs"].values(), found["entropy"].values() if work.entropy else None
 
 
+def _loss(model, work):
+    # The graph of an entropy without a gradient goes with this frame, as with that of verl's forward_step.
+    log_probs, entropy = _forward(model, work)
+    return log_probs.sum() + entropy.sum() if work.entropy_gradient else log_probs.sum()
+
+
 def peak_gibibytes(work: Work) -> float:
     """The largest memory of one GPU during ``work`` in GiB."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
@@ -183,9 +189,8 @@ def peak_gibibytes(work: Work) -> float:
             optimizer = _make_optimizer(model, work.update)
             with FSDPMemTracker(model, optimizer) as tracker:
                 with torch.set_grad_enabled(work.update):
-                    log_probs, entropy = _forward(model, work)
+                    loss = _loss(model, work)
                 if work.update:
-                    loss = log_probs.sum() + entropy.sum() if work.entropy_gradient else log_probs.sum()
                     loss.backward()
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     finally:
