@@ -76,7 +76,10 @@ if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
 fi
 CONFIG=${CONFIG:-example}
 if [ "$CONFIG" = evaluate ] && [ -n "${TEST_FILE:-}" ]; then export TRAIN_FILE=${TRAIN_FILE:-$TEST_FILE}; fi
-if [ "${VERL_PLATFORM:-}" = cpu ]; then gpus=1; fi
+if [ "${VERL_PLATFORM:-}" = cpu ]; then
+    gpus=1
+    unset CUDA_VISIBLE_DEVICES  # Ray would compare it with its slots, which it calls GPUs
+fi
 rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
     train_gpus=${GPUS_PER_NODE:-$((gpus - ${ROLLOUT_GPUS_PER_NODE:-$((gpus / 2))}))}

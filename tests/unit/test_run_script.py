@@ -82,3 +82,13 @@ def test_the_gsm8k_script_leaves_the_platform_to_verl(tmp_path, task):
     start = run.stdout.splitlines()[-1].split()
     assert start[:4] == ["platform=unset", "Qwen/Qwen2.5-0.5B-Instruct", "-m", "recipe.bapo.launch"]
     assert "experiment=replay" in start and "size=gpu" in start and start[-1] == "trainer.total_epochs=1"
+
+
+def test_a_run_on_the_cpu_does_not_tell_ray_of_gpus(tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "visible=${CUDA_VISIBLE_DEVICES-unset}"\n')
+    python.chmod(0o755)
+    environment = {"BAPO_VENV": str(tmp_path), "VERL_PLATFORM": "cpu", "OUTPUT_DIR": f"{tmp_path}/run"}
+    run = run_script(**environment, CUDA_VISIBLE_DEVICES="0")
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == "visible=unset", run.stdout + run.stderr
