@@ -151,6 +151,7 @@ def test_entropy(frame, tests):
     of_default = [f"{final(frame, place, DEFAULT_GSPO, 'entropy'):.2f}" for place in (EPOCHS, DELAY)]
     said = "GSPO ends above GRPO at all three: {}, {} and {}; with [0.8, 1.2] at {} and {}"
     assert said.format(*gspo, *of_default) in TEXT
+    assert float(against_grpo(frame, EPOCHS, DEFAULT_GSPO)) < float(against_grpo(frame, EPOCHS, "bapo@0.4"))
     said = "and fewer with verl's default clip_ratio ({} nats; {} with late weights, GRPO {})"
     assert said.format(*of_default, grpo[1]) in README
     everywhere = set.intersection(*(set(analysis.at_place(frame, place)["method"]) for place in PLACES)) - {"grpo"}

@@ -111,6 +111,7 @@ def failures(task, files):
         ("data.train_files={files}/long.parquet", "has 70 prompts of more tokens than data.max_prompt_length=128"),
         # The model.
         ("actor_rollout_ref.model.external_lib=nope.mod", "=nope.mod is not usable: No module named 'nope'"),
+        ("data.max_response_length=2000", "data.max_response_length=2128 is not usable: "),
         (f"{ROLLOUT}.max_model_len=10", "max_model_len=10 is not usable: set it between 158 (data.max_prompt_length"),
         (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
         (f"{MODEL}/truncated", "truncated is not usable: Error while deserializing header"),

@@ -79,13 +79,18 @@ def check_tokenizer(config, model) -> None:
 def _check_lengths(config, text):
     """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
     data, rollout, positions = config.data, config.actor_rollout_ref.rollout, text.max_position_embeddings
-    needed = data.max_prompt_length + data.max_response_length
+    needed, of_model = data.max_prompt_length + data.max_response_length, config.actor_rollout_ref.model.path
+    if needed > positions:
+        raise ValueError(
+            f"data.max_prompt_length + data.max_response_length={needed} is not usable: {PATH}={of_model} has "
+            f"{positions} positions. Lower them, or for a model that can be extended set "
+            "model.override_config.max_position_embeddings."
+        )
     if not needed <= (rollout.max_model_len or positions) <= positions:
         raise ValueError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: set it between {needed} "
-            f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}="
-            f"{config.actor_rollout_ref.model.path}), lower the lengths, or for a model that can be extended set "
-            "model.override_config.max_position_embeddings."
+            f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}={of_model})"
+            ", or for a model that can be extended set model.override_config.max_position_embeddings."
         )
 
 
