@@ -21,9 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bapo import BAPOConfig
 from recipe.bapo import config as _resolvers  # noqa: F401
 from recipe.bapo import cpu as _platform  # noqa: F401  where the package is not installed
-from recipe.bapo.checks.__main__ import run as run_checks
-from recipe.bapo.checks.__main__ import table
 from recipe.bapo.checks.composing import ERRORS, explain
+from recipe.bapo.checks.preflight import run as run_checks
+from recipe.bapo.checks.preflight import table
 from recipe.bapo.launch import send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
 from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster

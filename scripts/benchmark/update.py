@@ -56,7 +56,7 @@ def seconds_of_updates(actor, data, repeats):
 
 def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
     """Seconds of one update of one model, with responses of up to ``longest`` tokens."""
-    from recipe.bapo.example.task import make_task
+    from scripts.example_task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
     make_task(task, steps=3, layers=layers, hidden=hidden)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo import BAPOConfig
 from recipe.bapo.example.reward import compute_score
-from recipe.bapo.example.task import MAX_RESPONSE, PAIRS, prompt_of
+from scripts.example_task import MAX_RESPONSE, PAIRS, prompt_of
 from scripts.study.measures import summaries, token_measures
 from scripts.study.methods import Tokens, find_bounds, loss_of, search
 from scripts.study.train import TARGETS, Cell, table_rows

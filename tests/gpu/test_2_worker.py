@@ -60,7 +60,7 @@ def platform(rehearsal):
 def task(folder):
     """The example's tiny model, barely trained on the CPU."""
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "recipe.bapo.example.task", str(folder / "task"), "--steps", "6"]
+    command = [sys.executable, "-m", "scripts.example_task", str(folder / "task"), "--steps", "6"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
     return folder / "task"
 

@@ -10,8 +10,8 @@ from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import Concern, composing
-from recipe.bapo.checks.__main__ import lines_of, run
-from recipe.bapo.checks.config import check_batches, check_names, check_ratio
+from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
+from recipe.bapo.checks.preflight import lines_of, run
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"
@@ -215,3 +215,9 @@ def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_conf
 def test_the_staleness_counts_the_epochs(task):
     sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=3")
     assert "staleness 12 (updates on each batch)" in check_batches(composed(task, *sizes))
+
+
+def test_a_section_that_is_taken_away_has_no_sizes(task):
+    assert check_values(composed(task, "~critic")) == "usable"
+    with pytest.raises(ValueError, match="rollout.n=None is not usable"):
+        check_values(composed(task, f"~{ROLLOUT}.n"))

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, __main__, machine, size
+from recipe.bapo.checks import Concern, machine, preflight, size
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -54,7 +54,7 @@ def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine,
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
     overrides = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}"]
-    (line,) = __main__.lines_of(overrides, ROOT / "configs")
+    (line,) = preflight.lines_of(overrides, ROOT / "configs")
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
 
 
@@ -290,8 +290,8 @@ def test_every_shipped_config_gives_a_full_table_on_eight_gpus(task, models, mon
     reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # of the task's data
     groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
     chosen = compose_in_groups(*groups, *reward, *nodes)
-    lines = {line.name: line for line in __main__.run(chosen)}
-    assert list(lines) == ["values", *(check for check, _, _ in __main__.CHECKS)]
+    lines = {line.name: line for line in preflight.run(chosen)}
+    assert list(lines) == ["values", *(check for check, _, _ in preflight.CHECKS)]
     unusual = {line for line in lines if lines[line].status != "ok"}
     # Half of the GPUs of the node train: 7 billion weights just fit.
     assert unusual == ({"memory"} if separate else set()), [lines[line] for line in unusual]

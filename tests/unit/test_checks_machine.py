@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, __main__, machine
+from recipe.bapo.checks import Concern, __main__, machine, preflight
 from recipe.bapo.launch import locks
 
 
@@ -20,7 +20,7 @@ def alone(monkeypatch, tmp_path):
 
 
 def lines_of(config):
-    return {line.name: line for line in __main__.run(config)}
+    return {line.name: line for line in preflight.run(config)}
 
 
 def test_the_example_passes_and_nothing_is_written(task, tmp_path):
@@ -43,7 +43,7 @@ def test_several_failures_are_all_shown_and_each_once(task):
 
 def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
     broken = ("broken", lambda config: config.no_such_key.x, ())
-    monkeypatch.setattr(__main__, "CHECKS", (broken, *__main__.CHECKS[:2]))
+    monkeypatch.setattr(preflight, "CHECKS", (broken, *preflight.CHECKS[:2]))
     lines = lines_of(composed(task))
     assert lines["broken"].status == "failed" and "no_such_key" in lines["broken"].detail
     assert lines["versions"].status == "ok"

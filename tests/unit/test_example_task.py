@@ -13,7 +13,7 @@ import pytest
 from support.configs import compose_in_groups
 
 from recipe.bapo.example.reward import compute_score
-from recipe.bapo.example.task import make_rows
+from scripts.example_task import make_rows
 from scripts.study.example import example_settings
 
 ROOT = Path(__file__).parents[2]

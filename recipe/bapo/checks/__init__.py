@@ -3,7 +3,7 @@
 
 verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
 are only for what verl accepts and should not. Each message names the field, the value and the fix: whoever adds a check
-returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``__main__.py``.
+returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``preflight.py``.
 """
 
 import tempfile

@@ -14,94 +14,11 @@ import logging
 import sys
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
-from omegaconf import OmegaConf
-
-if __name__ == "__main__":  # a run that makes the checks keeps what verl logs
+if __name__ == "__main__":
     logging.disable(logging.INFO)  # verl announces its platform on import
-import verl  # noqa: E402, F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import Concern, inputs, machine, size  # noqa: E402
-from recipe.bapo.checks import config as config_checks  # noqa: E402
-from recipe.bapo.checks.composing import explain, problems  # noqa: E402
-from recipe.bapo.config import compose_config  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table; ``status`` is ``ok``, ``warning`` or ``failed``."""
-
-    name: str
-    status: str
-    detail: str
-
-
-# A check takes the resolved config and returns what is fine, or raises Concern or ValueError. It is left out where one
-# of those that it relies on has failed, because it would only say that again.
-CHECKS = (
-    ("versions", machine.check_versions, ()),
-    ("attention", machine.check_attention, ()),
-    ("compiler", machine.check_compiler, ()),
-    ("devices", machine.check_devices, ()),
-    ("other runs", machine.check_other_runs, ()),
-    ("limits", machine.check_limits, ()),
-    ("names", config_checks.check_names, ()),
-    ("folders", config_checks.check_folders, ()),
-    ("reward", inputs.check_reward, ()),
-    ("checkpoint", inputs.check_checkpoint, ()),
-    ("parallelism", config_checks.check_parallel, ()),
-    ("batches", config_checks.check_batches, ("parallelism",)),
-    ("ratio", config_checks.check_ratio, ()),
-    ("model", inputs.check_model, ()),
-    ("data", inputs.check_files, ("model",)),
-    ("memory", size.check_memory, ("model",)),
-    ("verl's rules", config_checks.check_verls_rules, ("names", "batches")),
-)
-
-
-def run(config, groups: str | Path | None = None) -> list[Line]:
-    """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others.
-
-    Args:
-        config: as composed.
-        groups: the folder of the groups, to name the file in which a key stands.
-    """
-    unusable = problems(config, groups)
-    if unusable:
-        return [Line("config", "failed", problem) for problem in unusable]
-    OmegaConf.resolve(config)
-    lines = {"values": _line("values", config_checks.check_values, config)}
-    if lines["values"].status == "failed":
-        return [lines["values"]]
-    for name, check, relies_on in CHECKS:
-        if all(other in lines and lines[other].status != "failed" for other in relies_on):
-            lines[name] = _line(name, check, config)
-    return list(lines.values())
-
-
-def _line(name, check, config):
-    try:
-        return Line(name, "ok", check(config))
-    except Concern as concern:
-        return Line(name, "warning", str(concern))
-    except ValueError as error:
-        return Line(name, "failed", str(error))
-    except Exception as error:  # a check that breaks must not hide the others
-        return Line(name, "failed", f"{type(error).__name__}: {error}")
-
-
-def table(lines: list[Line]) -> str:
-    """For people."""
-    return "\n".join(f"{line.status:<8} {line.name:<16} {line.detail}" for line in lines)
-
-
-def lines_of(overrides: list[str], groups: str | None) -> list[Line]:
-    """All checks; a config that cannot be composed is the only line."""
-    try:
-        return run(compose_config(overrides, groups), groups)
-    except Exception as error:
-        return [Line("config", "failed", explain(error))]
+from recipe.bapo.checks.preflight import lines_of, table  # noqa: E402
 
 
 def main() -> int:

@@ -91,7 +91,8 @@ RULES = {
 def check_values(config) -> str:
     """Every value by itself."""
     for field, default in verls_defaults().items():
-        if field.endswith(SIZES) and _is_count(default):
+        section = OmegaConf.select(config, field.rpartition(".")[0])
+        if section is not None and field.endswith(SIZES) and _is_count(default):  # ``~section`` takes one away
             require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)

@@ -7,7 +7,7 @@ failures are longer than successes, as with reasoning models, and get shorter as
 model to claim more. The warm-up teaches the format, honest checking and guesses of which few are right; learning to
 guess well is left to reinforcement learning.
 
-    python -m recipe.bapo.example.task FOLDER [--steps 450] [--right 0.08]
+    python -m scripts.example_task FOLDER [--steps 450] [--right 0.08]
 
 Another machine or version of torch makes a slightly different model. So the files are stored, with their hashes, and
 the run script checks these.
@@ -151,7 +151,7 @@ def make_task(folder: Path, steps: int, right: float = RIGHT_LATER, layers: int 
     make_rows("train", repeats=60).to_parquet(folder / "train.parquet")
     make_rows("test", repeats=8).to_parquet(folder / "test.parquet")
     lines = [  # for sha256sum --check, which passes over comments
-        f"# python -m recipe.bapo.example.task FOLDER --steps {steps} --right {right}",
+        f"# python -m scripts.example_task FOLDER --steps {steps} --right {right}",
         f"# Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.machine()}, {torch.get_num_threads()} threads",
     ]

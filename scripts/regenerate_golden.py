@@ -2,7 +2,7 @@
 """Compute the golden figures anew from a checkout of the authors' repository, and say how far the stored ones are off.
 
     git clone https://github.com/WooooDyy/BAPO /tmp/theirs && git -C /tmp/theirs checkout 7287044
-    VERL_PLATFORM=cpu .venv/bin/python tests/golden/regenerate.py /tmp/theirs           # stores what it computed
+    VERL_PLATFORM=cpu .venv/bin/python scripts/regenerate_golden.py /tmp/theirs           # stores what it computed
 
 Their ``recipe/bapo/policy_loss.py`` runs as it is, on the stored inputs, with the helpers of the installed verl.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 COMMIT = "7287044"
-STORED = Path(__file__).with_name("authors_small.json")
+STORED = Path(__file__).parents[1] / "tests" / "golden" / "authors_small.json"
 ARRAYS = STORED.with_suffix(".npz")
 
 
