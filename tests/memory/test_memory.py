@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preflight's arithmetic of a GPU's memory, held against torch's FSDP2 memory tracker, and docs/running.md's table."""
+"""Preflight's arithmetic of a GPU's memory, held against torch's FSDP2 memory tracker: docs/evidence/memory.md."""
 
 import os
 from typing import NamedTuple
@@ -107,4 +107,4 @@ def test_preflight_is_near_the_tracker_and_the_table_says_so(case, tmp_path):
     name = f"{case.experiment}, {case.setting}" if case.setting else case.experiment
     line = " | ".join([name, case.model, str(case.gpus), *["-"] * (4 - len(cells)), *cells])
     print(f"| {line} |")  # pytest -rP shows the table
-    assert f"| {line} |" in (ROOT / "docs" / "running.md").read_text().splitlines()
+    assert f"| {line} |" in (ROOT / "docs" / "evidence" / "memory.md").read_text().splitlines()

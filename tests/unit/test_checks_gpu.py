@@ -99,13 +99,6 @@ def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch
     assert machine.check_attention(config(changes=sdpa)) == "sdpa"
 
 
-@pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
-def test_sequence_parallelism_without_flash_attention_is_refused_by_name(config, field):
-    sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=4 is not usable .*sdpa"):
-        checks.check_verls_rules(config(changes={field: 4, **sdpa}))
-
-
 def test_what_the_worker_refuses_is_refused_before_the_run(config):
     offload = {"actor_rollout_ref.model.enable_activation_offload": True}
     with pytest.raises(ValueError, match="enable_activation_offload=true is not usable with bound_scope=mini_batch"):

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -62,39 +61,6 @@ def test_the_first_stage_needs_torch_and_pytest_alone():
     )
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
-
-
-FAILS_AND_HANGS = """
-import os, time
-
-def test_one(tell):
-    tell("what", 1.5)
-
-def test_two(device):
-    raise RuntimeError("an illegal memory access")
-
-def test_three():
-    time.sleep(600)
-"""
-
-
-def test_a_kill_loses_nothing_that_was_seen(tmp_path):
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    (folder / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
-    (folder / "test_it.py").write_text(FAILS_AND_HANGS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: a test's\n")
-    report = tmp_path / "out" / "report.jsonl"
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--rehearse", "--report", str(report)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not (report.exists() and len(report.read_text().splitlines()) == 3):
-        time.sleep(0.1)
-    process.kill()
-    process.wait(60)
-    _, one, two = report_of(tmp_path)
-    assert one["outcome"] == "passed" and one["told"] == {"what": 1.5}
-    assert two["outcome"] == "failed" and "an illegal memory access" in two["why"]
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path):

@@ -10,7 +10,6 @@ from recipe.bapo.checks.machine import VERL
 from recipe.bapo.trainer import TRAINERS
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
-from verl.workers import engine_workers
 from verl.workers.utils import losses
 
 ROOT = Path(__file__).parents[2]
@@ -34,18 +33,6 @@ def test_the_policy_loss_has_the_parameters_of_verls():
     assert core_algos.get_policy_loss_fn("bapo") is policy_loss.compute_policy_loss_bapo
     assert parameters(policy_loss.compute_policy_loss_bapo) == parameters(core_algos.compute_policy_loss_vanilla)
     assert "get_policy_loss_fn(loss_mode)" in inspect.getsource(losses.ppo_loss)
-
-
-def test_the_actors_config_which_brings_our_worker_is_built_before_the_workers_class_is_read():
-    source = inspect.getsource(engine_workers.ActorRolloutRefWorker.init_model)
-    assert source.index("omega_conf_to_dataclass(self.config.actor)") < source.index("self.actor_worker_cls(")
-
-
-def test_an_update_calls_the_engine_once_the_batch_says_how_it_is_cut():
-    source = inspect.getsource(engine_workers.TrainingWorker.train_batch)
-    cut = source.index("max_token_len_per_gpu=self.engine_config.max_token_len_per_gpu")
-    loaded = source.index("self.engine.train_mode(")
-    assert cut < loaded < source.index("self.engine.train_batch(data, loss_function=self.loss_fn)")
 
 
 def test_each_mode_gets_our_trainer_on_top_of_its_own():

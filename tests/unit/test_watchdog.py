@@ -5,7 +5,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -115,20 +114,6 @@ def test_the_jobs_servers_on_a_cluster_are_found(tmp_path):
     with vllm_of("a test's") as ours, vllm_of("another's"):
         wait_until(dog.processes)
         assert dog.processes() == {ours.pid: "VLLM::EngineCore 60"}
-
-
-def test_stacks_are_written(tmp_path, monkeypatch):
-    code = "import time; print(flush=True); time.sleep(60)"
-    with killed_at_the_end([sys.executable, "-c", code], stdout=subprocess.PIPE) as sleeper:
-        dog = watch(tmp_path)
-        monkeypatch.setattr(dog, "processes", lambda: {sleeper.pid: "ray::Sleeper.sleep", 1: "raylet"})
-        sleeper.stdout.readline()  # it is where it should be
-        dog.write_stacks(os.getpid())
-    text = (tmp_path / "stacks.txt").read_text()
-    if "Permission" in text:
-        pytest.skip("tracing is refused here")
-    assert f"Process {os.getpid()}:" in text and "test_stacks_are_written" in text
-    assert f"Process {sleeper.pid}:" in text and "Process 1:" not in text
 
 
 def test_shared_memory_of_a_run_is_found_until_it_is_removed_and_that_of_others_stays(block):
