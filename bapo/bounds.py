@@ -12,7 +12,7 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.search import ClipBounds, search_clip_bounds
-from bapo.statistics import collect_clip_statistics
+from bapo.statistics import MAX_OLD_LOG_PROB, collect_clip_statistics
 
 
 def find_clip_bounds(
@@ -63,7 +63,8 @@ def read_values(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) 
     invalid = ", ".join(f"{count:.0f} in {name}" for name, count in counts.items() if count)
     if invalid:
         raise ValueError(
-            f"Non-finite values, or old log-probs above 0, on response tokens of this mini-batch: {invalid}. No clip "
-            "bounds were found and no update was made; look for a diverged model or a broken rollout or reward."
+            f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens of this mini-batch: "
+            f"{invalid}. No clip bounds were found and no update was made; look for a diverged model or a broken "
+            "rollout or reward."
         )
     return values

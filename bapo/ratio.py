@@ -2,7 +2,7 @@
 """The importance ratio and the checks of its inputs, the same in the search and in the loss.
 
 The search measures what the loss will do only while both take the ratio from here: a change of the clamp or of the type
-changes both. The report and the study take it from here, too.
+changes both. The report takes it from here, too.
 """
 
 import torch

@@ -9,7 +9,7 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from recipe.bapo.worker import RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
+from recipe.bapo.worker import FIRST_UPDATE, RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -47,6 +47,8 @@ class _BAPOTrainer:
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
+            # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent.
+            batch.extra_info[FIRST_UPDATE] = int(updates * self.local_trigger_step / self.parameter_sync_step)
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
@@ -56,7 +58,7 @@ class _BAPOTrainer:
     def _add_weight_versions(self, batch):
         """Add the versions of the weights that a dump records; an interrupted response has that of its first token."""
         trained_from = self.global_steps - 1
-        sampled_by = torch.tensor([tag.get("min_global_steps", trained_from) for tag in batch.tags])
+        sampled_by = torch.tensor([tag["min_global_steps"] for tag in batch.tags])
         fields = TensorDict({ROLLOUT_VERSION: sampled_by}, batch_size=len(sampled_by))
         # The worker gets what ``batch.fields`` names.
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields

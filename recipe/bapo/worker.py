@@ -34,6 +34,7 @@ RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
 # Set by our trainer where tokens are dumped: the version of the weights that sampled each response, and of those that
 # the first update starts from.
 ROLLOUT_VERSION, TRAINER_VERSION = "bapo_sampled_by", "bapo_trained_from"
+FIRST_UPDATE = "bapo_first_update"  # its number on the rollout batch, where a batch is a part of one
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 # What verl's losses read of ActorConfig, for the report's row of the run's own loss.
 LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
@@ -88,7 +89,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch."""
-        self.updates_on_batch = 0
+        self.updates_on_batch = tu.pop(data, key=FIRST_UPDATE, default=0)
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
         self.trainer_version = tu.pop(data, key=TRAINER_VERSION, default=None)
         output = super().train_mini_batch(data)

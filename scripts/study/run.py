@@ -112,8 +112,10 @@ def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: 
 def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
     """Move the rows of all files into the table, in the order of the plan; what it does not plan comes last."""
     files = sorted(folder.glob("*.jsonl"))
-    rows = [compact(json.loads(line)) for path in files for line in path.read_text().splitlines()]
     parts = [pd.read_parquet(table)] if table.exists() else []
+    there = {name for part in parts for name in part["cell"]}  # whose files a kill may have left
+    new = [path for path in files if path.name.removesuffix(".jsonl") not in there]
+    rows = [compact(json.loads(line)) for path in new for line in path.read_text().splitlines()]
     frame = pd.concat([*parts, pd.DataFrame(rows)], ignore_index=True)
     if frame.empty:
         return

@@ -52,8 +52,8 @@ def export(folder: Path) -> Path:
     frame = (OWN / "bapo_trainer.yaml").read_text()
     (target / "config" / "bapo_trainer.yaml").write_text(frame.replace(MARK, switches_with_comments()))
     (target / "ruff.toml").write_text(COLLECTIONS_STYLE)
-    subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet", "--fix", target], check=True)
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", target], check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "--fix", target], check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--quiet", target], check=True)
     (target / "ruff.toml").unlink()  # the collection has its own
     return target
 

@@ -42,6 +42,7 @@ def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in (1, 2, 3)))
     # It validates at the step of its checkpoint before it trains.
     keep_earlier(path).write_text(record(2, **validation) + record(3, **step_data(3, 3)))
+    (tmp_path / "metrics.old.jsonl").write_text("of the user's own")
     assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1) | validation), (3, step_data(3, 3))]
 
 

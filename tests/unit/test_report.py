@@ -9,7 +9,7 @@ from math import log
 import pytest
 import torch
 from markupsafe import escape
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from bapo import BAPOConfig
 from recipe.bapo.report.command import main
@@ -186,7 +186,7 @@ def test_the_verdict_is_about_the_bounds_of_the_run(tmp_path, metadata):
         "with r > 3, which no bound of PPO or BAPO touches, carry 53 %.",
         # rollout_prob: P from 5 + 1.2 + 0.3 to 5 + 1.25 + 0.625, N from 2.4 + 4.75 to 3.6 + 4.75
         "rho (value, rollout_prob) is 0.476 before the search, and bounds move it from 0.452 to 0.490 on average; "
-        "target 0.48 is met by moving them in 100 % of the updates, more than any other: BAPO can adapt here.",
+        "target 0.48 is met by moving them in 100 % of the updates, no other in more: BAPO can adapt here.",
     ]
 
 
@@ -195,18 +195,55 @@ def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
     verdict = report_on(plant(tmp_path, updates=[1], **metadata))["verdict"]
     assert verdict[0].startswith("This run's own loss (target 0.4, gradient, uniform, c_low 0.6 to 0.9, c_high 1.2 to")
     assert "leaves 56 % of" in verdict[0]
-    # 10 / 14 = 0.714 before the search, 15 / 19 from c_high = 1.3: every target between them is met by moving.
+    # 10 / 14 = 0.714 before the search, 20 / 24 from c_high = 2.55: every target between them is met by moving.
     assert "rho (gradient, uniform) is 0.714 before" in verdict[2] and "BAPO can adapt here" in verdict[2]
-    assert "target 0.72 is met by moving them in 100 % of the updates" in verdict[2]
+    assert "target 0.77 is met by moving them in 100 % of the updates" in verdict[2]  # the middle
     assert verdict[3].startswith("The run found its bounds per micro-batch")
+
+
+def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
+    plant(tmp_path, updates=[1], **EPSILONS)
+    for path in tmp_path.iterdir():
+        save_file(load_file(path), path, metadata=EPSILONS)
+    report = report_on(tmp_path)
+    assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2], dual clip 3"]
+
+
+def test_a_target_is_found_where_rho_is_low(tmp_path):
+    tensors = {
+        "old_log_prob": torch.full((40,), -1.0),
+        "log_prob": torch.tensor([1.5] * 2 + [1.0] * 38).log() - 1,
+        "advantages": torch.tensor([1.0] * 2 + [-1.0] * 38),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    # P from 2 * 1.2 to 2 * 1.5, N = 38: rho from 0.0594 to 0.0732
+    assert "target 0.06 is met by moving them in 100 % of the updates" in report_on(tmp_path)["verdict"][2]
+
+
+def test_updates_without_a_token_are_left_out(tmp_path):
+    plant(tmp_path, updates=[1])
+    nothing = {name: torch.zeros(2, 3) for name in ("old_log_prob", "log_prob", "advantages", "response_mask")}
+    save_file(nothing, tmp_path / "rank0-000001.safetensors")
+    assert report_on(tmp_path)["dump"]["updates"] == 1
+    (tmp_path / "rank0-000000.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no response token"):
+        report_on(tmp_path)
+
+
+def test_a_file_in_bfloat16_is_summed_in_float32(tmp_path):
+    tensors = {"old_log_prob": torch.full((1, 4000), -1.0), "log_prob": torch.full((1, 4000), -0.99)}
+    tensors |= {"advantages": torch.ones(1, 4000)}
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    left = method(report_on(tmp_path), "GSPO")["without_gradient"]["all"]
+    assert left == 1.0  # the mean log-ratio of 0.008 is above GSPO's bound, and would be 0 in bfloat16
 
 
 @pytest.mark.parametrize(
     "updates, said",
     [
         ([0], "no target is met by moving them: BAPO has nothing to adapt here."),
-        ([0, 1, 0], "is met by moving them in 33 % of the updates, more than any other: BAPO can adapt here."),
-        ([0] * 5 + [1], "is met by moving them in 17 % of the updates, more than any other: BAPO would mostly be a "),
+        ([0, 1, 0], "is met by moving them in 33 % of the updates, no other in more: BAPO can adapt here."),
+        ([0] * 5 + [1], "is met by moving them in 17 % of the updates, no other in more: BAPO would mostly be a "),
     ],
 )
 def test_the_verdict_without_a_loss_of_its_own(tmp_path, updates, said):
@@ -233,7 +270,7 @@ def test_the_pages_numbers_are_the_jsons(tmp_path, monkeypatch, capsys):
         below = [(target, 1 - share) for target, share in zip(rho["target"], rho["already_met"], strict=True)]
         above = list(zip(rho["target"], rho["out_of_reach"], strict=True))
         assert [shape[1:-1] for shape in shapes] == [below, above]
-        assert [(shape[0], shape[-1]) for shape in shapes] == [((0.25, y), (0.75, y)) for y in (1, 0)]
+        assert [(shape[0], shape[-1]) for shape in shapes] == [((0.01, y), (0.99, y)) for y in (1, 0)]
     assert all(escape(sentence) in html for sentence in report["verdict"])
     assert len(html) < 3_000_000 and not re.search(r"(src|href)=|@import|url\(|<script", html)
 

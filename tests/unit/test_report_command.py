@@ -61,7 +61,7 @@ def test_an_incomplete_dump_is_named(tmp_path):
     assert [len(update) for update in read_dump(tmp_path)] == [4]  # the update that was cut off is left out
     for path in tmp_path.glob("rank1-*"):
         path.unlink()
-    with pytest.raises(ValueError, match="holds 4 of the 8 sequences of update 0: bring the files of all ranks"):
+    with pytest.raises(ValueError, match="holds 4 sequences of update 0, which has 8: bring the files of all ranks"):
         list(read_dump(tmp_path))
     (tmp_path / "rank0-000001.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no whole update yet"):
@@ -84,6 +84,25 @@ def test_ranks_with_the_same_tokens_count_once(tmp_path):
     for path in list(tmp_path.glob("rank1-*")):  # as two ranks of a tensor parallel group write them
         (tmp_path / path.name.replace("rank1", "rank2")).write_bytes(path.read_bytes())
     assert [[len(micro_batch["log_prob"]) for micro_batch in update] for update in read_dump(tmp_path)] == before
+
+
+def test_ranks_that_are_copies_do_not_stand_for_those_that_are_missing(tmp_path):
+    dump(tmp_path, seeds=(1,), ranks=2)
+    (tmp_path / "rank1-000000.safetensors").write_bytes((tmp_path / "rank0-000000.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="holds 4 sequences of update 0, which has 8: bring the files of all ranks"):
+        list(read_dump(tmp_path))
+
+
+def test_ranks_that_dump_unequal_numbers_are_named(tmp_path, monkeypatch):
+    batch = make_batch(1, rows=6, zero_advantage=0.0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, rows in enumerate((slice(0, 4), slice(4, 6))):
+        tokens._written.clear()
+        monkeypatch.setattr(torch.distributed, "get_rank", partial(int, rank))
+        for _ in range(2):
+            write_dump(tmp_path, *(tensor[rows] for tensor in batch), {"dp_size": 2, "global_batch_size": 6})
+    with pytest.raises(ValueError, match="holds 8 sequences of update 0, which has 6: .* has to dump equally many"):
+        list(read_dump(tmp_path))
 
 
 SLIME = {

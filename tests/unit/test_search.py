@@ -193,7 +193,7 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
     if not invalid:
         read_values(*found)
         return
-    with pytest.raises(ValueError, match=r"above 0, on response tokens of this mini-batch: 2 in old_log_prob\."):
+    with pytest.raises(ValueError, match=r"above 0.5, on response tokens of this mini-batch: 2 in old_log_prob\."):
         read_values(*found)
 
 

@@ -10,14 +10,14 @@ from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
+from recipe.bapo.worker import FIRST_UPDATE, RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
 
 
 class Parent:
     """Stands for verl's trainer in the two calls that ours extends."""
 
     def __init__(self, mode, bypass, local_trigger_step):
-        self.trainer_mode, self.local_trigger_step = mode, local_trigger_step
+        self.trainer_mode, self.local_trigger_step, self.parameter_sync_step = mode, local_trigger_step, 4
         self.config = OmegaConf.create(
             {
                 "data": {"train_batch_size": 32},
@@ -81,7 +81,7 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
         return SimpleNamespace(fields=["responses", ROLLOUT_VERSION])
 
     monkeypatch.setattr(tq, "kv_batch_put", kv_batch_put)
-    trainer = Trainer("colocate_async", True, 0)
+    trainer = Trainer("separate_async", True, 3)
     trainer.global_steps = 6
     tags = [{"min_global_steps": 3, "max_global_steps": 5}, {"min_global_steps": 5, "max_global_steps": 5}]
     batch = SimpleNamespace(extra_info={}, tags=tags, keys=["a", "b"], partition_id="train")
@@ -91,6 +91,7 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
     assert ROLLOUT_VERSION in batch.fields
+    assert batch.extra_info[FIRST_UPDATE] == 6  # of 8 updates on a rollout batch, in four calls
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():

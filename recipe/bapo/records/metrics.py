@@ -16,7 +16,8 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     Raises:
         ValueError: a line is none of verl's file logger.
     """
-    earlier = sorted(run_dir.glob(METRICS.replace(".", ".*.")), key=lambda path: int(path.suffixes[0][1:]))
+    numbered = [path for path in run_dir.glob(METRICS.replace(".", ".*.")) if path.suffixes[0][1:].isdigit()]
+    earlier = sorted(numbered, key=lambda path: int(path.suffixes[0][1:]))
     steps: dict[int, dict[str, float]] = {}
     for path in [*earlier, run_dir / METRICS]:
         try:

@@ -37,10 +37,10 @@ def write_dump(
         folder: of the dump, the same on all ranks; a process starts with one that holds no file of its rank.
         old_log_prob, log_prob, advantages, response_mask: what the loss is called with, ``(B, T)``.
         about: ``dp_size`` and ``global_batch_size``, the responses of one update over all ranks, by which a reader
-            knows which micro-batches made an update; without them each call is an update. By verl's names the run's
-            ``loss_mode`` and what it is called with, for the report's row on the run itself: ``clip_ratio_low``,
-            ``clip_ratio_high``, ``clip_ratio_c``; of BAPO ``bound_scope`` and ``switches``, as JSON. What is None is
-            left out.
+            knows which micro-batches made an update; all ranks dump equally many. Without them the first call of every
+            rank is an update, the second, and so on. By verl's names the run's ``loss_mode`` and what it is called
+            with, for the report's row on the run itself: ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c``
+            (missing: no dual clip); of BAPO ``bound_scope`` and ``switches``, as JSON. What is None is left out.
         entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of
             the weights that sampled it, verl's rollout correction; None: not known.
         update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights
@@ -97,8 +97,8 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape.
 
     Raises:
-        ValueError: the folder holds no dump or no whole update, a rank's files are missing, or a file is unreadable,
-            lacks a tensor, or has unequal shapes or non-finite values.
+        ValueError: the folder holds no dump or no whole update, a rank's files are missing, ranks dumped unequal
+            numbers of responses, or a file is unreadable, lacks a tensor, or has unequal shapes or non-finite values.
     """
     ranks: dict[str, list[Path]] = {}
     for path in _paths_of(folder):
@@ -106,20 +106,24 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     updates = 0
     for parts in zip(*map(_updates_of_rank, ranks.values()), strict=False):
         wanted = parts[0][2]
-        if sum(responses for _, responses, _ in parts) > wanted:
+        if wanted:
             # The ranks of one tensor or sequence parallel group dumped the same tokens: one of them counts.
-            parts = {b"".join(tokens["log_prob"].numpy().tobytes() for tokens in part[0]): part for part in parts}
-            parts = tuple(parts.values())
+            copies = {b"".join(map(_bytes_of, part[0])) or rank: part for rank, part in enumerate(parts)}
+            parts = tuple(copies.values())
         responses = sum(responses for _, responses, _ in parts)
-        if responses < wanted:
+        if responses != wanted and wanted:
             raise ValueError(
-                f"{folder} holds {responses} of the {wanted} sequences of update {updates}: bring the files of all "
-                f"ranks together (here: {', '.join(sorted(ranks))})."
+                f"{folder} holds {responses} sequences of update {updates}, which has {wanted}: bring the files of all "
+                f"ranks together (here: {', '.join(sorted(ranks))}), of which each has to dump equally many."
             )
         updates += 1
         yield [micro_batch for micro_batches, _, _ in parts for micro_batch in micro_batches]
     if not updates:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
+
+
+def _bytes_of(tokens):
+    return tokens["log_prob"].numpy().tobytes()
 
 
 def _paths_of(folder):
@@ -159,7 +163,7 @@ def _read(path):
         mask = tensors.setdefault("response_mask", torch.ones_like(tensors["log_prob"])).bool()
         tensors["lengths"] = mask.sum(-1, dtype=torch.int32).flatten()
     mask = tensors["response_mask"].bool() if "response_mask" in tensors else ...
-    tensors |= {name: tensors[name][mask].flatten() for name in planes}
+    tensors |= {name: tensors[name][mask].flatten().float() for name in planes}
     if "lengths" in tensors and tensors["lengths"].sum() != len(tensors["log_prob"]):
         raise ValueError(
             f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(tensors['log_prob'])} tokens."

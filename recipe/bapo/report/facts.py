@@ -18,7 +18,7 @@ from recipe.bapo.report.measure import Measured, measure
 from recipe.bapo.report.methods import BAPO, Loss, loss_of_run, methods_to_compare
 from recipe.bapo.report.verdict import OWN, staleness, verdict
 
-TARGETS = [round(0.25 + 0.01 * k, 2) for k in range(51)]
+TARGETS = [k / 100 for k in range(1, 100)]
 
 
 def report_on(folder: Path) -> dict:
@@ -27,8 +27,8 @@ def report_on(folder: Path) -> dict:
     Raises:
         ValueError: as ``read_dump``, or the dump's metadata are not usable.
     """
-    about = {"clip_ratio_c": "3.0", **about_dump(folder)}  # verl's default
-    clip_ratio_c = float(about["clip_ratio_c"])
+    about = about_dump(folder)
+    clip_ratio_c = float(about.get("clip_ratio_c", 3.0))  # of the methods to compare: verl's default
     own = loss_of_run(about)
     config = own.config if isinstance(own, BAPO) else BAPOConfig()
     methods = methods_to_compare(config, clip_ratio_c)

@@ -50,12 +50,14 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
         methods: the losses whose gradients are measured.
 
     Raises:
-        ValueError: as ``read_dump``.
+        ValueError: as ``read_dump``, or no token counts.
     """
     without_gradient, gradient_left = torch.zeros(2, len(methods), 2, dtype=torch.float64)
     measured = Measured([], defaultdict(lambda: defaultdict(Counter)), 0.0, without_gradient, gradient_left)
     for micro_batches in read_dump(folder):
         chunks = list(_chunks_of(micro_batches))
+        if not chunks:  # every response is masked: such an update changes nothing
+            continue
         empty = torch.zeros(1, 0)
         statistics = collect_clip_statistics(empty, empty, empty, empty, config, clip_ratio_c)
         for tokens, _ in chunks:
@@ -65,6 +67,8 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
         losses = [method.in_update(statistics, [tokens for tokens, _ in chunks]) for method in methods]
         for tokens, labels in chunks:
             _add_sums(measured, tokens, labels, losses)
+    if not measured.statistics:
+        raise ValueError(f"{folder} holds no response token: look at the masks of what was dumped.")
     return measured
 
 

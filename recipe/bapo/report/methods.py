@@ -248,14 +248,15 @@ def loss_of_run(about: dict[str, str]) -> Loss | None:
         ValueError: the switches are not usable.
     """
     if "switches" in about:
-        config, clip_ratio_c = BAPOConfig(**json.loads(about["switches"])), float(about["clip_ratio_c"])
+        config, clip_ratio_c = BAPOConfig(**json.loads(about["switches"])), float(about.get("clip_ratio_c", math.inf))
         fixed = Bounds(config.ratio_lower_start, config.ratio_upper_start, clip_ratio_c)
         return fixed if config.fixed else BAPO(config, clip_ratio_c)
     make = VERL_LOSSES.get(about.get("loss_mode", ""))
     if make is None:
         return None
-    # verl's clip_ratio stands for a side that is not set.
-    known = {name: about.get("clip_ratio") for name in ("clip_ratio_low", "clip_ratio_high")} | about
+    # verl's clip_ratio stands for a side that is not set; a trainer without a dual clip names none.
+    known = {name: about.get("clip_ratio") for name in ("clip_ratio_low", "clip_ratio_high")}
+    known |= {"clip_ratio_c": math.inf} | about
     settings = {name: known.get(name) for name in inspect.signature(make).parameters}
     return None if None in settings.values() else make(**{name: float(value) for name, value in settings.items()})
 

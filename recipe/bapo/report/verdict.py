@@ -18,9 +18,11 @@ def verdict(report: dict) -> list[str]:
     who, verb = ("This run's own loss", "leaves") if row["method"] == OWN else (row["method"], "would leave")
     without = {sign: _percent(share) for sign, share in row["without_gradient"].items()}
     rho = report["rho"][0]
-    moving, target = max(zip(rho["met_by_moving"], rho["target"], strict=True), key=lambda pair: pair[0])
+    moving = max(rho["met_by_moving"])
+    best = [target for target, share in zip(rho["target"], rho["met_by_moving"], strict=True) if share == moving]
+    target = best[(len(best) - 1) // 2]  # in the middle, from where rho may drift either way
     fit = "BAPO can adapt here" if moving >= MATTERS else "BAPO would mostly be a fixed range here"
-    reach = f"target {target:g} is met by moving them in {_percent(moving)} of the updates, more than any other: {fit}."
+    reach = f"target {target:g} is met by moving them in {_percent(moving)} of the updates, no other in more: {fit}."
     if moving < 0.005:
         reach = "no target is met by moving them: BAPO has nothing to adapt here."
     sentences = [
