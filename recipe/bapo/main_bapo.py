@@ -18,9 +18,6 @@ import ray
 from omegaconf import OmegaConf, open_dict
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bapo import BAPOConfig
-from recipe.bapo import config as _resolvers  # noqa: F401
-from recipe.bapo import cpu as _platform  # noqa: F401  where the package is not installed
 from recipe.bapo.checks.composing import ERRORS, explain
 from recipe.bapo.checks.preflight import run as run_checks
 from recipe.bapo.checks.preflight import table
@@ -46,8 +43,7 @@ def main(config):
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    switches = omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
-    bounds_can_move = isinstance(switches, BAPOConfig) and not switches.fixed
+    bounds_can_move = not omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).fixed
     send("checked", (str(run_dir / CONFIG), joins_a_cluster(config), bounds_can_move))
     send("info", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
     train(config)
@@ -56,7 +52,7 @@ def main(config):
 def check(config) -> None:
     """Resolve and check the config; end the run if it cannot be used."""
     try:
-        if isinstance(config.run_dir, str) and "${" not in config.run_dir:  # else a check says so
+        if isinstance(config.run_dir, str) and config.run_dir and "${" not in config.run_dir:  # else a check says so
             config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
         lines = run_checks(config, groups_of(sys.argv))
     except Exception as error:

@@ -20,7 +20,7 @@
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
 set -euo pipefail
-for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR; do  # relative to where the command was given
+for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV BAPO_FLASH_ATTN_WHEEL; do  # relative to where the command was given
     value=${!name:-}
     if [[ -n $value && $value != /* && ( $name != MODEL_PATH || -e $value ) ]]; then export "$name=$PWD/$value"; fi
 done
@@ -95,7 +95,7 @@ fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
-[ -z "${TRAIN_FILE:-}" ] || default=cpu_own_data
+[ -z "${TRAIN_FILE:-}${TEST_FILE:-}" ] || default=cpu_own_data
 [ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
 SIZE=${SIZE:-$default}
 choose() { [[ $2 =~ ^[A-Za-z0-9_]+$ && -f $3/$2.yaml ]] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
@@ -111,6 +111,8 @@ for name in TRAIN_FILE TEST_FILE; do
     [ ! -d "${!name:-}" ] || fail "$name=${!name} is a folder: give a parquet file in verl's schema."
     [ -z "${!name:-}" ] || [ -f "${!name}" ] || fail "$name=${!name} does not exist: give a parquet file in verl's schema."
 done
+[[ $CONFIG = evaluate || -z ${TRAIN_FILE:-}${TEST_FILE:-} || ( -n ${TRAIN_FILE:-} && -n ${TEST_FILE:-} ) ]] || fail \
+    "TRAIN_FILE=${TRAIN_FILE:-} and TEST_FILE=${TEST_FILE:-} are not usable together: give both, or neither for the example's own."
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 

@@ -88,6 +88,7 @@ def follow(client: JobSubmissionClient, name: str) -> int:
             print(lines, end="", flush=True)
 
     try:
+        client.get_job_info(name)  # raises where there is no such job
         asyncio.run(tail())
         info = client.get_job_info(name)
     except KeyboardInterrupt:
@@ -100,6 +101,14 @@ def follow(client: JobSubmissionClient, name: str) -> int:
     return info.driver_exit_code or 1
 
 
+def stop(client: JobSubmissionClient, name: str) -> int:
+    """End a job; returns the exit code."""
+    try:
+        return 0 if client.stop_job(name) else 1
+    except RuntimeError as error:
+        sys.exit(f"Error: job {name}: {str(error).strip().splitlines()[-1]}")
+
+
 def main() -> int:
     """Command line."""
     logging.getLogger("ray").setLevel(logging.WARNING)
@@ -109,7 +118,7 @@ def main() -> int:
         case ["follow", name]:
             return follow(connect(), name)
         case ["stop", name]:
-            return 0 if connect().stop_job(name) else 1
+            return stop(connect(), name)
     print(__doc__, file=sys.stderr)
     return 2
 

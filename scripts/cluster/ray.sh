@@ -91,6 +91,7 @@ join)
 wait)
     [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || fail "wait ${1:-} is not usable: give the number of nodes."
     [[ ${WAIT_SECONDS:-600} =~ ^[1-9][0-9]*$ ]] || fail "WAIT_SECONDS=$WAIT_SECONDS is not usable: give a whole number of 1 or more."
+    need_venv
     end=$((SECONDS + ${WAIT_SECONDS:-600}))
     while :; do
         found=$("$venv/bin/python" - 2>/dev/null <<'PYTHON' || true
@@ -105,6 +106,6 @@ PYTHON
     done
     echo "$found nodes"
     ;;
-follow | stop) exec "$venv/bin/python" scripts/cluster/job.py "$command" "${1:?which job?}" ;;
+follow | stop) need_venv; exec "$venv/bin/python" scripts/cluster/job.py "$command" "${1:?which job?}" ;;
 *) usage ;;
 esac

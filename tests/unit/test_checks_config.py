@@ -6,12 +6,14 @@ import shutil
 
 import pandas as pd
 import pytest
+from omegaconf import OmegaConf
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import Concern, composing
 from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
 from recipe.bapo.checks.preflight import lines_of, run
+from recipe.bapo.config import compose_config
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"
@@ -59,10 +61,10 @@ def failures(task, files):
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2' is not usable: set it to a whole number"),
         (f"{ACTOR}.ppo_epochs=true", f"{ACTOR}.ppo_epochs=True is not usable: set it to a whole number"),
         (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr='fast' is not usable: set it to a number"),
-        ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a whole number"),
+        ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a number"),
         ("data.shuffle='${{oc.env:HOME}}'", "' is not usable: set it to true or false"),
         ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
-        (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: use actor_rollout_ref.actor.policy_loss.clip_cov_lb"),
+        (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would take.
@@ -79,7 +81,9 @@ def failures(task, files):
         (f"{ROLLOUT}.gpu_memory_utilization=5", "gpu_memory_utilization=5 is not usable: set it to a share above 0"),
         ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator='GRPO' is not usable: set it to grpo, or one of"),
         ("data.truncation=middlle", "data.truncation='middlle' is not usable: set it to error or left"),
-        ("custom_reward_function.path=/no/such.py", "set it to null, and reward.custom_reward_function.path"),
+        ("custom_reward_function.path=/no/such.py", "set it to null, and the same key in section reward"),
+        ("reward_model.reward_manager=dapo", "set it to null, and the same key in section reward"),
+        ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=False is not usable: set it to true: verl 0.9.1"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
         ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
         ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
@@ -95,6 +99,8 @@ def failures(task, files):
         (f"{ACTOR}.optim.lr_scheduler_type=nope", "optim.lr_scheduler_type=nope is not usable (verl's default is"),
         (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
         # Batches.
+        ("data.gen_batch_size=48", "data.gen_batch_size=48 does not divide data.train_batch_size=64"),
+        ("data.train_max_samples=10", "has 10 usable rows, and a batch is data.train_batch_size=64"),
         ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
         # Folders.
@@ -135,6 +141,7 @@ def test_a_mistake_is_named_once(override, message, failures):
             ["{long}", "data.truncation=left", "reward.custom_reward_function.path=null"],
             "verl has no scorer for data_source=nobody/knows",
         ),
+        (["trainer.val_only=true", "trainer.val_before_train=false"], "trainer.val_before_train=False is not usable"),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
     ],
 )
@@ -217,7 +224,32 @@ def test_the_staleness_counts_the_epochs(task):
     assert "staleness 12 (updates on each batch)" in check_batches(composed(task, *sizes))
 
 
-def test_a_section_that_is_taken_away_has_no_sizes(task):
-    assert check_values(composed(task, "~critic")) == "usable"
-    with pytest.raises(ValueError, match="rollout.n=None is not usable"):
-        check_values(composed(task, f"~{ROLLOUT}.n"))
+def test_what_is_taken_away_has_no_size(task):
+    config = composed(task)
+    OmegaConf.set_struct(config, False)
+    del config.critic, config.actor_rollout_ref.rollout.max_num_seqs
+    assert check_values(config) == "usable"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+reward.custom_reward_function.reward_kwargs.penalty=1",
+        "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "+data.cache_dir=/tmp",
+        "trainer.v1.colocate_async.num_warmup_batches=1.5",
+        "algorithm.rollout_correction.rollout_is_threshold='0.5_5.0'",
+        "algorithm.filter_groups=null",
+    ],
+)
+def test_what_verl_reads_without_listing_it_passes(override, task):
+    assert composing.problems(composed(task, override)) == []
+
+
+def test_the_groups_may_lie_in_a_folder_of_any_name(tmp_path, task, monkeypatch):
+    for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
+        monkeypatch.setenv(name, str(task))
+    groups = shutil.copytree(ROOT / "configs", tmp_path / "a (copy), of mine" / "configs")
+    (groups / "size" / "broken.yaml").write_text("a: {")  # and no other config minds it
+    config = compose_config(["experiment=example", "size=cpu", "+nope=1"], groups)
+    assert composing.problems(config, groups)[0].startswith("nope=1 is not usable: the config has no key nope")

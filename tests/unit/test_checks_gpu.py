@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, machine, preflight, size
+from recipe.bapo.checks import Concern, inputs, machine, preflight, size
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -122,6 +122,18 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
             "tensor_model_parallel_size=7 does not divide GPUs that train=8",
         ),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2, **SEPARATE}, "=2 does not divide GPUs that sample=3"),
+        (
+            {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.data_parallel_size": 3},
+            "tensor_model_parallel_size * data_parallel_size=6 does not divide GPUs that train=8",
+        ),
+        (
+            {"trainer.nnodes": 3, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 6},
+            "tensor_model_parallel_size=6 is not usable: set it to a multiple of a node's 4 GPUs",
+        ),
+        (
+            {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9215},
+            "ref.log_prob_max_token_len_per_gpu=9215 is not usable: set it to 9216 or more",
+        ),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide GPUs that train=8"),
         ({f"{ROLLOUT}.log_prob_use_dynamic_bsz": False}, "log_prob_use_dynamic_bsz=False is"),
         (
@@ -147,6 +159,12 @@ def test_what_verl_would_assert_in_a_worker(config, changes, message):
         checks.check_parallel(config(changes=changes))
         checks.check_batches(config(changes=changes))
     assert message in str(error.value)
+
+
+def test_a_gpu_has_whole_attention_heads(config):
+    for field in (f"{FSDP}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size"):
+        with pytest.raises(ValueError, match=f"{field}=8 does not divide the 28 attention heads"):
+            inputs.check_model(config(changes={field: 8}))
 
 
 OFFLOAD = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}

@@ -135,6 +135,28 @@ def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
     config = resuming(task, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
     with pytest.raises(ValueError, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
         check_checkpoint(config)
+    (tmp_path / "global_step_2").mkdir()
+    config.trainer.resume_from_path = f"{tmp_path}/global_step_2/"  # of which verl reads the number after the last _
+    with pytest.raises(ValueError, match="global_step_N, with no slash behind it"):
+        check_checkpoint(config)
+
+
+OWN_DATA_SET = """
+from torch.utils.data import Dataset
+class Own(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        self.end = tokenizer.eos_token_id
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return {"prompt": self.end}
+"""
+
+
+def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA_SET)
+    own = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
+    assert check_files(composed(task, *own)) == "rows: 3 to train and 3 to val"
 
 
 def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path):

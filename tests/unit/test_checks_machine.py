@@ -96,7 +96,7 @@ def test_another_verl_a_missing_package_and_a_broken_plugin(task, monkeypatch, r
 
 
 def test_few_open_files_are_refused(task, monkeypatch):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (20, 4096))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (20, 20))
     with pytest.raises(ValueError, match="ulimit -n is 20, and Ray opens more files: set ulimit -n 65536"):
         machine.check_limits(composed(task))
 

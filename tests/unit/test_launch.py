@@ -148,6 +148,11 @@ def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_wel
     assert "Training is done, but its process did not end within 2 s (watchdog.max_exit_s): it is killed." in out
 
 
+def test_a_process_that_crashes_after_training_has_ended_well(launch):
+    code, out, err = launch("train()\nsend('trained')\nos._exit(139)").end()
+    assert code == 0 and not err and "Training is done, but its process ended with code 139." in out
+
+
 def test_a_run_that_ends_well_shows_its_steps_warnings_and_a_summary(launch):
     """They are read from the folder that its config names."""
     data = {"actor/pg_clipfrac": 0.1, "actor/bapo/met_at_once": 1.0, "critic/rewards/mean": 0.5}

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.bapo import prepare_data
-from recipe.bapo.checks.inputs import check_data
+from recipe.bapo.checks.inputs import check_rows, load_dataset
 from recipe.bapo.prepare_data import BOXED, DATA_SETS, main, prepare
 from verl.utils.reward_score import default_compute_score
 
@@ -69,8 +69,9 @@ def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name,
     assert prepare(name, tmp_path / "source", out) == (
         f"{out}: {kept} rows kept. Dropped: {unusable} without a problem or one answer, {repeated} repeated problems."
     )
-    data = {"prompt_key": "prompt", "max_prompt_length": 4096, "filter_overlong_prompts": True}
-    check_data(OmegaConf.create({"data": data}), str(out), "data.train_files")
+    data = {"train_files": str(out), "prompt_key": "prompt", "max_prompt_length": 4096}
+    config = OmegaConf.create({"data": data})
+    check_rows(config, load_dataset(config, "train", None, None).dataframe.to_list(), "the file")
     for row in rows_of(out):
         truth = row["reward_model"]["ground_truth"]
         for answer, right in ((truth, True), ("12345", False)):

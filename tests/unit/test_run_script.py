@@ -18,6 +18,11 @@ ASYNC = {"CONFIG": "separate_async"}
     [
         (0, {"TRAIN_FILE": "/no/such.parquet"}, "Error: TRAIN_FILE=/no/such.parquet does not exist"),
         (0, {"TRAIN_FILE": "/tmp"}, "Error: TRAIN_FILE=/tmp is a folder: give a parquet file"),
+        (
+            0,
+            {"TRAIN_FILE": __file__},
+            f"Error: TRAIN_FILE={__file__} and TEST_FILE= are not usable together: give both",
+        ),
         (0, {"MODEL_PATH": "/no/such"}, "Error: MODEL_PATH=/no/such is not a folder"),
         (0, {"CONFIG": "../size/cpu"}, "Error: CONFIG=../size/cpu is not usable: choose from"),
         (0, {"SIZE": "nothing"}, "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),

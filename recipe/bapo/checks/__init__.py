@@ -40,5 +40,9 @@ def innermost(error: BaseException) -> str:
 
 def require_writable(field: str, folder: Path) -> None:
     """Raise a ValueError unless the folder can be made and written to; nothing is left behind."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    call(field, folder, "choose another folder", lambda: tempfile.TemporaryDirectory(dir=existing).cleanup())
+
+    def write():
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        tempfile.TemporaryDirectory(dir=existing).cleanup()
+
+    call(field, folder, "choose another folder", write)

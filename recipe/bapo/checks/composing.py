@@ -9,6 +9,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -52,16 +53,30 @@ def explain(error: Exception) -> str:
 
 
 def _unknown_key(key, given, where=""):
-    close = difflib.get_close_matches(key, [known for known in known_keys() if known != key], 1)
-    fix = f"use {close[0]}" if close else "remove it"
-    return f"{given} is not usable: the config has no key {key}: {fix}{where}."
+    meant = nearest_key(key)
+    return f"{given} is not usable: the config has no key {key}: {f'use {meant}' if meant else 'remove it'}{where}."
+
+
+def nearest_key(key: str) -> str | None:
+    """The known key that was most likely meant: a similar name in the same section, or the same name in another."""
+    section, _, name = key.rpartition(".")
+    known = {other: other.rpartition(".") for other in known_keys() if other != key}
+    siblings = {part[2]: other for other, part in known.items() if part[0] == section}
+    close = difflib.get_close_matches(name, siblings, 1, cutoff=0.7)
+    if close:
+        return siblings[close[0]]
+    top = key.partition(".")[0]
+    return next((other for other, part in known.items() if part[2] == name and other.startswith(f"{top}.")), None)
 
 
 def location(key: str, value: object, groups: str | Path | None) -> str:
     """`` (FILE, line N, column N)`` of one of our yaml files in which the key has this value, or nothing."""
     for folder in (OURS, *([Path(groups)] if groups else [])):
         for file in sorted(folder.rglob("*.yaml")):
-            name, node = None, yaml.compose(file.read_text(), yaml.SafeLoader)
+            try:
+                name, node = None, yaml.compose(file.read_text(), yaml.SafeLoader)
+            except yaml.YAMLError:  # a file that this config does not use
+                continue
             for part in key.split("."):
                 children = node.value if isinstance(node, yaml.MappingNode) else []
                 name, node = next((child for child in children if child[0].value == part), (None, None))
@@ -102,7 +117,9 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
     """A line for each value that cannot be resolved or is of a wrong type, and for each key that is not known.
 
     verl builds its dataclasses by Hydra's ``instantiate``, which checks no type: a wrong one fails minutes later.
-    Each value has to be of the type that verl's dataclass declares or, where there is none, that verl's default has.
+    Each value has to be of the type that verl's dataclass declares or, where there is none, that verl's default has. A
+    key that verl does not list is let through where it may be read all the same: in a section without a dataclass, if
+    no known key is near.
 
     Args:
         config: not resolved, so that a value which others copy is named once.
@@ -127,11 +144,13 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
             return [f"{key}={resolved[key]} is not usable: set it to a value without ${{."]
     for key, value in items_of(whole):
         parent, _, name = key.rpartition(".")
-        hints = _hints(parent, values[parent].get("_target_"))
+        hints = _hints_of(parent, values)
         if {key, parent} & free or value == "???":
             free.add(key)
         elif key not in known and name not in hints:
-            if hints or parent in ("", "watchdog") or verls_defaults().get(parent):
+            # Of the section ``reward`` verl builds no dataclass, whatever its ``_target_`` says.
+            built = hints and not key.startswith("reward.")
+            if built or parent in ("", "watchdog") or (verls_defaults().get(parent) and nearest_key(key)):
                 found.append(_unknown_key(key, f"{key}={value}", location(key, value, groups)))
             free.add(key)  # with what is below it: verl hands such sections on
         elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
@@ -142,11 +161,23 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
     return found
 
 
+def _hints_of(section, values):
+    """The types that verl's dataclass of a section declares: of its ``_target_``, or as its parent's declares it."""
+    target = values[section].get("_target_")
+    if target:
+        return _hints(call(f"{section}._target_", target, "name a class of verl or ours", get_class, target))
+    parent, _, name = section.rpartition(".")
+    classes = _kinds(_hints_of(parent, values).get(name)) if section else ()
+    return next((_hints(kind) for kind in classes if is_dataclass(kind)), {})
+
+
 @functools.cache
-def _hints(section, target):
-    if not target:
-        return {}
-    return get_type_hints(call(f"{section}._target_", target, "name a class of verl or ours", get_class, target))
+def _hints(dataclass):
+    return get_type_hints(dataclass)
+
+
+def _kinds(hint):
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _type_wanted(value, hint, default):
@@ -154,8 +185,8 @@ def _type_wanted(value, hint, default):
     if isinstance(value, dict) or repr(value) == repr(default):
         return None
     if isinstance(default, dict):
-        return "a section with keys of its own"
-    declared = hint or (type(default) if type(default) in (int, float, bool) else None)
-    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+        return None if value is None and NoneType in _kinds(hint) else "a section with keys of its own"
+    # verl's own default may be whole where a fraction will do.
+    kinds = _kinds(hint or {int: float, float: float, bool: bool}.get(type(default)))
     usable = type(value) in kinds or (type(value) is int and float in kinds)
     return None if usable or not set(kinds) <= WORDS.keys() else " or ".join(WORDS[kind] for kind in kinds)

@@ -32,7 +32,8 @@ def _is_count(value):
 
 
 def _can_log(name):
-    installed = name in ("file", "console", "rl_insight") or importlib.util.find_spec(name) is not None
+    module = {"vemlp_wandb": "volcengine_ml_platform"}.get(name, name)
+    installed = name in ("file", "console", "rl_insight") or importlib.util.find_spec(module) is not None
     return name in Tracking.supported_backend and installed
 
 
@@ -40,6 +41,7 @@ def _can_log(name):
 COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole number of 1 or more, or null"
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
+LEGACY = (lambda value: value is None), "null, and the same key in section reward: verl's V1 trainer reads no other"
 # Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
 SIZES = (".n", "nnodes", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
@@ -65,10 +67,11 @@ RULES = {
         lambda name: name in ("error", "left"),
         "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
     ),
-    "custom_reward_function.path": (
-        lambda path: path is None,
-        "null, and reward.custom_reward_function.path to the file: verl's V1 trainer does not read it",
-    ),
+    "custom_reward_function.path": LEGACY,
+    "reward_model.enable": LEGACY,
+    "reward_model.reward_manager": LEGACY,
+    "sandbox_fusion.url": LEGACY,
+    "actor_rollout_ref.hybrid_engine": (bool, "true: verl 0.9.1 raises without it, once the models are loaded"),
     "trainer.use_v1": (bool, "true: verl's legacy trainer would drop the BAPO loss"),
     "trainer.total_training_steps": COUNT_OR_NULL,
     "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
@@ -91,11 +94,16 @@ RULES = {
 def check_values(config) -> str:
     """Every value by itself."""
     for field, default in verls_defaults().items():
-        section = OmegaConf.select(config, field.rpartition(".")[0])
-        if section is not None and field.endswith(SIZES) and _is_count(default):  # ``~section`` takes one away
+        section, _, name = field.rpartition(".")
+        # ``~key`` takes one away: verl's dataclass then has its own default.
+        if field.endswith(SIZES) and _is_count(default) and name in (OmegaConf.select(config, section) or ()):
             require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)
+    if config.trainer.val_only:
+        require(
+            config, "trainer.val_before_train", bool, "true: without it verl trains, whatever trainer.val_only says"
+        )
     return "usable"
 
 
@@ -110,7 +118,7 @@ def check_names(config) -> str:
         call(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
     field = "trainer.v1.trainer_mode"
     trainer = call(field, mode, "use sync or one of these", get_trainer_cls, mode)
-    call(field, mode, "change that, or use sync", trainer, config.copy())
+    call(f"the config of {field}", mode, "change what it names", trainer, config.copy())
     return f"{config.algorithm.adv_estimator}, {rollout.name}, {mode}"
 
 
@@ -141,7 +149,7 @@ def check_verls_rules(config) -> str:
     try:
         loss = _build_as_verl_does(config).policy_loss
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
-        raise ValueError(f"{_field_to_blame(config)}{innermost(error)}") from error
+        raise ValueError(f"{_field_to_blame(config, innermost(error))}{innermost(error)}") from error
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
@@ -160,12 +168,14 @@ def _build_as_verl_does(config):
     return actor
 
 
-def _field_to_blame(config):
-    """The field with whose default verl would be content, or nothing: many of verl's messages name no field."""
+def _field_to_blame(config, message):
+    """The field with whose default verl would be content; nothing if there is none, or the message names it."""
     changed = config.copy()
     for key, default in verls_defaults().items():
         value = OmegaConf.select(config, key)
         if value == default or isinstance(default, dict) or str(default).startswith(("${", "?")):
+            continue
+        if OmegaConf.select(changed, key.rpartition(".")[0]) is None:  # the section was taken away
             continue
         OmegaConf.update(changed, key, default)
         try:
@@ -173,7 +183,7 @@ def _field_to_blame(config):
         except Exception:  # it is another one
             OmegaConf.update(changed, key, value)
             continue
-        return f"{key}={value} is not usable (verl's default is {default}): "
+        return "" if key in message else f"{key}={value} is not usable (verl's default is {default}): "
     return ""
 
 
@@ -194,21 +204,27 @@ def check_batches(config) -> str:
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
-    if actor.use_dynamic_bsz:
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        least = -(-longest // parallel)
-        fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
-        fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
-        for field in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
-            require(config, field, lambda limit: (limit or 0) >= least, fix)
-    else:
-        for field, rows in (
-            (f"{ACTOR}.ppo_micro_batch_size_per_gpu", mini),
-            (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", batch),
-        ):
-            share = rows * n // ranks
-            require(config, field, lambda micro: micro is not None, f"a divisor of {share}")
-            _divides("a rank's responses", share, field, OmegaConf.select(config, field))
+    mode = config.trainer.v1.trainer_mode
+    at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)  # of which verl computes log-probs
+    if mode == "sync":
+        _divides("data.train_batch_size", batch, "data.gen_batch_size", config.data.get("gen_batch_size") or batch)
+    parts = [(ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", mini)]
+    of_log_probs = ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", at_once)
+    if not config.algorithm.rollout_correction.bypass_mode:
+        parts.append((ROLLOUT, *of_log_probs))
+    if need_reference_policy(config):
+        parts.append(("actor_rollout_ref.ref", *of_log_probs))
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    least = -(-longest // parallel)
+    fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
+    fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
+    for section, tokens, rows, prompts in parts:
+        if actor.use_dynamic_bsz:
+            require(config, f"{section}.{tokens}", lambda limit: (limit or 0) >= least, fix)
+            continue
+        share = prompts * n // ranks
+        require(config, f"{section}.{rows}", lambda micro: micro is not None, f"a divisor of {share}")
+        _divides("a rank's responses", share, f"{section}.{rows}", OmegaConf.select(config, f"{section}.{rows}"))
     updates = batch // mini * actor.ppo_epochs
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
@@ -233,9 +249,16 @@ def pools_of(config) -> list[tuple[str, int, int]]:
 def check_parallel(config) -> str:
     """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
     key, parallel = sequence_parallel(config)
-    served = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    rollout = config.actor_rollout_ref.rollout
+    names = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    more = [name for name in names[1:] if rollout[name] > 1]
+    served = math.prod(rollout[name] for name in names)
     for verb, nodes, gpus in pools_of(config):
-        _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.tensor_model_parallel_size", served)
+        _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.{' * '.join([names[0], *more])}", served)
+        if served % min(served, gpus):
+            raise ValueError(
+                f"{ROLLOUT}.{names[0]}={served} is not usable: set it to a multiple of a node's {gpus} GPUs."
+            )
     _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)
     return f"a sequence on {parallel}, a served model on {served}"
 

@@ -5,6 +5,7 @@ verl's own data set and scorers read the data, transformers and verl the model; 
 accept. The rows' schema is ours, because verl finds out row by row, hours later.
 """
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from transformers.utils import logging
 
 from recipe.bapo.checks import call
+from recipe.bapo.checks.config import sequence_parallel
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
@@ -23,6 +25,7 @@ from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 DATA_PAGE = "docs/running.md, Data"
+READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
 
 
@@ -35,6 +38,7 @@ def check_model(config) -> str:
     model = model_of(config)
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config.get_text_config())
+    _check_heads(config, model.hf_config.get_text_config())
     if Path(model.local_path).is_dir():  # else it is a name on the hub
         call(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
     return f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
@@ -78,7 +82,13 @@ def check_tokenizer(config, model) -> None:
 
 def _check_lengths(config, text):
     """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
-    data, rollout, positions = config.data, config.actor_rollout_ref.rollout, text.max_position_embeddings
+    data, rollout, positions = (
+        config.data,
+        config.actor_rollout_ref.rollout,
+        getattr(text, "max_position_embeddings", None),
+    )
+    if positions is None:  # verl then says what it misses
+        return
     needed, of_model = data.max_prompt_length + data.max_response_length, config.actor_rollout_ref.model.path
     if needed > positions:
         raise ValueError(
@@ -92,6 +102,14 @@ def _check_lengths(config, text):
             f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}={of_model})"
             ", or for a model that can be extended set model.override_config.max_position_embeddings."
         )
+
+
+def _check_heads(config, text):
+    """verl's sequence parallelism and vLLM's tensor parallelism give each GPU whole attention heads."""
+    heads, rollout = getattr(text, "num_attention_heads", 0), "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    for field, size in (sequence_parallel(config), (rollout, OmegaConf.select(config, rollout))):
+        if heads % size:
+            raise ValueError(f"{field}={size} does not divide the {heads} attention heads of {PATH}: choose a divisor.")
 
 
 def _load_headers(model):
@@ -116,14 +134,19 @@ def _load_headers(model):
 def check_files(config) -> str:
     """The data: readable by verl's data set, every row in verl's schema, enough of them usable, and scored."""
     model, data, counts = model_of(config), config.data, []
-    for field in ("train_files", "val_files"):
-        what = f"data.{field}={data[field]}"
-        rows = check_data(config, data[field], f"data.{field}")
-        needed = data.train_batch_size if field == "train_files" and not config.trainer.val_only else 1
+    for kind in ("train", "val"):
+        what = f"data.{kind}_files={data[f'{kind}_files']}"
+        dataset = load_dataset(config, kind, model.tokenizer, model.processor)
+        counts.append(f"{len(dataset):,} to {kind}")
+        if data.custom_cls.path is not None:  # whose rows and filters are its own
+            continue
+        rows = check_rows(config, dataset.dataframe.to_list(), what)
+        call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
+        needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable = len(rows)
         # Without the filter verl cuts long prompts from the left without a word, which truncation=error is to prevent.
         if data.filter_overlong_prompts or data.truncation == "error":
-            usable = _count_usable(data, data[field], model, needed)
+            usable = _count_usable(data, dataset, needed)
         if usable < len(rows) and not data.filter_overlong_prompts:
             raise ValueError(
                 f"{what} has {len(rows) - usable} prompts of more tokens than data.max_prompt_length="
@@ -132,18 +155,32 @@ def check_files(config) -> str:
         if usable < needed:
             raise ValueError(
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
-                f"rows, or raise data.max_prompt_length={data.max_prompt_length}."
+                f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
             )
         _check_scored(rows, what, config)
-        counts.append(f"{len(rows):,} to {field.partition('_')[0]}")
     return f"rows: {' and '.join(counts)}"
 
 
-def _count_usable(data, files, model, needed) -> int:
-    """Rows that verl's own filter of long prompts keeps; where it leaves rows out, not all of them are looked at."""
+def load_dataset(config, kind, tokenizer, processor):
+    """verl's data set of the ``kind`` ``train`` or ``val``, before its filter of long prompts."""
+    data, field = config.data, f"data.{kind}_files"
+    files = data[f"{kind}_files"]
+    names = [files] if isinstance(files, str) else list(files or [])
+    if not names:
+        raise ValueError(f"{field}={files} is not usable: give a parquet file in verl's schema.")
     datasets.disable_caching()  # each filtering would leave a file
     unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # in this process
-    dataset = create_rl_dataset(files, OmegaConf.merge(data, unfiltered), model.tokenizer, model.processor)
+    settings, most = OmegaConf.merge(data, unfiltered), data.get(f"{kind}_max_samples", -1)
+    dataset = call(
+        field, files, READABLE, create_rl_dataset, names, settings, tokenizer, processor, kind == "train", most
+    )
+    if not len(dataset):
+        raise ValueError(f"{field}={files} has no rows; {READABLE}.")
+    return dataset
+
+
+def _count_usable(data, dataset, needed) -> int:
+    """Rows that verl's own filter of long prompts keeps; where it leaves rows out, not all of them are looked at."""
     dataset.filter_overlong_prompts = True
     rows = dataset.dataframe
     if data.filter_overlong_prompts:
@@ -153,23 +190,12 @@ def _count_usable(data, files, model, needed) -> int:
     return len(dataset.maybe_filter_out_long_prompts(rows))
 
 
-def check_data(config, files, field) -> list[dict]:
-    """The rows of the files as verl's data set reads them, each in verl's schema."""
-    names = [files] if isinstance(files, str) else list(files or [])
-    if not names:
-        raise ValueError(f"{field}={files} is not usable: give a parquet file in verl's schema.")
-    data = config.data.copy()
-    data.filter_overlong_prompts = False
-    fix = f"give parquet or json files in verl's schema ({DATA_PAGE})"
-    dataset = call(field, files, fix, create_rl_dataset, names, data, None, None)
-    rows = dataset.dataframe.to_list()
-    if not rows:
-        raise ValueError(f"{field}={files} has no rows; {fix}.")
+def check_rows(config, rows, what) -> list[dict]:
+    """The rows, each in verl's schema; ``what`` names their files."""
     for index, row in enumerate(rows):
         missing = _missing_in(row, config.data.prompt_key)
         if missing:
-            raise ValueError(f"{field}={files}, row {index}: {missing}; see {DATA_PAGE}.")
-    call(field, files, fix, dataset.__getitem__, 0)
+            raise ValueError(f"{what}, row {index}: {missing}; see {DATA_PAGE}.")
     return rows
 
 
@@ -189,7 +215,8 @@ def _missing_in(row, prompt_key):
 
 def _check_scored(rows, what, config):
     """verl's own scorer of each data source that occurs, called once as a run calls it, with an empty response."""
-    if config.reward.custom_reward_function.path or config.reward.reward_model.enable:
+    reward = config.reward
+    if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
         return
     for source, row in {row["data_source"]: row for row in rows}.items():
         try:
@@ -209,7 +236,11 @@ def check_reward(config) -> str:
     named = f"{function.path} and name={function.name}"
     fix = "give a file or pkg://module, and the name of a function in it"
     call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
-    call("reward.reward_manager.name", manager.name, "use naive or dapo", resolve_reward_manager_cls, config)
+    named, fix = (
+        f"{manager.name} ({manager.source})",
+        "use naive or dapo, or a class and module.path with source=importlib",
+    )
+    call("reward.reward_manager.name", manager.name, fix, resolve_reward_manager_cls, config)
     return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
 
 
@@ -224,9 +255,10 @@ def check_checkpoint(config) -> str:
             return f"none in {trainer.default_local_dir}: training starts anew"
     else:
         folder = Path(str(trainer.resume_from_path))
-        if "global_step_" not in folder.name or not folder.is_dir():
+        if not re.search(r"global_step_\d+$", str(trainer.resume_from_path)) or not folder.is_dir():
             raise ValueError(
-                f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N."
+                f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N, with "
+                "no slash behind it."
             )
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     kinds = {"model": "model", "optimizer": "optim", "extra": "extra_state"}

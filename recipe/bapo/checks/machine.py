@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.bapo.checks import Concern, call
+from recipe.bapo.checks import Concern, call, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
 
@@ -87,8 +87,8 @@ def check_devices(config) -> str:
     if on_cpu(config):
         return f"{asked}, {os.cpu_count()} cores here"
     cluster, listed = joins_a_cluster(config), len(gpus())
-    # Without a cluster this node has all pools; in one, each pool may have nodes of its own.
-    wanted = (max if cluster else sum)(gpus for _, _, gpus in pools)
+    # Without a cluster this node has all pools; in one, each pool may have nodes of its own, and this is one of any.
+    wanted = (min if cluster else sum)(gpus for _, _, gpus in pools)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
         raise (Concern if cluster and not listed else ValueError)(
@@ -102,6 +102,8 @@ def check_devices(config) -> str:
 
 def check_other_runs(config) -> str:
     """A Ray cluster that answers, or no run beside us whose vLLM servers might get our weights."""
+    unset = "null: Ray is found by RAY_ADDRESS, or by NNODES on a node of a cluster that is up"
+    require(config, "ray_kwargs.ray_init.address", lambda address: address is None, unset)
     if joins_a_cluster(config):
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
         return "this run is a job of a Ray cluster"
@@ -111,7 +113,7 @@ def check_other_runs(config) -> str:
 
 def check_limits(config) -> str:
     """Open files, of which Ray has hundreds; and /dev/shm, where Ray's object store and NCCL's buffers live."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises it
     if 0 <= files < OPEN_FILES:
         raise ValueError(f"ulimit -n is {files}, and Ray opens more files: set ulimit -n 65536.")
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0

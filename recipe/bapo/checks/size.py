@@ -13,6 +13,7 @@ from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import sequence_parallel
 from recipe.bapo.checks.inputs import model_of as verls_model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
+from verl.utils import torch_functional as verl_F
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -46,7 +47,9 @@ def model_of(config) -> Model:
             model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"
         )
     weights, text = sum(parameter.numel() for parameter in empty.parameters()), model.hf_config.get_text_config()
-    return Model(weights, text.num_hidden_layers, text.hidden_size, text.vocab_size, text.intermediate_size)
+    return Model(
+        weights, text.num_hidden_layers, text.hidden_size, text.vocab_size, getattr(text, "intermediate_size", 0)
+    )
 
 
 def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
@@ -89,9 +92,15 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
 def tokens_of_a_gpu(config) -> tuple[int, int]:
     """The most tokens of a micro-batch on one GPU, in an update and for log-probs."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if actor.use_dynamic_bsz:
-        return actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu
     longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.use_dynamic_bsz:
+        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # with their sequences' parts, all of a batch
+        most = [
+            prompts * rollout.n * longest // ranks
+            for prompts in (actor.ppo_mini_batch_size, config.data.train_batch_size)
+        ]
+        limits = (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+        return tuple(map(min, limits, most))
     rows = (actor.ppo_micro_batch_size_per_gpu or 1, rollout.log_prob_micro_batch_size_per_gpu or 1)
     return tuple(longest * number // sequence_parallel(config)[1] for number in rows)
 
@@ -116,7 +125,7 @@ def logits_of(config, model, tokens, *, update) -> float:
         if update and actor.entropy_coeff != 0:
             backward += 6  # the chunks are computed anew, all with their graphs
     attention = (config.actor_rollout_ref.model.get("override_config") or {}).get("attn_implementation")
-    if update and attention not in (None, "flash_attention_2"):
+    if update and attention not in (None, "flash_attention_2") and not verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
         backward = planes + 3  # not flash-attn's cross-entropy: log-softmax in float32, and the gradient
     plane = 2 * tokens * model.vocabulary / GIB
     return max(planes * plane + chunk, backward * plane if update else 0.0)
@@ -131,7 +140,8 @@ def check_memory(config) -> str:
         return text
     total, used = min(known, key=lambda gpu: gpu[0] - gpu[1])
     rollout = config.actor_rollout_ref.rollout
-    share, served = rollout.gpu_memory_utilization, 2 * model.weights / rollout.tensor_model_parallel_size / GIB
+    a_weight = 1 if rollout.get("quantization") else 2  # byte
+    share, served = rollout.gpu_memory_utilization, a_weight * model.weights / rollout.tensor_model_parallel_size / GIB
     if served > share * total:
         raise ValueError(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share} leaves vLLM {share * total:.1f} GiB of a GPU, "

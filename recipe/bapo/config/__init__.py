@@ -20,8 +20,9 @@ def compose_config(overrides: list[str], groups: str | Path | None = None) -> Di
         hydra.errors.HydraException: an override is not usable.
     """
     path = [SEARCH_PATH] if groups is None else [SEARCH_PATH, f"file://{Path(groups).absolute()}"]
+    quoted = ",".join(f"'{part}'" for part in path)  # a folder's name may hold parentheses
     with initialize_config_module("recipe.bapo.config", version_base=None):
-        return compose("bapo_trainer", [f"hydra.searchpath=[{','.join(path)}]", *overrides])
+        return compose("bapo_trainer", [f"hydra.searchpath=[{quoted}]", *overrides])
 
 
 def cpu_environment() -> dict[str, str]:

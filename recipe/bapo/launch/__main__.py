@@ -27,7 +27,7 @@ from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier, latest_che
 # Unbuffered (-u): what a killed process printed last is in the log.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
 MAX_PARENT_LENGTH = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
-PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
+PATIENCE = 40.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
 
 
 def main(arguments: list[str]) -> int:
@@ -166,10 +166,12 @@ class Supervisor:
             return None, 0
         if interruptions:
             return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
-        if self.trained_at is not None and exit_code is None:
-            late = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s)"
+        if self.trained_at is not None:
+            end = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s): it is killed"
+            if exit_code is not None:
+                end = f"ended with code {exit_code}"
             with suppress(OSError):  # the terminal is gone
-                print(f"Training is done, but its process {late}: it is killed.", flush=True)
+                print(f"Training is done, but its process {end}.", flush=True)
             return None, 0
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the config is not usable, or training did not come to its checks
