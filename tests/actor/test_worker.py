@@ -15,7 +15,7 @@ from support.batches import values_of_dump
 from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
-from recipe.bapo.records.tokens import read_dump
+from recipe.bapo.report.dump import read_dump
 
 ROWS = 16
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"

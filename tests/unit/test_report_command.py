@@ -13,8 +13,9 @@ from support.oracle import sequential_search
 
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
-from recipe.bapo.records.tokens import PLANES, TENSORS, about_dump, read_dump, write_dump
+from recipe.bapo.records.tokens import write_dump
 from recipe.bapo.report.command import main
+from recipe.bapo.report.dump import PLANES, TENSORS, about_dump, read_dump
 from recipe.bapo.report.measure import measure
 from recipe.bapo.report.methods import BAPO
 from recipe.bapo.report.slime import import_slime

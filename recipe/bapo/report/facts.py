@@ -13,7 +13,7 @@ import torch
 
 from bapo import BAPOConfig, ClipStatistics
 from bapo.search import candidates, reaches_target
-from recipe.bapo.records.tokens import about_dump
+from recipe.bapo.report.dump import about_dump
 from recipe.bapo.report.measure import Measured, measure
 from recipe.bapo.report.methods import BAPO, Loss, loss_of_run, methods_to_compare
 from recipe.bapo.report.verdict import OWN, staleness, verdict

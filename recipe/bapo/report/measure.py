@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics
-from recipe.bapo.records.tokens import read_dump
+from recipe.bapo.report.dump import read_dump
 from recipe.bapo.report.methods import Bounds, Loss, Tokens
 
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
