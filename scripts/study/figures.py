@@ -28,7 +28,6 @@ from scripts.study.plan import (  # noqa: E402
 
 STACK = RESULTS / "anchors_stack.jsonl"  # the real stack: 8 epochs on the larger model, three seeds a method
 COLOURS = {"grpo": "black", "bapo@0.4": "#0072B2", "widest": "#D55E00", "high_only": "#009E73"}  # Okabe-Ito
-UPDATES_OF_A_WINDOW = {"chain": 16, "hard_chain": 16, "larger_model": 32}  # between two points of a series
 
 
 def draw_ratios(frame: pd.DataFrame) -> plt.Figure:
@@ -94,8 +93,7 @@ def draw_drift(frame: pd.DataFrame) -> plt.Figure:
         rows = at_place(frame, place, "grpo")
         for staleness, style in zip(place.stalenesses, ("-", "--"), strict=False):
             series = np.stack(rows[rows["staleness"] == staleness]["rho_series"].to_list())
-            window = UPDATES_OF_A_WINDOW[place.task]
-            updates = window * np.arange(1, series.shape[1] + 1)
+            updates = rows["updates"].iloc[0] / series.shape[1] * np.arange(1, series.shape[1] + 1)
             axis.plot(updates, series.mean(0), color="black", linestyle=style, label=f"{staleness} epochs")
             for edge in np.quantile(series, [0.1, 0.9], axis=0):
                 axis.plot(updates, edge, color="0.5", linestyle=style, linewidth=0.8)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.study import analysis
-from scripts.study.plan import DELAY, DELAY_FREE, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, PARTIAL, RESULTS
+from scripts.study.plan import DELAY, DELAY_FREE, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, LARGER, PARTIAL, RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "results.md").read_text()
@@ -67,7 +67,37 @@ def test_bapo_is_faster_than_grpo(tests):
     assert f"{said} epochs BAPO 0.38 needs {{}}".format(*ratios(found), *ratios(hard)) in TEXT
     fewer = sorted(round(100 * (1 - float(ratio))) for ratio in ratios(found))
     assert f"in {fewer[0]} to {fewer[-1]} % fewer updates than GRPO" in TEXT
-    assert f"on a harder one to 0.35 in {100 * (1 - float(*ratios(hard))):.0f} % fewer" in TEXT
+    assert f"on a harder one to 0.35 in {100 * (1 - float(*ratios(hard))):.0f} %, with" in TEXT
+
+
+def test_the_larger_model(frame, tests):
+    assert analysis.at_place(frame, LARGER)["learning_rate"].unique().tolist() == [0.001]
+    fresh = frame[(frame["task"] == "larger_model") & (frame["source"] == "fresh")].groupby("learning_rate")["failed"]
+    assert fresh.sum().tolist() == [0, 1]  # "one run fails, of ten of the larger model at 0.002"
+    assert frame.loc[(frame["source"] == "fresh") & (frame["task"] != "larger_model"), "failed"].sum() == 0
+    others = ("grpo", "high_only", "topr", "dppo_tv")
+    found = tests.loc[[(LARGER.name, "bapo@0.47", other, "speed", "difference") for other in others]]
+    said = (
+        "BAPO 0.47 needs {} of GRPO's updates, which holds after correction, and {}, {} and {} of those of [0.8, 3.0],"
+    )
+    assert said.format(*ratios(found)) in TEXT and (found["holm"] < 0.05).tolist() == [True, False, False, False]
+    assert f"with a larger model to 0.6 in {100 * (1 - float(ratios(found)[0])):.0f} % fewer" in TEXT
+    assert f"A target below rho (0.40) needs {against_grpo(frame, LARGER, 'bapo@0.4')} of GRPO's" in TEXT
+    failures = (failed(frame, LARGER, method) for method in ("cispo", "dppo_tv", "topr"))
+    said = "CISPO fails in {} of {} runs, DPPO-TV in {}, TOPR in {}"
+    (cispo, runs), (dppo, _), (topr, _) = failures
+    assert said.format(cispo, runs, dppo, topr) in TEXT
+    nats = {m: f"{final(frame, LARGER, m, 'entropy'):.2f}" for m in ("grpo", "high_only", "bapo@0.4", "bapo@0.47")}
+    assert "GRPO {}, [0.8, 3.0] {}, BAPO 0.40 {}, BAPO 0.47 {}".format(*nats.values()) in TEXT
+    said = "where BAPO 0.47 ended with {} nats and the upper bound alone with {}"
+    assert said.format(nats["bapo@0.47"], nats["high_only"]) in README
+    assert f", {ratios(found)[1]} with a larger model" in README
+    targets = [analysis.at_place(frame, LARGER, f"bapo@{target}") for target in (0.4, 0.47, 0.5)]
+    assert {round(float(rows["on_the_way"].mean()), 2) for rows in targets} == {0.01}
+    drift = np.stack(analysis.at_place(frame, LARGER, "grpo")["rho_series"].to_list()).mean(0)
+    assert f"on the larger model {drift[0]:.2f} in the first 20 and {drift[-1]:.2f} at the end" in TEXT
+    speeds = [against_grpo(frame, LARGER, f"bapo@{target}") for target in (0.4, 0.47, 0.5)]
+    assert "0.40, 0.47 and 0.50 need {}, {} and {} of GRPO's updates".format(*speeds) in CHOOSING
 
 
 def test_the_upper_bound_alone_is_as_good(tests):
