@@ -11,11 +11,27 @@ import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
+
+
+def claim_folder(folder: Path) -> None:
+    """Claim a run's folder until this process ends: a second start in it would take the log of the first.
+
+    Raises:
+        OSError: another run has it, or it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OSError("another run writes there") from error
+    except OSError:  # its file system has no locks
+        pass
 
 
 def joins_a_cluster(config) -> bool:
