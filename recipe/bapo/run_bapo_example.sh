@@ -15,12 +15,12 @@
 #   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example)
-#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with a TRAIN_FILE)
+#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with files of your own)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
 set -euo pipefail
-for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV BAPO_FLASH_ATTN_WHEEL; do  # relative to where the command was given
+for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV; do  # relative to where the command was given
     value=${!name:-}
     if [[ -n $value && $value != /* && ( $name != MODEL_PATH || -e $value ) ]]; then export "$name=$PWD/$value"; fi
 done
@@ -111,7 +111,7 @@ for name in TRAIN_FILE TEST_FILE; do
     [ ! -d "${!name:-}" ] || fail "$name=${!name} is a folder: give a parquet file in verl's schema."
     [ -z "${!name:-}" ] || [ -f "${!name}" ] || fail "$name=${!name} does not exist: give a parquet file in verl's schema."
 done
-[[ $CONFIG = evaluate || -z ${TRAIN_FILE:-}${TEST_FILE:-} || ( -n ${TRAIN_FILE:-} && -n ${TEST_FILE:-} ) ]] || fail \
+[[ $CONFIG = evaluate || -z ${TRAIN_FILE:-}${TEST_FILE:-} || ( -n ${TRAIN_FILE:-} && -n ${TEST_FILE:-} ) || " $*" = *" data."*_files=* ]] || fail \
     "TRAIN_FILE=${TRAIN_FILE:-} and TEST_FILE=${TEST_FILE:-} are not usable together: give both, or neither for the example's own."
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."

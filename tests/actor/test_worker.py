@@ -3,6 +3,7 @@
 
 import json
 import logging
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
 from tensordict import NonTensorData, TensorDict
@@ -99,6 +101,7 @@ def updates_of_rank(rank, size, port, task, folder):
             "logged": [metrics[f"actor/bapo/clip_{side}"][rank].values for side in ("low", "high")],
         }
     results["marked"] = marked_updates(rank, size, port, task, folder)
+    results["versions"] = dump_of_versions(rank, size, port, task)
     results["tools"] = updates_with_tool_tokens(rank, size, port, task)
     results["stock"] = stock_updates(rank, size, port, task, folder)
     torch.save(results, f"{folder}/rank{rank}.pt")
@@ -176,6 +179,31 @@ def updates_with_tool_tokens(rank, size, port, task):
         ]
         found.append({"values": values, "gradient": gradient, "model tokens": model_tokens})
     return found
+
+
+def dump_of_versions(rank, size, port, task):
+    """What a dump of this rank says of the weights' versions, update by update."""
+    from recipe.bapo.worker import FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION
+    from verl.utils import tensordict_utils as tu
+
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"{LOSS}.token_dump_dir={folder}"
+        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, FIRST_UPDATE: 6})
+        expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
+        actor.train_mini_batch(data)
+        files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
+    found = torch.cat([tokens["version"] for tokens in files])
+    return {
+        "versions are the responses'": torch.equal(found.sort().values, expected.sort().values),
+        "of a response all the same": all(
+            part.unique().numel() == 1 for t in files for part in t["version"].split(t["lengths"].tolist())
+        ),
+        "updates": sorted({int(tokens["update"]) for tokens in files}),
+        "trained from": sorted({int(tokens["trainer_version"]) for tokens in files}),
+    }
 
 
 def dropout_update(rank, port, task, folder):
@@ -349,3 +377,13 @@ def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(
     fraction, length = (float.fromhex(value) for value in ranks[0]["tools"][0]["values"][-2:])
     assert fraction == pytest.approx(sum(positive) / sum(tokens for tokens, _ in of_all))
     assert length == pytest.approx(sum(positive) / len(positive))
+
+
+def test_a_dump_says_which_weights_sampled_a_response_and_which_are_trained(ranks):
+    for rank in ranks:
+        assert rank["versions"] == {
+            "versions are the responses'": True,
+            "of a response all the same": True,
+            "updates": [6, 7],
+            "trained from": [4],
+        }

@@ -61,7 +61,7 @@ def failures(task, files):
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2' is not usable: set it to a whole number"),
         (f"{ACTOR}.ppo_epochs=true", f"{ACTOR}.ppo_epochs=True is not usable: set it to a whole number"),
         (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr='fast' is not usable: set it to a number"),
-        ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a number"),
+        ("data.max_prompt_length=abc", "data.max_prompt_length='abc' is not usable: set it to a whole number"),
         ("data.shuffle='${{oc.env:HOME}}'", "' is not usable: set it to true or false"),
         ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
@@ -82,8 +82,8 @@ def failures(task, files):
         ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator='GRPO' is not usable: set it to grpo, or one of"),
         ("data.truncation=middlle", "data.truncation='middlle' is not usable: set it to error or left"),
         ("custom_reward_function.path=/no/such.py", "set it to null, and the same key in section reward"),
-        ("reward_model.reward_manager=dapo", "set it to null, and the same key in section reward"),
-        ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=False is not usable: set it to true: verl 0.9.1"),
+        ("reward_model.reward_manager=dapo", "set it to null, and reward.reward_manager.name: verl"),
+        ("data.dataloader_num_workers=1.5", "dataloader_num_workers=1.5 is not usable: set it to a whole number"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
         ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
         ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
@@ -240,10 +240,14 @@ def test_what_is_taken_away_has_no_size(task):
         "trainer.v1.colocate_async.num_warmup_batches=1.5",
         "algorithm.rollout_correction.rollout_is_threshold='0.5_5.0'",
         "algorithm.filter_groups=null",
+        "algorithm.rollout_correction=null",
+        "reward_model.enable=false",
     ],
 )
 def test_what_verl_reads_without_listing_it_passes(override, task):
-    assert composing.problems(composed(task, override)) == []
+    config = composed(task, override)
+    assert composing.problems(config) == []
+    assert check_values(config) and check_batches(config) and check_ratio(config)
 
 
 def test_the_groups_may_lie_in_a_folder_of_any_name(tmp_path, task, monkeypatch):

@@ -128,7 +128,7 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
         ),
         (
             {"trainer.nnodes": 3, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": 6},
-            "tensor_model_parallel_size=6 is not usable: set it to a multiple of a node's 4 GPUs",
+            "tensor_model_parallel_size=6 is not usable: a served model takes whole nodes: make it a multiple of 4",
         ),
         (
             {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 9215},
@@ -159,6 +159,19 @@ def test_what_verl_would_assert_in_a_worker(config, changes, message):
         checks.check_parallel(config(changes=changes))
         checks.check_batches(config(changes=changes))
     assert message in str(error.value)
+
+
+def test_sizes_that_nothing_reads_are_not_judged(config):
+    """Log-probs in bypass mode, those of a reference with LoRA, pieces that verl fetches one by one."""
+    small, bypass = {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 7}, {"algorithm.rollout_correction.bypass_mode": True}
+    assert checks.check_batches(config(changes={**small, **bypass}))
+    reference = {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 7}
+    lora = {"actor_rollout_ref.model.lora_rank": 8}
+    assert checks.check_batches(config(changes={**reference, **lora}))
+    with pytest.raises(ValueError, match="rollout.log_prob_max_token_len_per_gpu=7"):  # with LoRA by the actor's worker
+        checks.check_batches(config(changes={**small, **bypass, **reference, **lora}))
+    pieces = {"data.gen_batch_size": 192, "algorithm.filter_groups.enable": True}
+    assert checks.check_batches(config(changes=pieces))
 
 
 def test_a_gpu_has_whole_attention_heads(config):

@@ -156,7 +156,9 @@ class Own(Dataset):
 def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path):
     (tmp_path / "own.py").write_text(OWN_DATA_SET)
     own = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
-    assert check_files(composed(task, *own)) == "rows: 3 to train and 3 to val"
+    assert check_files(composed(task, *own, "data.train_batch_size=3")) == "rows: 3 to train and 3 to val"
+    with pytest.raises(ValueError, match="has 3 usable rows, and a batch is data.train_batch_size=4"):
+        check_files(composed(task, *own, "data.train_batch_size=4"))
 
 
 def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path):

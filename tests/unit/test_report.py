@@ -206,7 +206,12 @@ def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
     for path in tmp_path.iterdir():
         save_file(load_file(path), path, metadata=EPSILONS)
     report = report_on(tmp_path)
-    assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2], dual clip 3"]
+    assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2]"]
+    # By the gradient 10 + 4 * 0 + 2 * 0 against 4 + 12 + 20: the tokens with r > 3 count.
+    own = switches(contribution="gradient", token_weight="uniform")
+    for path in tmp_path.iterdir():
+        save_file(load_file(path), path, metadata=own)
+    assert report_on(tmp_path)["rho"][0]["before"] == close(10 / 46)
 
 
 def test_a_target_is_found_where_rho_is_low(tmp_path):

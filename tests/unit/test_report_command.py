@@ -94,6 +94,18 @@ def test_ranks_that_are_copies_do_not_stand_for_those_that_are_missing(tmp_path)
         list(read_dump(tmp_path))
 
 
+def test_copies_without_a_token_count_once(tmp_path):
+    for rank, mask in enumerate((1, 1, 0, 0)):  # two groups of two ranks, of which the second has no token
+        tokens._written.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "is_initialized", lambda: True)
+            patch.setattr(torch.distributed, "get_rank", partial(int, rank))
+            batch = [torch.full((2, 3), -1.0)] * 3
+            write_dump(tmp_path, *batch, torch.full((2, 3), mask), {"dp_size": 2, "global_batch_size": 4})
+    ((first, second),) = read_dump(tmp_path)
+    assert (len(first["log_prob"]), len(second["log_prob"])) == (6, 0)
+
+
 def test_ranks_that_dump_unequal_numbers_are_named(tmp_path, monkeypatch):
     batch = make_batch(1, rows=6, zero_advantage=0.0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

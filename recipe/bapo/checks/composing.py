@@ -32,6 +32,9 @@ OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a gro
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
 # How to say what a value of a declared type may be.
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", NoneType: "null"}
+# Where verl's default is whole and a fraction will do.
+FRACTIONS = [f"trainer.v1.{mode}.num_warmup_batches" for mode in ("colocate_async", "separate_async")]
+FRACTIONS += ["trainer.esi_redundant_time"]
 COPY = re.compile(r"\$\{[\w.]+\}")  # another key's value, which is named there
 
 
@@ -155,7 +158,9 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
             free.add(key)  # with what is below it: verl hands such sections on
         elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value
-            fix = _type_wanted(used, hints.get(name), verls_defaults().get(key))
+            fix = _type_wanted(
+                used, hints.get(name) or (float if key in FRACTIONS else None), verls_defaults().get(key)
+            )
             if fix:
                 found.append(f"{key}={used!r} is not usable: set it to {fix}{location(key, value, groups)}.")
     return found
@@ -186,7 +191,6 @@ def _type_wanted(value, hint, default):
         return None
     if isinstance(default, dict):
         return None if value is None and NoneType in _kinds(hint) else "a section with keys of its own"
-    # verl's own default may be whole where a fraction will do.
-    kinds = _kinds(hint or {int: float, float: float, bool: bool}.get(type(default)))
+    kinds = _kinds(hint or (type(default) if type(default) in (int, float, bool) else None))
     usable = type(value) in kinds or (type(value) is int and float in kinds)
     return None if usable or not set(kinds) <= WORDS.keys() else " or ".join(WORDS[kind] for kind in kinds)

@@ -41,7 +41,7 @@ def _can_log(name):
 COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole number of 1 or more, or null"
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
-LEGACY = (lambda value: value is None), "null, and the same key in section reward: verl's V1 trainer reads no other"
+LEGACY = (lambda value: not value), "null, and the same key in section reward: verl's V1 trainer reads no other"
 # Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
 SIZES = (".n", "nnodes", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
@@ -69,9 +69,12 @@ RULES = {
     ),
     "custom_reward_function.path": LEGACY,
     "reward_model.enable": LEGACY,
-    "reward_model.reward_manager": LEGACY,
+    "reward_model.reward_manager": (
+        lambda name: name in (None, "naive"),
+        "null, and reward.reward_manager.name: verl's V1 trainer does not read it",
+    ),
     "sandbox_fusion.url": LEGACY,
-    "actor_rollout_ref.hybrid_engine": (bool, "true: verl 0.9.1 raises without it, once the models are loaded"),
+    "trainer.v1.separate_async.parameter_sync_step": (_is_count, "a whole number of 1 or more"),
     "trainer.use_v1": (bool, "true: verl's legacy trainer would drop the BAPO loss"),
     "trainer.total_training_steps": COUNT_OR_NULL,
     "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
@@ -194,41 +197,65 @@ def sequence_parallel(config) -> tuple[str, int]:
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
 
+def bypasses(config) -> bool:
+    """Whether the ratio is against the policy that sampled, so that verl computes no old log-probs."""
+    correction = config.algorithm.rollout_correction  # verl takes null for none
+    return correction is not None and correction.bypass_mode
+
+
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor, rollout, ref = (config.actor_rollout_ref[part] for part in ("actor", "rollout", "ref"))
     key, parallel = sequence_parallel(config)
-    ranks, n = config.trainer.nnodes * config.trainer.n_gpus_per_node // parallel, rollout.n
-    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    gpus, n = config.trainer.nnodes * config.trainer.n_gpus_per_node, rollout.n
+    batch, mini, mode = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.v1.trainer_mode
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
+    ranks = gpus // parallel
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
+    _check_generated(config)
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
-    mode = config.trainer.v1.trainer_mode
-    at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)  # of which verl computes log-probs
-    if mode == "sync":
-        _divides("data.train_batch_size", batch, "data.gen_batch_size", config.data.get("gen_batch_size") or batch)
-    parts = [(ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", mini)]
-    of_log_probs = ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", at_once)
-    if not config.algorithm.rollout_correction.bypass_mode:
-        parts.append((ROLLOUT, *of_log_probs))
-    if need_reference_policy(config):
-        parts.append(("actor_rollout_ref.ref", *of_log_probs))
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    least = -(-longest // parallel)
-    fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
-    fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
-    for section, tokens, rows, prompts in parts:
-        if actor.use_dynamic_bsz:
-            require(config, f"{section}.{tokens}", lambda limit: (limit or 0) >= least, fix)
-            continue
-        share = prompts * n // ranks
-        require(config, f"{section}.{rows}", lambda micro: micro is not None, f"a divisor of {share}")
-        _divides("a rank's responses", share, f"{section}.{rows}", OmegaConf.select(config, f"{section}.{rows}"))
+    at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)  # of which it computes log-probs
+    passes = [(f"{ACTOR}.ppo_", actor.use_dynamic_bsz, key, parallel, mini)]
+    reference, lora = need_reference_policy(config), (config.actor_rollout_ref.model.lora_rank or 0) > 0
+    if not actor.use_dynamic_bsz:
+        given = "a whole number, as verl asserts in every mode"
+        require(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", lambda size: size is not None, given)
+    if not bypasses(config) or (reference and lora):  # with LoRA the reference is the actor without its adapter
+        passes.append((f"{ROLLOUT}.log_prob_", actor.use_dynamic_bsz, key, parallel, at_once))
+    if reference and not lora:
+        field = "actor_rollout_ref.ref.ulysses_sequence_parallel_size"
+        size = ref.ulysses_sequence_parallel_size
+        passes.append(("actor_rollout_ref.ref.log_prob_", ref.log_prob_use_dynamic_bsz, field, size, at_once))
+    for each in passes:
+        _check_micro_batches(config, gpus, *each)
     updates = batch // mini * actor.ppo_epochs
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
     )
+
+
+def _check_generated(config):
+    """verl's ``sync`` mode fetches prompts in pieces of ``gen_batch_size``, but one by one where it has to refill."""
+    groups = config.algorithm.filter_groups
+    refills = (groups is not None and groups.enable) or config.trainer.v1.sampler.get("sync_refill_failed_groups")
+    if config.trainer.v1.trainer_mode == "sync" and not refills and not config.trainer.val_only:
+        batch = config.data.train_batch_size
+        _divides("data.train_batch_size", batch, "data.gen_batch_size", config.data.get("gen_batch_size") or batch)
+
+
+def _check_micro_batches(config, gpus, prefix, dynamic, key, parallel, prompts):
+    """The limits of a forward's micro-batches: the keys that begin with ``prefix``."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if dynamic:
+        least = -(-longest // parallel)
+        fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
+        fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
+        require(config, f"{prefix}max_token_len_per_gpu", lambda limit: (limit or 0) >= least, fix)
+        return
+    field, share = f"{prefix}micro_batch_size_per_gpu", prompts * config.actor_rollout_ref.rollout.n * parallel // gpus
+    require(config, field, lambda micro: micro is not None, f"a divisor of {share}")
+    _divides("a rank's responses", share, field, OmegaConf.select(config, field))
 
 
 def _divides(whole_name, whole, part_name, part):
@@ -256,17 +283,15 @@ def check_parallel(config) -> str:
     for verb, nodes, gpus in pools_of(config):
         _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.{' * '.join([names[0], *more])}", served)
         if served % min(served, gpus):
-            raise ValueError(
-                f"{ROLLOUT}.{names[0]}={served} is not usable: set it to a multiple of a node's {gpus} GPUs."
-            )
+            fix = f"a served model takes whole nodes: make it a multiple of {gpus} GPUs"
+            raise ValueError(f"{ROLLOUT}.{' * '.join([names[0], *more])}={served} is not usable: {fix}.")
     _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)
     return f"a sequence on {parallel}, a served model on {served}"
 
 
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
-    correction = config.algorithm.rollout_correction
-    bypass = correction.bypass_mode
+    correction, bypass = config.algorithm.rollout_correction, bypasses(config)
     ignored = [name for name in ("rollout_is", "rollout_rs") if bypass and correction.get(name) is not None]
     if ignored:
         raise Concern(

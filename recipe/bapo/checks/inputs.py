@@ -106,10 +106,16 @@ def _check_lengths(config, text):
 
 def _check_heads(config, text):
     """verl's sequence parallelism and vLLM's tensor parallelism give each GPU whole attention heads."""
-    heads, rollout = getattr(text, "num_attention_heads", 0), "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    heads, rollout = getattr(text, "num_attention_heads", None), "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    if not heads:
+        return
+    of_values = getattr(text, "num_key_value_heads", None) or heads  # repeated where there are fewer than GPUs
     for field, size in (sequence_parallel(config), (rollout, OmegaConf.select(config, rollout))):
-        if heads % size:
-            raise ValueError(f"{field}={size} does not divide the {heads} attention heads of {PATH}: choose a divisor.")
+        if heads % size or (of_values % size and size % of_values):
+            raise ValueError(
+                f"{field}={size} does not divide the {heads} attention heads of {PATH} ({of_values} of keys and values)"
+                ": choose a divisor."
+            )
 
 
 def _load_headers(model):
@@ -138,18 +144,17 @@ def check_files(config) -> str:
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
         counts.append(f"{len(dataset):,} to {kind}")
-        if data.custom_cls.path is not None:  # whose rows and filters are its own
-            continue
-        rows = check_rows(config, dataset.dataframe.to_list(), what)
-        call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
-        usable = len(rows)
-        # Without the filter verl cuts long prompts from the left without a word, which truncation=error is to prevent.
-        if data.filter_overlong_prompts or data.truncation == "error":
-            usable = _count_usable(data, dataset, needed)
-        if usable < len(rows) and not data.filter_overlong_prompts:
+        usable, rows = len(dataset), []
+        if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
+            rows = check_rows(config, dataset.dataframe.to_list(), what)
+            call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
+            # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
+            if data.filter_overlong_prompts or data.truncation == "error":
+                usable = _count_usable(data, dataset, needed)
+        if usable < len(dataset) and not data.filter_overlong_prompts:
             raise ValueError(
-                f"{what} has {len(rows) - usable} prompts of more tokens than data.max_prompt_length="
+                f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
                 f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
             )
         if usable < needed:
@@ -236,10 +241,7 @@ def check_reward(config) -> str:
     named = f"{function.path} and name={function.name}"
     fix = "give a file or pkg://module, and the name of a function in it"
     call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
-    named, fix = (
-        f"{manager.name} ({manager.source})",
-        "use naive or dapo, or a class and module.path with source=importlib",
-    )
+    fix = "use naive or dapo, or source=importlib with the class as name and its file as module.path"
     call("reward.reward_manager.name", manager.name, fix, resolve_reward_manager_cls, config)
     return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from recipe.bapo.checks import Concern
-from recipe.bapo.checks.config import sequence_parallel
+from recipe.bapo.checks.config import bypasses, sequence_parallel
 from recipe.bapo.checks.inputs import model_of as verls_model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from verl.utils import torch_functional as verl_F
@@ -84,7 +84,7 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
         | {"activations": checkpoints, "gathered": gathered}
         | ({"logits": logits} if logits > layer else {"the backward of a layer": layer}),  # one after the other
     }
-    if config.algorithm.rollout_correction.bypass_mode:
+    if bypasses(config):
         del phases["log-probs"]
     return phases
 

@@ -28,7 +28,7 @@ from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier, latest_che
 # Unbuffered (-u): what a killed process printed last is in the log.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
 MAX_PARENT_LENGTH = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
-PATIENCE = 40.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
+PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
 
 
 def main(arguments: list[str]) -> int:

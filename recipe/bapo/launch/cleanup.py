@@ -93,7 +93,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_on_every_node() -> None:
-    """Remove what this job would leave on the nodes of its Ray, waiting 30 seconds at most."""
+    """Remove what this job would leave on the nodes of its Ray, waiting 15 seconds at most."""
     import ray  # the launcher, which needs the functions above, runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -101,7 +101,7 @@ def remove_on_every_node() -> None:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         task = ray.remote(num_cpus=0)(_remove_on_this_node)
         placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=30)
+        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=15)
 
 
 def _remove_on_this_node():

@@ -42,8 +42,7 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     for parts in zip(*map(_updates_of_rank, ranks.values()), strict=False):
         wanted = parts[0][2]
         if wanted and len(parts) > 1:
-            # The ranks of one tensor or sequence parallel group dumped the same tokens: one of them counts.
-            parts = tuple({_tokens_digest(part[0]) or rank: part for rank, part in enumerate(parts)}.values())
+            parts = _without_copies(parts, wanted)
         responses = sum(responses for _, responses, _ in parts)
         if responses != wanted and wanted:
             raise ValueError(
@@ -54,6 +53,22 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
         yield [micro_batch for micro_batches, _, _ in parts for micro_batch in micro_batches]
     if not updates:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
+
+
+def _without_copies(parts, wanted):
+    """Each part of an update once: ranks of one tensor or sequence parallel group dumped the same tokens."""
+    kept, empty = {}, []
+    for part in parts:
+        digest = _tokens_digest(part[0])
+        if digest is None:
+            empty.append(part)
+        else:
+            kept[digest] = part
+    parts = list(kept.values())
+    for part in empty:  # only the numbers say which of them are copies
+        if sum(responses for _, responses, _ in parts) + part[1] <= wanted:
+            parts.append(part)
+    return parts
 
 
 def _tokens_digest(micro_batches):

@@ -5,6 +5,7 @@ The page reads every number by its path in this JSON; a number that is added her
 ``page.html.jinja``, which a test holds. The sentences on them are in ``verdict``.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,9 @@ def report_on(folder: Path) -> dict:
         ValueError: as ``read_dump``, or the dump's metadata are not usable.
     """
     about = about_dump(folder)
-    clip_ratio_c = float(about.get("clip_ratio_c", 3.0))  # of the methods to compare: verl's default
     own = loss_of_run(about)
+    # A run that says its loss and no dual clip has none; of others verl's default is as good a guess as any.
+    clip_ratio_c = float(about.get("clip_ratio_c", 3.0 if own is None else math.inf))
     config = own.config if isinstance(own, BAPO) else BAPOConfig()
     methods = methods_to_compare(config, clip_ratio_c)
     if own is not None:
