@@ -99,7 +99,6 @@ def failures(task, files):
         (f"{ACTOR}.optim.lr_scheduler_type=nope", "optim.lr_scheduler_type=nope is not usable (verl's default is"),
         (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
         # Batches.
-        ("data.gen_batch_size=48", "data.gen_batch_size=48 does not divide data.train_batch_size=64"),
         ("data.train_max_samples=10", "has 10 usable rows, and a batch is data.train_batch_size=64"),
         ("data.train_batch_size=15", "ppo_mini_batch_size=8 does not divide data.train_batch_size=15"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),

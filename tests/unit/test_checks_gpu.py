@@ -162,7 +162,7 @@ def test_what_verl_would_assert_in_a_worker(config, changes, message):
 
 
 def test_sizes_that_nothing_reads_are_not_judged(config):
-    """Log-probs in bypass mode, those of a reference with LoRA, pieces that verl fetches one by one."""
+    """Log-probs in bypass mode, and those of a reference with LoRA."""
     small, bypass = {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 7}, {"algorithm.rollout_correction.bypass_mode": True}
     assert checks.check_batches(config(changes={**small, **bypass}))
     reference = {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 7}
@@ -170,8 +170,6 @@ def test_sizes_that_nothing_reads_are_not_judged(config):
     assert checks.check_batches(config(changes={**reference, **lora}))
     with pytest.raises(ValueError, match="rollout.log_prob_max_token_len_per_gpu=7"):  # with LoRA by the actor's worker
         checks.check_batches(config(changes={**small, **bypass, **reference, **lora}))
-    pieces = {"data.gen_batch_size": 192, "algorithm.filter_groups.enable": True}
-    assert checks.check_batches(config(changes=pieces))
 
 
 def test_a_gpu_has_whole_attention_heads(config):

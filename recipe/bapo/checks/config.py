@@ -212,7 +212,6 @@ def check_batches(config) -> str:
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
     ranks = gpus // parallel
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
-    _check_generated(config)
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
     at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)  # of which it computes log-probs
@@ -233,15 +232,6 @@ def check_batches(config) -> str:
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
     )
-
-
-def _check_generated(config):
-    """verl's ``sync`` mode fetches prompts in pieces of ``gen_batch_size``, but one by one where it has to refill."""
-    groups = config.algorithm.filter_groups
-    refills = (groups is not None and groups.enable) or config.trainer.v1.sampler.get("sync_refill_failed_groups")
-    if config.trainer.v1.trainer_mode == "sync" and not refills and not config.trainer.val_only:
-        batch = config.data.train_batch_size
-        _divides("data.train_batch_size", batch, "data.gen_batch_size", config.data.get("gen_batch_size") or batch)
 
 
 def _check_micro_batches(config, gpus, prefix, dynamic, key, parallel, prompts):
