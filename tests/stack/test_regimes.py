@@ -85,9 +85,9 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     assert run.returncode == 0, explain(run, tmp_path / "run")
     ((_, metrics),) = read_metrics(tmp_path / "run")
     (variable,) = {key.split("/")[-2] for key in metrics if re.fullmatch(r"val-core/bapo/guess/\w+/mean@4", key)}
-    mean, std = metrics[f"val-core/bapo/guess/{variable}/mean@4"], metrics[f"val-aux/bapo/guess/{variable}/std@4"]
-    assert 0 < mean < 1 and std > 0
-    assert re.search(rf"^bapo/guess +4 +{mean:.4f} +{std:.4f}$", run.stdout, re.M)
+    for kind, figure in (("core", "mean"), ("aux", "std")):
+        name = f"val-{kind}/bapo/guess/{variable}/{figure}@4"
+        assert 0 < metrics[name] < 1 and re.search(rf"^  {name} +{metrics[name]:.4f}$", run.stdout, re.M)
     assert not (tmp_path / "run" / "bounds").exists()
 
 
