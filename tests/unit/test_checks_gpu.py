@@ -228,6 +228,8 @@ def test_tokens_of_a_micro_batch(config):
     rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 6}
     every = {**lengths, **dynamic, **rows}
     assert size.tokens_of_a_gpu(config(changes=every)) == (7000, 9000)
+    few = {"data.train_batch_size": 2, f"{ACTOR}.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 8}  # 8 and 16 on eight GPUs
+    assert size.tokens_of_a_gpu(config(changes={**every, **few})) == (600, 1200)
     every[f"{ACTOR}.use_dynamic_bsz"] = False
     assert size.tokens_of_a_gpu(config(changes=every)) == (2400, 3600)
     every[f"{FSDP}.ulysses_sequence_parallel_size"] = 2
@@ -296,6 +298,7 @@ def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match="gpu_memory_utilization=0.7 leaves vLLM 55.7 GiB of a GPU, and the ser.* 61"):
         size.check_memory(config("32B", POLICY))
+    assert "left" in size.check_memory(config("32B", {**POLICY, f"{ROLLOUT}.quantization": "fp8"}))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))
