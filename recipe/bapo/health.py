@@ -14,14 +14,15 @@ MAX_UNBOUNDED_SHARE = 0.1  # share of the gradient's size that tokens carry whic
 ALREADY_MET = 0.95  # share of the updates in which the target was already met
 
 
-def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool) -> list[str]:
+def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: str = "steps") -> list[str]:
     """Warnings about some steps in a row.
 
     Args:
         steps: the metrics of each of them.
         bounds_can_move: whether the run's bounds can move; those of ``method=grpo`` cannot.
+        name: what the reader calls them.
     """
-    warnings, count = [], len(steps)
+    warnings, window = [], f"the last {len(steps)} {name}"
 
     def of(name):
         return [step.get(f"actor/{name}", 0.0) for step in steps]
@@ -31,7 +32,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool) -> lis
         reached = median(of("bapo/positive_contribution"))
         in_reach = max(0.01, floor(100 * reached) / 100)
         warnings.append(
-            f"the target was out of reach in every update of the last {count} steps, so the bounds stand at their "
+            f"the target was out of reach in every update of {window}, so the bounds stand at their "
             f"widest. They reached {reached:.3f}: positive_contribution_target={in_reach:g} is in "
             "reach of about half of such updates. What each target would do: docs/choosing.md."
         )
@@ -41,7 +42,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool) -> lis
         before = median(of("bapo/positive_contribution_start"))
         next_target = min(0.99, ceil(100 * before) / 100)
         warnings.append(
-            f"in {already_met:.0%} of the updates of the last {count} steps the target was already met, so the bounds "
+            f"in {already_met:.0%} of the updates of {window} the target was already met, so the bounds "
             f"stand at their start [{mean(of('bapo/clip_low')):.2f}, {mean(of('bapo/clip_high')):.2f}], and BAPO is "
             f"that fixed range. rho before the search was {before:.3f}: with "
             f"positive_contribution_target={next_target:g} bounds would move in about half of such updates. What each "
@@ -52,7 +53,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool) -> lis
     if unbounded > MAX_UNBOUNDED_SHARE and not any(of("pg_clipfrac_lower")):
         warnings.append(
             f"tokens with negative advantage and a ratio above 3 carried {unbounded:.0%} of the gradient's "
-            f"size in the last {count} steps, and neither a bound nor a dual clip limits them: consider "
+            f"size in {window}, and neither a bound nor a dual clip limits them: consider "
             "actor_rollout_ref.actor.clip_ratio_c=3.0."
         )
     return warnings

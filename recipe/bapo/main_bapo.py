@@ -39,6 +39,10 @@ def main(config):
     except ValueError as error:  # another run was started at the same moment
         if not joins_a_cluster(config):  # Ray numbers a cluster's jobs apart
             give_up(str(error))
+    loss = config.actor_rollout_ref.actor.policy_loss
+    for name in ("bounds_record_dir", "token_dump_dir"):
+        if loss[name]:
+            loss[name] = os.path.abspath(loss[name])  # workers may run elsewhere
     run_dir = Path(config.run_dir)
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)

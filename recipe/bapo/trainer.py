@@ -18,6 +18,8 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 class _BAPOTrainer:
     """What ours adds to each of verl's trainers."""
 
+    updates_before = 0  # on this rollout batch, on which ``separate_async`` trains in several calls
+
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses in the order in which they ended, short ones first. Sorted by key (a random id of the
         # prompt, a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them, on
@@ -37,9 +39,11 @@ class _BAPOTrainer:
         return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
     def _update_actor(self, batch, metrics):
-        actor = self.config.actor_rollout_ref.actor
-        updates = self.config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs
-        metrics["training/off_policy/updates_per_rollout_batch"] = updates  # the staleness of sample replay
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        # verl has padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
+        updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
+        calls = self.parameter_sync_step
+        metrics["training/off_policy/updates_per_rollout_batch"] = updates * calls  # the staleness of sample replay
         responses = [tag for tag in batch.tags if not tag.get("is_padding", False)]
         # A response was cut at an update, and resumed, if other weights sampled its end than its beginning.
         cut = sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in responses)
@@ -47,8 +51,9 @@ class _BAPOTrainer:
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
-            # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent.
-            batch.extra_info[FIRST_UPDATE] = int(updates * self.local_trigger_step / self.parameter_sync_step)
+            self.updates_before = self.updates_before if self.local_trigger_step else 0
+            batch.extra_info[FIRST_UPDATE] = self.updates_before
+            self.updates_before += updates
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:

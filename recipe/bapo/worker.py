@@ -115,7 +115,7 @@ class BAPOTrainingWorker(TrainingWorker):
         prefixes = ("actor/bapo/", "actor/pg_")
         self.recent_batches.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
         if len(self.recent_batches) == WINDOW:
-            for text in health_warnings(self.recent_batches, bounds_can_move=not self.bapo_config.fixed):
+            for text in health_warnings(self.recent_batches, not self.bapo_config.fixed, "rollout batches"):
                 logger.warning("BAPO: %s", text)
             self.recent_batches.clear()
 
@@ -258,13 +258,20 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
-    if parallel > 1 and not attention.startswith("flash_attention"):
+    if parallel > 1 and not str(attention).startswith("flash_attention"):
         raise ValueError(
             f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
             f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
             "each GPU would attend to its own part without a word. Install flash-attn, or set it to 1."
         )
-    if model_config.enable_activation_offload and actor_config.policy_loss.bound_scope == "mini_batch":
+    if actor_config.policy_loss.bound_scope != "mini_batch":
+        return
+    if actor_config.engine.qat.enable and actor_config.engine.qat.mode == "w4a4":
+        raise ValueError(
+            "actor_rollout_ref.actor.fsdp_config.qat.mode=w4a4 is not usable with bound_scope=mini_batch: verl moves "
+            "the scale of activations in every forward of training, and the search makes one more. Set it to w4a16."
+        )
+    if model_config.enable_activation_offload:
         raise ValueError(
             "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
             "offloading counts on a backward after every forward, and the search makes one without. Set it to false."

@@ -89,9 +89,9 @@ def test_the_larger_model(frame, tests):
     assert said.format(cispo, runs, dppo, topr) in TEXT
     nats = {m: f"{final(frame, LARGER, m, 'entropy'):.2f}" for m in ("grpo", "high_only", "bapo@0.4", "bapo@0.47")}
     assert "GRPO {}, [0.8, 3.0] {}, BAPO 0.40 {}, BAPO 0.47 {}".format(*nats.values()) in TEXT
-    said = "where BAPO 0.47 ended with {} nats and the upper bound alone with {}"
+    said = "where target 0.47 ended with {} nats and the upper bound alone with {}"
     assert said.format(nats["bapo@0.47"], nats["high_only"]) in README
-    assert f", {ratios(found)[1]} with a larger model" in README
+    assert f", {ratios(found)[1]} (a larger model) of that one's updates" in README
     targets = [analysis.at_place(frame, LARGER, f"bapo@{target}") for target in (0.4, 0.47, 0.5)]
     assert {round(float(rows["on_the_way"].mean()), 2) for rows in targets} == {0.01}
     drift = np.stack(analysis.at_place(frame, LARGER, "grpo")["rho_series"].to_list()).mean(0)
@@ -108,7 +108,7 @@ def test_the_upper_bound_alone_is_as_good(tests):
     assert rows(tests, "bapo@0.4", "high_only", claim="equivalence")["holm"].min() > 0.05
     hard = ratios(rows(tests, "bapo@0.38", "high_only", [HARD_EPOCHS]))
     assert "On the hard task BAPO 0.38 needs {} times as many".format(*hard) in TEXT
-    said = "BAPO needed {} (epochs), {} (late weights), {} (partial rollout) times its updates, {} on a harder task"
+    said = "BAPO needed {} (epochs), {} (late weights), {} (partial rollout), {} (a harder task), "
     assert said.format(*ratios(found), *hard) in README
 
 
@@ -182,7 +182,7 @@ def test_entropy(frame, tests):
     said = "GSPO ends above GRPO at all three: {}, {} and {}; with [0.8, 1.2] at {} and {}"
     assert said.format(*gspo, *of_default) in TEXT
     assert float(against_grpo(frame, EPOCHS, DEFAULT_GSPO)) < float(against_grpo(frame, EPOCHS, "bapo@0.4"))
-    said = "and fewer with verl's default clip_ratio ({} nats; {} with late weights, GRPO {})"
+    said = "with verl's default clip_ratio it needed fewer and ended with {} nats (late weights: {}, GRPO {})"
     assert said.format(*of_default, grpo[1]) in README
     everywhere = set.intersection(*(set(analysis.at_place(frame, place)["method"]) for place in PLACES)) - {"grpo"}
     above = {

@@ -178,11 +178,16 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     assert line.status == "failed" and message in line.detail and "bapo_trainer.yaml, line " in line.detail
 
 
-def test_an_override_of_a_key_that_is_not_there_names_the_nearest():
-    (line,) = lines_of(["trainer.totl_epochs=3"], None)
-    assert line.detail == (
-        "trainer.totl_epochs=3 is not usable: the config has no key trainer.totl_epochs: use trainer.total_epochs."
-    )
+@pytest.mark.parametrize(
+    "override, missing, meant",
+    [
+        ("trainer.totl_epochs=3", "trainer.totl_epochs", "trainer.total_epochs"),
+        ("rollout.max_num_seqs=64", "rollout", "actor_rollout_ref.rollout.max_num_seqs"),
+    ],
+)
+def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(override, missing, meant):
+    (line,) = lines_of([override], None)
+    assert line.detail == f"{override} is not usable: the config has no key {missing}: use {meant}."
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,12 @@ def test_against_which_policy_the_ratio_is(task, overrides, said):
         assert said in str(concern) and not said.startswith("against")
     else:
         assert found == said
+
+
+def test_old_log_probs_by_older_weights_need_fsdp2(task):
+    fsdp1 = ("trainer.v1.trainer_mode=separate_async", f"{ACTOR}.strategy=fsdp")
+    with pytest.raises(ValueError, match="strategy=fsdp is not usable in separate_async .* Use fsdp2, or bypass_mode"):
+        check_ratio(composed(task, *fsdp1))
 
 
 def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_config(task):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.configs import composed
 
+from recipe.bapo.checks import Concern
 from recipe.bapo.checks.inputs import check_checkpoint, check_files, check_model, check_tokenizer, model_of
 from recipe.bapo.main_bapo import choose_cluster
 
@@ -65,6 +66,21 @@ def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
     pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
     config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
     assert check_train_data(config).startswith("rows: 2 to train")
+
+
+def test_steps_beyond_the_epochs_are_a_warning(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(), row()]).to_parquet(path)
+    for steps in (6, "null"):
+        config = composed(
+            task, f"data.train_files={path}", "trainer.total_epochs=3", f"trainer.total_training_steps={steps}"
+        )
+        assert check_train_data(config).startswith("rows: 2 to train")
+    config.trainer.total_training_steps = 7
+    with pytest.raises(
+        Concern, match="total_training_steps=7, and trainer.total_epochs=3 of 2 rows make 6: training ends"
+    ):
+        check_train_data(config)
 
 
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):

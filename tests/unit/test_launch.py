@@ -186,9 +186,10 @@ def test_training_says_whether_its_bounds_can_move(task, tmp_path, monkeypatch, 
         monkeypatch.setattr(main_bapo, name, lambda *_: None)
     (tmp_path / "metrics.jsonl").write_text("of an earlier start")
     loss = "actor_rollout_ref.actor.policy_loss"
-    fixed = (f"{loss}.ratio_lower_max=0.6", f"{loss}.ratio_upper_max={widest}")
+    fixed = (f"{loss}.ratio_lower_max=0.6", f"{loss}.ratio_upper_max={widest}", f"{loss}.token_dump_dir=dump")
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}", *fixed))
     assert sent["checked"] == (f"{tmp_path}/config.yaml", False, can_move)
+    assert f"token_dump_dir: {Path.cwd()}/dump\n" in (tmp_path / "config.yaml").read_text()  # for workers elsewhere
     assert not (tmp_path / "metrics.jsonl").exists()  # or the console would show it
 
 

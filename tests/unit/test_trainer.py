@@ -20,8 +20,10 @@ class Parent:
         self.trainer_mode, self.local_trigger_step, self.parameter_sync_step = mode, local_trigger_step, 4
         self.config = OmegaConf.create(
             {
-                "data": {"train_batch_size": 32},
-                "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8, "ppo_epochs": 2, "policy_loss": {}}},
+                "actor_rollout_ref": {
+                    "actor": {"ppo_mini_batch_size": 1, "ppo_epochs": 2, "policy_loss": {}},
+                    "rollout": {"n": 2},
+                },
                 "algorithm": {"rollout_correction": None if bypass is None else {"bypass_mode": bypass}},
             }
         )
@@ -70,7 +72,7 @@ def test_the_share_of_resumed_responses_leaves_out_padding():
     metrics = {}
     Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
     assert metrics["training/off_policy/cut_fraction"] == 0.5
-    assert metrics["training/off_policy/updates_per_rollout_batch"] == 32 / 8 * 2
+    assert metrics["training/off_policy/updates_per_rollout_batch"] == 5 // 2 * 2 * 4  # in four calls
 
 
 def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
@@ -91,7 +93,15 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
     assert ROLLOUT_VERSION in batch.fields
-    assert batch.extra_info[FIRST_UPDATE] == 6  # of 8 updates on a rollout batch, in four calls
+    assert batch.extra_info[FIRST_UPDATE] == 0
+    batch.tags, batch.keys = tags * 2, batch.keys * 2
+    trainer._update_actor(batch, {})
+    assert batch.extra_info[FIRST_UPDATE] == 2  # after a mini-batch in two epochs
+    trainer._update_actor(batch, {})
+    assert batch.extra_info[FIRST_UPDATE] == 6
+    trainer.local_trigger_step = 0  # of the next rollout batch
+    trainer._update_actor(batch, {})
+    assert batch.extra_info[FIRST_UPDATE] == 0
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():

@@ -56,7 +56,9 @@ def explain(error: Exception) -> str:
 
 
 def _unknown_key(key, given, where=""):
-    meant = nearest_key(key)
+    name = given.partition("=")[0]  # of which Hydra names the first section alone, where that is what is wrong
+    whole = [other for other in known_keys() if "." in name and other.endswith(f".{name}")]
+    meant = min(whole, key=lambda other: other.count(".")) if whole else nearest_key(key)
     return f"{given} is not usable: the config has no key {key}: {f'use {meant}' if meant else 'remove it'}{where}."
 
 

@@ -75,7 +75,7 @@ RULES = {
     ),
     "sandbox_fusion.url": LEGACY,
     "trainer.v1.separate_async.parameter_sync_step": (_is_count, "a whole number of 1 or more"),
-    "trainer.use_v1": (bool, "true: verl's legacy trainer would drop the BAPO loss"),
+    "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
     "trainer.total_training_steps": COUNT_OR_NULL,
     "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
     "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
@@ -288,7 +288,13 @@ def check_ratio(config) -> str:
             f"algorithm.rollout_correction.{ignored[0]}={correction[ignored[0]]} has no effect with bypass_mode=true, "
             "where the ratio itself is against the policy that sampled: remove it, or set bypass_mode=false."
         )
-    if config.trainer.v1.trainer_mode != "sync" and not bypass:
+    mode, strategy = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.strategy
+    if (mode, strategy, bypass) == ("separate_async", "fsdp", False):
+        raise ValueError(
+            f"{ACTOR}.strategy=fsdp is not usable in separate_async with bypass_mode=false: verl computes old "
+            "log-probs with older weights, some of which FSDP1 keeps for the update. Use fsdp2, or bypass_mode=true."
+        )
+    if mode != "sync" and not bypass:
         raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."

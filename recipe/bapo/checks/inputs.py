@@ -13,7 +13,7 @@ import datasets
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.checks import call
+from recipe.bapo.checks import Concern, call
 from recipe.bapo.checks.config import sequence_parallel
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
@@ -143,7 +143,7 @@ def check_files(config) -> str:
     for kind in ("train", "val"):
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
-        counts.append(f"{len(dataset):,} to {kind}")
+        counts.append(len(dataset))
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable, rows = len(dataset), []
         if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
@@ -163,7 +163,19 @@ def check_files(config) -> str:
                 f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
             )
         _check_scored(rows, what, config)
-    return f"rows: {' and '.join(counts)}"
+    _check_steps(config, counts[0])
+    return f"rows: {counts[0]:,} to train and {counts[1]:,} to val"
+
+
+def _check_steps(config, rows):
+    """verl stops where the epochs end, and then makes no last checkpoint and validation."""
+    trainer, asked = config.trainer, config.trainer.total_training_steps
+    most = rows // config.data.train_batch_size * trainer.total_epochs
+    if asked is not None and asked > most and not trainer.val_only:
+        raise Concern(
+            f"trainer.total_training_steps={asked}, and trainer.total_epochs={trainer.total_epochs} of {rows:,} rows "
+            f"make {most}: training ends there, without a last checkpoint and validation. Raise trainer.total_epochs."
+        )
 
 
 def load_dataset(config, kind, tokenizer, processor):

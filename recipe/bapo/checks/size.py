@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from recipe.bapo.checks import Concern
-from recipe.bapo.checks.config import bypasses, sequence_parallel
+from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, sequence_parallel
 from recipe.bapo.checks.inputs import model_of as verls_model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from verl.utils import torch_functional as verl_F
@@ -18,13 +18,14 @@ from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
-FSDP = "actor_rollout_ref.actor.fsdp_config"
+FSDP, FUSED = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.use_fused_kernels"
 REMEDIES = {
-    "rollout": f"a smaller rollout.gpu_memory_utilization, {FSDP}.param_offload and optimizer_offload, or more GPUs",
-    "log-probs": "a smaller rollout.log_prob_max_token_len_per_gpu, actor.entropy_from_logits_with_chunking, "
-    "model.use_fused_kernels, or more GPUs",
-    "update": "a smaller actor.ppo_max_token_len_per_gpu, model.use_fused_kernels, more GPUs, or "
-    f"{FSDP}.offload_policy with actor.strategy=fsdp2",
+    "rollout": f"a smaller {ROLLOUT}.gpu_memory_utilization, {FSDP}.param_offload and {FSDP}.optimizer_offload, or "
+    "more GPUs",
+    "log-probs": f"a smaller {ROLLOUT}.log_prob_max_token_len_per_gpu, {ACTOR}.entropy_from_logits_with_chunking, "
+    f"{FUSED}, or more GPUs",
+    "update": f"a smaller {ACTOR}.ppo_max_token_len_per_gpu, {FUSED}, more GPUs, or {FSDP}.offload_policy with "
+    f"{ACTOR}.strategy=fsdp2",
 }
 
 
