@@ -213,9 +213,11 @@ def test_against_which_policy_the_ratio_is(task, overrides, said):
 
 
 def test_old_log_probs_by_older_weights_need_fsdp2(task):
-    fsdp1 = ("trainer.v1.trainer_mode=separate_async", f"{ACTOR}.strategy=fsdp")
-    with pytest.raises(ValueError, match="strategy=fsdp is not usable in separate_async .* Use fsdp2, or bypass_mode"):
-        check_ratio(composed(task, *fsdp1))
+    separate = "trainer.v1.trainer_mode=separate_async"
+    for strategy, warned in (("fsdp", True), ("fsdp2", False)):
+        with pytest.raises(Concern) as concern:
+            check_ratio(composed(task, separate, f"{ACTOR}.strategy={strategy}"))
+        assert ("strategy=fsdp: use fsdp2" in str(concern.value)) == warned
 
 
 def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_config(task):
