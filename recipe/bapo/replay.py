@@ -3,7 +3,7 @@
 
 import sys
 
-from recipe.bapo.report.command import main
+from recipe.bapo.report.__main__ import main
 
 if __name__ == "__main__":
     print("python -m recipe.bapo.replay is now python -m recipe.bapo.report.", file=sys.stderr)

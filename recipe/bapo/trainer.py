@@ -18,8 +18,6 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 class _BAPOTrainer:
     """What ours adds to each of verl's trainers."""
 
-    updates_before = 0  # on this rollout batch, on which ``separate_async`` trains in several calls
-
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses in the order in which they ended, short ones first. Sorted by key (a random id of the
         # prompt, a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them, on
@@ -51,9 +49,8 @@ class _BAPOTrainer:
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
-            self.updates_before = self.updates_before if self.local_trigger_step else 0
-            batch.extra_info[FIRST_UPDATE] = self.updates_before
-            self.updates_before += updates
+            # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent.
+            batch.extra_info[FIRST_UPDATE] = self.local_trigger_step * updates
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:

@@ -21,19 +21,8 @@ def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 
-def run_preflight(*arguments, **environment):
-    return run_script("--preflight", *arguments, **environment)
-
-
-def test_the_command_prints_a_table_and_writes_nothing(tmp_path):
-    run = run_preflight(OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert all(line.startswith("ok ") for line in run.stdout.splitlines()) and len(run.stdout.splitlines()) > 12
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_command_fails_with_json(tmp_path):
-    run = run_preflight("--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
+    run = run_script("--preflight", "--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
     assert run.returncode == 1
     failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
     assert [line["name"] for line in failed][0] == "batches"

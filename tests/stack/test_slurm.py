@@ -9,10 +9,10 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from support.commands import until
 from support.stack_runs import (
     ROOT,
     SHORT_STEPS,
@@ -50,17 +50,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
-
-
-def until(true, seconds, what):
-    """Wait for a function to give something true, and give it back."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = true()
-        if found:
-            return found
-        time.sleep(0.5)
-    raise AssertionError(f"{what} did not come within {seconds} seconds")
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,11 @@ def final(frame, place, method, measure):
     return analysis.at_best_rate(analysis.at_place(frame, place, method), measure).mean()
 
 
+def test_the_stored_tables_follow_from_the_raw_table(capsys):
+    analysis.print_tables()
+    assert capsys.readouterr().out.strip() in (RESULTS / "third_study.md").read_text()
+
+
 def test_the_tables(frame):
     assert len(PAGE.splitlines()) <= 150 and PAGE.count("![") <= 4
     for line in (*analysis.ratio_table(frame), *analysis.failure_table(frame)):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run script, for tests that expect it to end at once."""
+"""The run script, for tests that expect it to end at once, and the wait for what takes its time."""
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,3 +20,14 @@ def run_script(*arguments, **environment):
         text=True,
         timeout=300,
     )
+
+
+def until(true, seconds, what):
+    """Wait for a function to give something true, and give it back."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = true()
+        if found:
+            return found
+        time.sleep(0.5)
+    raise AssertionError(f"{what} did not come within {seconds} seconds")

@@ -137,10 +137,6 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide GPUs that train=8"),
         ({f"{ROLLOUT}.log_prob_use_dynamic_bsz": False}, "log_prob_use_dynamic_bsz=False is"),
         (
-            {f"{ACTOR}.ppo_max_token_len_per_gpu": 9215},
-            "ppo_max_token_len_per_gpu=9215 is not usable: set it to 9216 or more",
-        ),
-        (
             {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 2303, f"{FSDP}.ulysses_sequence_parallel_size": 4},
             "log_prob_max_token_len_per_gpu=2303 is not usable: set it to 2304 or more",
         ),

@@ -43,7 +43,6 @@ TRUTH = "row 2: reward_model has to hold the ground_truth by which a rule scores
         ({"prompt": [{"role": "user", "content": ""}]}, PROMPT),
         ({"reward_model": None}, TRUTH),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, TRUTH),
-        ({"prompt": [{"role": "user", "content": "9" * 300}]}, "has 1 prompts of more tokens than data.max_prompt_len"),
     ],
 )
 def test_a_bad_row_is_named(task, tmp_path, bad, message):
@@ -59,13 +58,6 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
     pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
     with pytest.raises(ValueError, match=f"row 0: {column} .*has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
-
-
-def test_long_prompts_pass_where_verl_leaves_them_out(task, tmp_path):
-    path = tmp_path / "data.parquet"
-    pd.DataFrame([row(), row(prompt=[{"role": "user", "content": "9" * 300}])]).to_parquet(path)
-    config = composed(task, f"data.train_files={path}", "data.filter_overlong_prompts=true")
-    assert check_train_data(config).startswith("rows: 2 to train")
 
 
 def test_steps_beyond_the_epochs_are_a_warning(task, tmp_path):

@@ -9,11 +9,6 @@ from support.oracle import grid_point
 from bapo import BAPOConfig
 
 
-def test_the_defaults_make_52_candidates():
-    config = BAPOConfig()
-    assert config.upper.steps == 36 and config.lower.steps == 15 and not config.fixed
-
-
 @pytest.mark.parametrize(
     "wrong, field",
     [
@@ -46,13 +41,6 @@ def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
     value = wrong.get(field, getattr(BAPOConfig, field))
     assert message.startswith(f"{field}={value!r} is not usable: "), message
     assert any(verb in message for verb in ("use ", "lower it")), message
-
-
-def test_start_equal_to_max_fixes_a_bound():
-    config = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
-    assert config.lower.fixed and config.upper.fixed and config.fixed
-    one = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8)
-    assert one.lower.fixed and not one.upper.fixed and not one.fixed
 
 
 @given(configs())

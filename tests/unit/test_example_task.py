@@ -28,13 +28,10 @@ FILES = ROOT / "recipe" / "bapo" / "example" / "files"
         (" 09 yes \n", 1.0),  # white space round it
         ("07 yes", 0.0),  # a wrong claim
         ("09 yes 07 yes", 0.0),  # the last guess counts
-        ("07 yes 09 yes", 1.0),
         ("09 no", 0.0),  # right, and denied
         ("07 no 09 no 09 no 11 no 12 no ", 0.0),  # never claimed
         ("9 yes", 0.0),  # one digit
         ("09 yes.", 0.0),  # does not end there
-        ("09yes", 0.0),
-        ("yes", 0.0),
         ("", 0.0),
     ],
 )

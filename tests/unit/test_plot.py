@@ -35,12 +35,10 @@ def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, 
         ("nonsense\n", "metrics.jsonl has a line that verl's file logger did not write"),
         ("5\n", "metrics.jsonl has a line that verl's file logger did not write"),
         ("", "run has no metrics: give the folder of a run"),
-        (None, "run has no metrics: give the folder of a run"),
     ],
 )
 def test_a_run_that_cannot_be_drawn_is_named_in_a_line(tmp_path, capsys, monkeypatch, text, message):
-    if text is not None:
-        (rewards(tmp_path / "run", 0.1) / "metrics.jsonl").write_text(text)
+    (rewards(tmp_path / "run", 0.1) / "metrics.jsonl").write_text(text)
     monkeypatch.setattr("sys.argv", ["plot", str(tmp_path / "run")])
     with pytest.raises(SystemExit) as ended:
         main()

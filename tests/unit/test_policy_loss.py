@@ -158,7 +158,6 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
     "scope, actor, model, message",
     [
         ("micro_batch", {"strategy": "megatron"}, {}, "actor.strategy=megatron is not usable .*: set it to fsdp or"),
-        ("mini_batch", {"strategy": "veomni"}, {}, "actor.strategy=veomni is not usable .*: set it to fsdp or fsdp2"),
         ("mini_batch", {"strategy": "fsdp"}, {}, None),
         (
             "micro_batch",

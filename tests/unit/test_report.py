@@ -12,7 +12,7 @@ from markupsafe import escape
 from safetensors.torch import load_file, save_file
 
 from bapo import BAPOConfig
-from recipe.bapo.report.command import main
+from recipe.bapo.report.__main__ import main
 from recipe.bapo.report.facts import report_on
 from recipe.bapo.report.page import FORMATS, look_up, page
 from recipe.bapo.report.verdict import staleness

@@ -14,7 +14,7 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import write_dump
-from recipe.bapo.report.command import main
+from recipe.bapo.report.__main__ import main
 from recipe.bapo.report.dump import PLANES, TENSORS, about_dump, read_dump
 from recipe.bapo.report.measure import measure
 from recipe.bapo.report.methods import BAPO

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.commands import until
 
 from recipe.bapo.checks.machine import check_other_runs
 from recipe.bapo.launch import cleanup, locks, watchdog
@@ -47,12 +48,6 @@ def vllm_of(job):
     """A process with the title of an engine of vLLM's, served by verl under a job number."""
     command = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
     return killed_at_the_end(command, env={**os.environ, "VERL_RAY_JOB_ID": job}, start_new_session=True)
-
-
-def wait_until(happened):
-    until = time.monotonic() + 30
-    while not happened() and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 def test_a_step_that_ends_is_progress(tmp_path):
@@ -112,7 +107,7 @@ def test_the_jobs_servers_on_a_cluster_are_found(tmp_path):
     assert dog.processes() == {}  # Ray is not up yet
     dog.job = "a test's"
     with vllm_of("a test's") as ours, vllm_of("another's"):
-        wait_until(dog.processes)
+        until(dog.processes, 30, "a process of vLLM's")
         assert dog.processes() == {ours.pid: "VLLM::EngineCore 60"}
 
 
@@ -145,7 +140,7 @@ def alone(tmp_path, monkeypatch):
 def test_the_servers_of_another_run_are_found(alone, monkeypatch):
     assert check_other_runs(alone) == "none on this machine"
     with vllm_of("a test's") as other:
-        wait_until(lambda: cleanup.vllm_processes(locks.FIRST_JOB))
+        until(lambda: cleanup.vllm_processes(locks.FIRST_JOB), 30, "a process of vLLM's")
         with pytest.raises(
             ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"
         ) as e:

@@ -288,13 +288,9 @@ def check_ratio(config) -> str:
             f"algorithm.rollout_correction.{ignored[0]}={correction[ignored[0]]} has no effect with bypass_mode=true, "
             "where the ratio itself is against the policy that sampled: remove it, or set bypass_mode=false."
         )
-    mode = config.trainer.v1.trainer_mode
-    if mode != "sync" and not bypass:
-        text = (
+    if config.trainer.v1.trainer_mode != "sync" and not bypass:
+        raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
         )
-        if (mode, config.actor_rollout_ref.actor.strategy) == ("separate_async", "fsdp"):  # by reading, not seen
-            text += f" And verl may keep some older weights for the update with {ACTOR}.strategy=fsdp: use fsdp2."
-        raise Concern(text)
     return f"against {'the policy that sampled' if bypass else 'the policy before the updates of each step'}"
