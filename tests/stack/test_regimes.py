@@ -36,9 +36,11 @@ def run_regime(tmp_path, config, steps, *overrides):
     records = [json.loads(line) for line in (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()]
     found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
     assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
-    for search in found:  # the bounds reach the target, or are the widest: in so few updates all may be
-        widest = (search["low"], search["high"]) == (0.9, 3.0)
-        assert widest if search["saturated"] else search["positive_contribution"] > 0.4 - 1e-6
+    for search in found:
+        if search["saturated"]:  # in so few updates all may be
+            assert (search["low"], search["high"]) == (0.9, 3.0), search
+        else:  # 0 where no token counts: a mini-batch may be one group, all of whose answers are wrong
+            assert search["positive_contribution"] > 0.4 - 1e-6 or search["positive_contribution"] == 0, search
     return data, records
 
 
