@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what slime's ``--save-debug-train-data`` wrote to a dump for the report; each file becomes one update.
 
-    python -m recipe.bapo.report.slime /data/dump debug/train_*.pt && bapo-report /data/dump
+    python docs/examples/slime_dump.py /data/dump debug/train_*.pt && bapo-report /data/dump
 
 slime saves the sampler's log-probs and those of the trainer before its first update on a rollout (both with
 ``--get-mismatch-metrics``; else it may leave one out), and no later ones. So the report is about the mismatch of

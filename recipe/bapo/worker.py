@@ -125,8 +125,8 @@ class BAPOTrainingWorker(TrainingWorker):
         if entropy is not None and self.actor_config.entropy_coeff == 0:
             # verl subtracts 0 times the entropy, whose backward would hold a (tokens, vocabulary) tensor.
             model_output = {**model_output, "entropy": entropy.detach()}
-        if self.token_dump_dir is not None:
-            self._dump(model_output, data)
+        if self.token_dump_dir is not None and self.engine.is_mp_src_rank_with_outputs():
+            self._dump(model_output, data)  # the other ranks of its parallel group have the same tokens
         if self.bapo_config is not None:
             self.bapo_config.current_bounds = self.update_bounds or self._bounds_from_training_forward(
                 model_output["log_probs"], data

@@ -96,8 +96,6 @@ BY_HAND = {
     "upper bound alone": (0, 20, 12, 4),
     # The means of log r: A > 0: 0 and (4 log 1.25 + 2 log 2.5) / 6. A < 0: 8 log 0.5 / 12, (3 log 4 + log 20) / 4.
     "GSPO": (6, 10, 12, 4 * 20**0.25 * 4**0.75),
-    # Away from the sampler: 4 of 1.25, 2 of 2.5 and 8 of 0.5, (log r)^2 of 0.0498, 0.84, 0.48: none averages 0.04.
-    "M2PO": (6, 10, 8, 36),
 }
 
 

@@ -12,13 +12,13 @@ from support.batches import make_batch
 from support.oracle import sequential_search
 
 from bapo import BAPOConfig
+from docs.examples.slime_dump import import_slime
 from recipe.bapo.records import tokens
 from recipe.bapo.records.tokens import write_dump
 from recipe.bapo.report.__main__ import main
 from recipe.bapo.report.dump import PLANES, TENSORS, about_dump, read_dump
 from recipe.bapo.report.measure import measure
-from recipe.bapo.report.methods import BAPO
-from recipe.bapo.report.slime import import_slime
+from recipe.bapo.report.methods import Method, clipped
 
 
 def dump(folder, seeds, cuts=1, ranks=1):
@@ -43,9 +43,9 @@ def test_the_report_finds_the_bounds_of_algorithm_1(tmp_path, cuts, ranks, contr
     config = BAPOConfig(0.45, contribution=contribution, token_weight=token_weight)
     statistics = measure(tmp_path, config, 3.0, []).statistics
     for of_update, seed in zip(statistics, (1, 2, 3), strict=True):
-        found = BAPO(config, 3.0).in_update(of_update, [])
+        found = Method(clipped, {"clip_ratio_c": 3.0}, config).in_update(of_update).keywords
         expected = sequential_search(*make_batch(seed, rows=8, zero_advantage=0.0), config, clip_ratio_c=3.0)
-        assert (found.low, found.high) == expected[:2]
+        assert (found["low"], found["high"]) == expected[:2]
 
 
 def test_a_second_run_does_not_mix_with_an_earlier_dump(tmp_path):
@@ -77,33 +77,6 @@ def test_files_of_another_origin_are_an_update_each(tmp_path):
     updates = list(read_dump(tmp_path))
     assert [len(update) for update in updates] == [1, 1]
     assert torch.equal(updates[1][0]["log_prob"], batch[1][batch[3]])
-
-
-def test_ranks_with_the_same_tokens_count_once(tmp_path):
-    dump(tmp_path, seeds=(1, 2), ranks=2)
-    before = [[len(micro_batch["log_prob"]) for micro_batch in update] for update in read_dump(tmp_path)]
-    for path in list(tmp_path.glob("rank1-*")):  # as two ranks of a tensor parallel group write them
-        (tmp_path / path.name.replace("rank1", "rank2")).write_bytes(path.read_bytes())
-    assert [[len(micro_batch["log_prob"]) for micro_batch in update] for update in read_dump(tmp_path)] == before
-
-
-def test_ranks_that_are_copies_do_not_stand_for_those_that_are_missing(tmp_path):
-    dump(tmp_path, seeds=(1,), ranks=2)
-    (tmp_path / "rank1-000000.safetensors").write_bytes((tmp_path / "rank0-000000.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="holds 4 sequences of update 0, which has 8: bring the files of all ranks"):
-        list(read_dump(tmp_path))
-
-
-def test_copies_without_a_token_count_once(tmp_path):
-    for rank, mask in enumerate((1, 1, 0, 0)):  # two groups of two ranks, of which the second has no token
-        tokens._written.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.distributed, "is_initialized", lambda: True)
-            patch.setattr(torch.distributed, "get_rank", partial(int, rank))
-            batch = [torch.full((2, 3), -1.0)] * 3
-            write_dump(tmp_path, *batch, torch.full((2, 3), mask), {"dp_size": 2, "global_batch_size": 4})
-    ((first, second),) = read_dump(tmp_path)
-    assert (len(first["log_prob"]), len(second["log_prob"])) == (6, 0)
 
 
 def test_ranks_that_dump_unequal_numbers_are_named(tmp_path, monkeypatch):

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's closed forms are autograd of verl's own losses, token by token, and M2PO's of its Algorithm 1."""
-
-from dataclasses import asdict
+"""The report's closed forms are autograd of verl's own losses, token by token."""
 
 import pytest
 import torch
 
-from recipe.bapo.report.methods import CISPO, DPPOKL, DPPOTV, GSPO, M2PO, SAPO, TOPR, Bounds, Tokens, loss_of_run
+from recipe.bapo.report.methods import (
+    VERL_LOSSES,
+    Method,
+    Tokens,
+    as_published,
+    gspo,
+    loss_of_run,
+    topr,
+    with_bounds,
+)
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
 
@@ -49,56 +56,28 @@ def check(factor, expected, without=None):
     assert without is None or (0 < (factor == 0).float().mean() < 1) == without
 
 
-CASES = {
-    "GRPO": ("vanilla", Bounds(0.8, 1.2, 3.0), dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)),
-    "no dual clip": ("vanilla", Bounds(0.8, 3.0), dict(clip_ratio_low=0.2, clip_ratio_high=2.0, clip_ratio_c=1e9)),
-    **{
-        f"{loss_mode} {number}": (loss_mode, loss, asdict(loss))
-        for loss_mode, losses in {
-            "gspo": (GSPO(), GSPO(0.2, 0.3)),
-            "sapo": (SAPO(), SAPO(2.0, 0.5)),
-            "cispo": (CISPO(), CISPO(0.3, 2.0)),
-            "dppo_tv": (DPPOTV(), DPPOTV(0.05, 0.3, 3.0)),
-            "dppo_kl": (DPPOKL(), DPPOKL(0.2, 0.01, 3.0)),
-        }.items()
-        for number, loss in enumerate(losses)
-    },
+# The published settings, and others.
+CASES = {(loss_mode, ()): as_published(loss).settings for loss_mode, loss in VERL_LOSSES.items()}
+CASES |= {
+    (loss_mode, settings): dict(zip(as_published(VERL_LOSSES[loss_mode]).settings, settings, strict=True))
+    for loss_mode, settings in (
+        ("vanilla", (0.2, 2.0, 1e9)),  # no dual clip
+        ("gspo", (0.2, 0.3)),
+        ("sapo", (2.0, 0.5)),
+        ("cispo", (0.3, 2.0)),
+        ("dppo_tv", (0.05, 0.3, 3.0)),
+        ("dppo_kl", (0.2, 0.01, 3.0)),
+    )
 }
 
 
 @pytest.mark.parametrize("spread, level", [(0.02, 0.0), (0.7, 0.0), (3.0, 5.0)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_factor_is_autograd_of_verls_own_loss(case, spread, level):
-    loss_mode, loss, settings = CASES[case]
+    loss_mode, settings = case[0], CASES[case]
     batch = make(spread, level=level)
     without = None if spread == 0.02 else loss_mode != "cispo"
-    check(loss.factor(tokens_of(*batch)), autograd_of_verl(loss_mode, batch, settings), without)
-
-
-def autograd_of_m2po(batch):
-    """Algorithm 1: drop the outward token with the largest (log r)^2 until the mean of the others is in the budget."""
-    old, log_prob, advantages, mask = batch
-    leaf = log_prob.clone().requires_grad_()
-    log_ratio = torch.clamp(leaf - old, -20, 20)
-    outward = mask & (((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0)))
-    squares = {tuple(place): log_ratio[tuple(place)].item() ** 2 for place in outward.nonzero().tolist()}
-    kept = mask.clone()
-    while squares and sum(squares.values()) / len(squares) > 0.04:
-        worst = max(squares, key=squares.get)
-        kept[worst] = False
-        del squares[worst]
-    (-log_ratio.exp() * advantages * kept).sum().backward()
-    return -(leaf.grad / advantages)[mask]
-
-
-@pytest.mark.parametrize("spread", [0.02, 0.3, 3.0])
-def test_m2po_is_autograd_of_its_algorithm(spread):
-    batch = make(spread)
-    tokens = tokens_of(*batch)
-    parts = [Tokens(*(part[k::3] for part in vars(tokens).values())) for k in range(3)]  # of one update
-    factor = M2PO().in_update(None, parts).factor(tokens)
-    check(factor, autograd_of_m2po(batch), True)
-    assert spread < 3 or (factor == 0).float().mean() > 0.3
+    check(VERL_LOSSES[loss_mode](tokens_of(*batch), **settings), autograd_of_verl(loss_mode, batch, settings), without)
 
 
 def test_topr_is_autograd_of_its_weighted_log_likelihood():
@@ -106,14 +85,17 @@ def test_topr_is_autograd_of_its_weighted_log_likelihood():
     leaf = log_prob.clone().requires_grad_()
     weight = torch.where(advantages > 0, 1.0, (log_prob - old).clamp(-20, 20).exp().clamp(max=1))
     (-weight * advantages * leaf)[mask].sum().backward()
-    check(TOPR().factor(tokens_of(*batch)), -(leaf.grad / advantages)[mask], False)
+    check(topr(tokens_of(*batch)), -(leaf.grad / advantages)[mask], False)
 
 
 def test_the_loss_of_a_run_is_read_from_its_metadata():
     low_high = {"clip_ratio_low": "0.2", "clip_ratio_high": "0.28"}
-    assert loss_of_run({"loss_mode": "vanilla", **low_high, "clip_ratio_c": "3.0"}) == Bounds(0.8, 1.28, 3.0)
-    assert loss_of_run({"loss_mode": "gspo", "clip_ratio": "0.2", "clip_ratio_high": "0.28"}) == GSPO(0.2, 0.28)
-    assert loss_of_run({"loss_mode": "dppo_tv", **low_high, "clip_ratio_c": "20"}) == DPPOTV(0.2, 0.28, 20.0)
-    assert loss_of_run({"loss_mode": "sapo", "tau_pos": "1.0", "tau_neg": "1.2"}) == SAPO(1.0, 1.2)
+    assert loss_of_run({"loss_mode": "vanilla", **low_high, "clip_ratio_c": "3.0"}) == with_bounds(0.8, 1.28, 3.0)
+    one_side = {"loss_mode": "gspo", "clip_ratio": "0.2", "clip_ratio_high": "0.28"}
+    assert loss_of_run(one_side) == Method(gspo, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28})
+    for loss_mode, names in (("dppo_tv", (*low_high, "clip_ratio_c")), ("sapo", ("tau_pos", "tau_neg"))):
+        settings = dict.fromkeys(names, 0.25)
+        about = {"loss_mode": loss_mode, **{name: str(value) for name, value in settings.items()}}
+        assert loss_of_run(about) == Method(VERL_LOSSES[loss_mode], settings)
     for too_little in ({}, {"loss_mode": "vanilla"}, {"loss_mode": "gspo"}, {"loss_mode": "geo_mean", **low_high}):
         assert loss_of_run(too_little) is None

@@ -4,7 +4,6 @@
 A new tensor is added to ``PLANES``, where it may be missing.
 """
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,8 +40,6 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     updates = 0
     for parts in zip(*map(_updates_of_rank, ranks.values()), strict=False):
         wanted = parts[0][2]
-        if wanted and len(parts) > 1:
-            parts = _without_copies(parts, wanted)
         responses = sum(responses for _, responses, _ in parts)
         if responses != wanted and wanted:
             raise ValueError(
@@ -53,30 +50,6 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
         yield [micro_batch for micro_batches, _, _ in parts for micro_batch in micro_batches]
     if not updates:
         raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
-
-
-def _without_copies(parts, wanted):
-    """Each part of an update once: ranks of one tensor or sequence parallel group dumped the same tokens."""
-    kept, empty = {}, []
-    for part in parts:
-        digest = _tokens_digest(part[0])
-        if digest is None:
-            empty.append(part)
-        else:
-            kept[digest] = part
-    parts = list(kept.values())
-    for part in empty:  # only the numbers say which of them are copies
-        if sum(responses for _, responses, _ in parts) + part[1] <= wanted:
-            parts.append(part)
-    return parts
-
-
-def _tokens_digest(micro_batches):
-    """Equal for equal tokens, None without any."""
-    digest = hashlib.sha256()
-    for tokens in micro_batches:
-        digest.update(tokens["log_prob"].contiguous().numpy())
-    return digest.digest() if any(len(tokens["log_prob"]) for tokens in micro_batches) else None
 
 
 def _paths_of(folder):

@@ -16,7 +16,7 @@ from bapo import BAPOConfig, ClipStatistics
 from bapo.search import candidates, reaches_target
 from recipe.bapo.report.dump import about_dump
 from recipe.bapo.report.measure import Measured, measure
-from recipe.bapo.report.methods import BAPO, Loss, loss_of_run, methods_to_compare
+from recipe.bapo.report.methods import Method, loss_of_run, methods_to_compare
 from recipe.bapo.report.verdict import OWN, staleness, verdict
 
 TARGETS = [k / 100 for k in range(1, 100)]
@@ -32,7 +32,7 @@ def report_on(folder: Path) -> dict:
     own = loss_of_run(about)
     # A run that says its loss and no dual clip has none; of others verl's default is as good a guess as any.
     clip_ratio_c = float(about.get("clip_ratio_c", 3.0 if own is None else math.inf))
-    config = own.config if isinstance(own, BAPO) else BAPOConfig()
+    config = (own and own.search) or BAPOConfig()
     methods = methods_to_compare(config, clip_ratio_c)
     if own is not None:
         methods = {OWN: own, **methods}
@@ -86,7 +86,7 @@ def _rows(measured: Measured, group: str) -> list[dict] | None:
     return [{group: label, "tokens": int(sums["tokens"]), **_staleness(sums)} for label, sums in rows] or None
 
 
-def _methods(methods: dict[str, Loss], measured: Measured) -> list[dict]:
+def _methods(methods: dict[str, Method], measured: Measured) -> list[dict]:
     """Of each method, by sign: the share of the tokens without a gradient, and of r*|A| what its gradient is."""
     total = measured.sums["all"][0]
     tokens = torch.tensor([total["positive"], total["negative"]])
@@ -96,7 +96,7 @@ def _methods(methods: dict[str, Loss], measured: Measured) -> list[dict]:
         if left.isnan().any():  # it needs to know where responses begin, which the dump does not say
             continue
         shares = {"without_gradient": _by_sign(without, tokens), "gradient_left": _by_sign(left, sizes)}
-        rows.append({"method": method, "settings": methods[method].settings(), **shares})
+        rows.append({"method": method, "settings": methods[method].description(), **shares})
     return rows
 
 

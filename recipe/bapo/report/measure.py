@@ -6,8 +6,9 @@ sum is added here where the page has a new question; nothing here decides what a
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics
 from recipe.bapo.report.dump import read_dump
-from recipe.bapo.report.methods import Bounds, Loss, Tokens
+from recipe.bapo.report.methods import Method, Tokens, clipped
 
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
-GRPO = Bounds(0.8, 1.2)  # how stale tokens are is told by what these bounds clip, whatever the run's own
+# How stale tokens are is told by what these bounds clip, whatever the run's own.
+GRPO = partial(clipped, low=0.8, high=1.2)
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Measured:
     gradient_left: Tensor
 
 
-def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list[Loss]) -> Measured:
+def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list[Method]) -> Measured:
     """Read a dump once.
 
     Args:
@@ -64,7 +66,7 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
             rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, tokens.advantages)]
             statistics += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
         measured.statistics.append(statistics)
-        losses = [method.in_update(statistics, [tokens for tokens, _ in chunks]) for method in methods]
+        losses = [method.in_update(statistics) for method in methods]
         for tokens, labels in chunks:
             _add_sums(measured, tokens, labels, losses)
     if not measured.statistics:
@@ -92,11 +94,13 @@ def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[tuple[Tokens,
             yield tokens, {group: label[part] for group, label in labels.items()}
 
 
-def _add_sums(measured: Measured, tokens: Tokens, labels: dict[str, Tensor], losses: list[Loss]) -> None:
+def _add_sums(
+    measured: Measured, tokens: Tokens, labels: dict[str, Tensor], losses: list[Callable[[Tokens], Tensor]]
+) -> None:
     ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
     positive, negative = signs = torch.stack([advantages > 0, advantages < 0]).double()
     size, above = ratio * advantages.abs(), negative * (ratio > 3)
-    factors = torch.stack([loss.factor(tokens) for loss in (GRPO, *losses)])
+    factors = torch.stack([loss(tokens) for loss in (GRPO, *losses)])
     without = (factors == 0).double()
     columns = {
         "tokens": torch.ones_like(ratio),

@@ -2,16 +2,18 @@
 """What each loss leaves of a token's gradient, in closed form, from the token's log-probs and advantage alone.
 
 The gradient of a token's loss with respect to its log-prob is ``-factor * A`` before aggregation; without clipping the
-factor is the ratio r. Each class is a loss: its fields are the settings by verl's names, their defaults the published
-ones. A new loss is added here and to ``methods_to_compare``; ``tests/unit/test_report_methods.py`` holds every factor
-equal to autograd of verl's own function, which this room does not import.
+factor is the ratio r. Each loss is a function that returns the factors, ``(tokens,)`` and at least 0; its settings have
+verl's names and the published values. A new loss is added here and to ``methods_to_compare``;
+``tests/unit/test_report_methods.py`` holds every factor equal to autograd of verl's own function, which this room does
+not import.
 """
 
 import inspect
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,14 +41,9 @@ class Tokens:
     response_log_ratio: Tensor
 
     @property
-    def log_ratio(self) -> Tensor:
-        """Log of the ratio, limited to +-20."""
-        return log_ratio_of(self.old_log_prob, self.log_prob)
-
-    @property
     def ratio(self) -> Tensor:
-        """r."""
-        return self.log_ratio.exp()
+        """r, whose logarithm is limited to +-20."""
+        return log_ratio_of(self.old_log_prob, self.log_prob).exp()
 
     @property
     def ratio_gradient(self) -> Tensor:
@@ -54,226 +51,162 @@ class Tokens:
         free = (self.log_prob - self.old_log_prob).abs() <= LOG_RATIO_LIMIT
         return torch.where(free, self.ratio, 0)
 
-    @property
-    def outward(self) -> Tensor:
-        """Whether the update moves the ratio further from 1: A > 0 and r > 1, or A < 0 and r < 1."""
-        return self.log_ratio * self.advantages > 0
 
-
-class Loss:
-    """A loss; its fields are its settings, those of verl's losses by the names of their keys."""
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        """What stands before ``-A`` in the gradient, ``(tokens,)``, at least 0."""
-        raise NotImplementedError
-
-    def in_update(self, statistics: ClipStatistics, tokens: list[Tokens]) -> "Loss":
-        """The loss of one update, for losses that depend on all its tokens: ``statistics`` and ``tokens`` are those."""
-        return self
-
-    def settings(self) -> str:
-        """One line for the reader of the report."""
-        return ", ".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))  # type: ignore
-
-
-@dataclass(frozen=True)
-class Bounds(Loss):
+def clipped(tokens: Tokens, low: float, high: float, clip_ratio_c: float = math.inf) -> Tensor:
     """PPO's clip between two bounds on the ratio, with verl's dual clip: verl's ``vanilla``, and BAPO in one update."""
-
-    low: float
-    high: float
-    clip_ratio_c: float = math.inf
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        ratio = tokens.ratio
-        above_low = (ratio > self.low) & (ratio < self.clip_ratio_c)
-        return tokens.ratio_gradient * torch.where(tokens.advantages > 0, ratio < self.high, above_low)
-
-    def settings(self) -> str:
-        return f"[{self.low:g}, {self.high:g}]" + _dual_clip(self.clip_ratio_c)
+    ratio = tokens.ratio
+    above_low = (ratio > low) & (ratio < clip_ratio_c)
+    return tokens.ratio_gradient * torch.where(tokens.advantages > 0, ratio < high, above_low)
 
 
-def _dual_clip(clip_ratio_c):
-    return f", dual clip {clip_ratio_c:g}" if clip_ratio_c < 1e6 else ""  # a larger one has no effect
+def vanilla(
+    tokens: Tokens, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
+) -> Tensor:
+    """verl's ``vanilla``, whose settings are distances from 1; its defaults are verl's."""
+    return clipped(tokens, 1 - clip_ratio_low, 1 + clip_ratio_high, clip_ratio_c)
 
 
-@dataclass(frozen=True)
-class BAPO(Loss):
-    """The bounds that a search finds in each update."""
-
-    config: BAPOConfig
-    clip_ratio_c: float = math.inf
-
-    def in_update(self, statistics: ClipStatistics, tokens: list[Tokens]) -> Bounds:
-        bounds = search_clip_bounds(statistics, self.config)
-        return Bounds(bounds.low.item(), bounds.high.item(), self.clip_ratio_c)
-
-    def settings(self) -> str:
-        low, high, target = self.config.lower, self.config.upper, self.config.positive_contribution_target
-        ranges = f"c_low {low.start:g} to {low.maximum:g}, c_high {high.start:g} to {high.maximum:g}"
-        measure = f"{self.config.contribution}, {self.config.token_weight}"
-        return f"target {target:g}, {measure}, {ranges}" + _dual_clip(self.clip_ratio_c)
-
-
-@dataclass(frozen=True)
-class GSPO(Loss):
+def gspo(tokens: Tokens, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4) -> Tensor:
     """verl's ``gspo`` (arXiv 2507.18071): every token has the ratio of its response, the mean over its tokens."""
-
-    clip_ratio_low: float = 3e-4
-    clip_ratio_high: float = 4e-4
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        ratio = tokens.response_log_ratio.exp()
-        kept = torch.where(tokens.advantages > 0, ratio < 1 + self.clip_ratio_high, ratio > 1 - self.clip_ratio_low)
-        return ratio * (kept & (tokens.response_log_ratio <= GSPO_LOG_RATIO_LIMIT))
+    ratio = tokens.response_log_ratio.exp()
+    kept = torch.where(tokens.advantages > 0, ratio < 1 + clip_ratio_high, ratio > 1 - clip_ratio_low)
+    return ratio * (kept & (tokens.response_log_ratio <= GSPO_LOG_RATIO_LIMIT))
 
 
-@dataclass(frozen=True)
-class SAPO(Loss):
+def sapo(tokens: Tokens, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """verl's ``sapo`` (arXiv 2511.20347): the derivative of its gate ``4 / tau * sigmoid(tau * (r - 1))``."""
-
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        tau = torch.where(tokens.advantages > 0, self.tau_pos, self.tau_neg)
-        gate = torch.sigmoid(tau * (tokens.ratio - 1))
-        return 4 * gate * (1 - gate) * tokens.ratio_gradient
+    tau = torch.where(tokens.advantages > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (tokens.ratio - 1))
+    return 4 * gate * (1 - gate) * tokens.ratio_gradient
 
 
-@dataclass(frozen=True)
-class CISPO(Loss):
+def cispo(tokens: Tokens, clip_ratio_low: float = 10.0, clip_ratio_high: float = 0.2) -> Tensor:
     """verl's ``cispo`` (arXiv 2506.13585): the weight is clipped and every token keeps a gradient.
 
     The settings are those of verl's examples/cispo_trainer, because the paper prints no number.
     """
-
-    clip_ratio_low: float = 10.0
-    clip_ratio_high: float = 0.2
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        return tokens.ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+    return tokens.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
 
 
-@dataclass(frozen=True)
-class DPPOTV(Loss):
+def dppo_tv(
+    tokens: Tokens, clip_ratio_low: float = 0.15, clip_ratio_high: float = 0.15, clip_ratio_c: float = 1e4
+) -> Tensor:
     """verl's ``dppo_tv`` (arXiv 2602.04879): masks by the change of the token's probability.
 
     The settings are those of verl's examples/dppo_trainer: the loss asks for a large ``clip_ratio_c``.
     """
-
-    clip_ratio_low: float = 0.15
-    clip_ratio_high: float = 0.15
-    clip_ratio_c: float = 1e4
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        change = tokens.log_prob.exp() - tokens.old_log_prob.exp()
-        kept = torch.where(tokens.advantages > 0, change <= self.clip_ratio_high, change >= -self.clip_ratio_low)
-        return tokens.ratio.clamp(max=self.clip_ratio_c) * kept
+    change = tokens.log_prob.exp() - tokens.old_log_prob.exp()
+    kept = torch.where(tokens.advantages > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
+    return tokens.ratio.clamp(max=clip_ratio_c) * kept
 
 
-@dataclass(frozen=True)
-class DPPOKL(Loss):
+def dppo_kl(
+    tokens: Tokens, clip_ratio_low: float = 0.05, clip_ratio_high: float = 0.05, clip_ratio_c: float = 1e4
+) -> Tensor:
     """verl's ``dppo_kl`` (arXiv 2602.04879): masks by the KL divergence between token and not-token.
 
-    The settings are from where those of ``DPPOTV`` are.
+    The settings are from where those of ``dppo_tv`` are.
+    """
+    old, new = tokens.old_log_prob.exp(), tokens.log_prob.exp()
+    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+    divergence = old * (tokens.old_log_prob - tokens.log_prob) + others
+    kept_positive = (divergence <= clip_ratio_high) | (new <= old)
+    kept_negative = (divergence <= clip_ratio_low) | (new >= old)
+    return tokens.ratio.clamp(max=clip_ratio_c) * torch.where(tokens.advantages > 0, kept_positive, kept_negative)
+
+
+def topr(tokens: Tokens) -> Tensor:
+    """TOPR (arXiv 2503.14286), token by token: weight 1 for A > 0, min(r, 1) for A < 0."""
+    return torch.where(tokens.advantages > 0, 1, tokens.ratio.clamp(max=1))
+
+
+VERL_LOSSES = {loss.__name__: loss for loss in (vanilla, gspo, sapo, cispo, dppo_tv, dppo_kl)}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A loss with its settings.
+
+    Attributes:
+        loss: one of the functions above.
+        settings: its keyword arguments.
+        search: of BAPO, whose bounds are found in each update; None: of any other.
     """
 
-    clip_ratio_low: float = 0.05
-    clip_ratio_high: float = 0.05
-    clip_ratio_c: float = 1e4
+    loss: Callable[..., Tensor]
+    settings: dict[str, float]
+    search: BAPOConfig | None = None
 
-    def factor(self, tokens: Tokens) -> Tensor:
-        old, new = tokens.old_log_prob.exp(), tokens.log_prob.exp()
-        others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-        divergence = old * (tokens.old_log_prob - tokens.log_prob) + others
-        kept_positive = (divergence <= self.clip_ratio_high) | (new <= old)
-        kept_negative = (divergence <= self.clip_ratio_low) | (new >= old)
-        return tokens.ratio.clamp(max=self.clip_ratio_c) * torch.where(
-            tokens.advantages > 0, kept_positive, kept_negative
-        )
+    def in_update(self, statistics: ClipStatistics) -> Callable[[Tokens], Tensor]:
+        """The factors of the tokens of one update, whose statistics these are."""
+        found = {}
+        if self.search is not None:
+            bounds = search_clip_bounds(statistics, self.search)
+            found = {"low": bounds.low.item(), "high": bounds.high.item()}
+        return partial(self.loss, **found, **self.settings)
 
-
-@dataclass(frozen=True)
-class M2PO(Loss):
-    """M2PO (arXiv 2510.01161, Algorithm 1): the mean of (log r)^2 over an update's outward tokens has a budget."""
-
-    budget: float = 0.04
-
-    def in_update(self, statistics: ClipStatistics, tokens: list[Tokens]) -> "M2POMask":
-        """Drop the largest (log r)^2 of the outward tokens until the mean of the others is in the budget."""
-        sizes = torch.cat([part.log_ratio.abs()[part.outward] for part in tokens])
-        sizes.numpy().sort()  # in place, because torch.sort would hold an index of 8 bytes a token, too
-        allowed = torch.arange(1, len(sizes) + 1, dtype=torch.float64).mul_(self.budget)
-        # The mean of the smallest so many never falls with their number, so that those in the budget are the first.
-        kept = int((sizes.double().square_().cumsum_(0) <= allowed).sum())
-        return M2POMask(float(sizes[kept - 1]) if kept else 0.0)
+    def description(self) -> str:
+        """The settings as one line for the reader of the report."""
+        if self.loss is not clipped:
+            return ", ".join(f"{name}={value:g}" for name, value in self.settings.items())
+        text = "[{low:g}, {high:g}]".format(**self.settings) if self.search is None else _describe(self.search)
+        dual_clip = self.settings["clip_ratio_c"]
+        return f"{text}, dual clip {dual_clip:g}" if dual_clip < 1e6 else text  # a larger one has no effect
 
 
-@dataclass(frozen=True)
-class M2POMask(Loss):
-    """M2PO in one update: no gradient for the outward tokens whose |log r| is over the limit."""
-
-    limit: float
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        return tokens.ratio_gradient * ~(tokens.outward & (tokens.log_ratio.abs() > self.limit))
+def _describe(config):
+    low, high, target = config.lower, config.upper, config.positive_contribution_target
+    ranges = f"c_low {low.start:g} to {low.maximum:g}, c_high {high.start:g} to {high.maximum:g}"
+    return f"target {target:g}, {config.contribution}, {config.token_weight}, {ranges}"
 
 
-@dataclass(frozen=True)
-class TOPR(Loss):
-    """TOPR (arXiv 2503.14286), token by token: weight 1 for A > 0, min(r, 1) for A < 0."""
-
-    def factor(self, tokens: Tokens) -> Tensor:
-        return torch.where(tokens.advantages > 0, 1, tokens.ratio.clamp(max=1))
+def with_bounds(low: float, high: float, clip_ratio_c: float) -> Method:
+    """PPO's clip with fixed bounds on the ratio."""
+    return Method(clipped, {"low": low, "high": high, "clip_ratio_c": clip_ratio_c})
 
 
-VERL_LOSSES: dict[str, Callable[..., Loss]] = {
-    # Its settings are distances from 1.
-    "vanilla": lambda clip_ratio_low, clip_ratio_high, clip_ratio_c: Bounds(
-        1 - clip_ratio_low, 1 + clip_ratio_high, clip_ratio_c
-    ),
-    "gspo": GSPO,
-    "sapo": SAPO,
-    "cispo": CISPO,
-    "dppo_tv": DPPOTV,
-    "dppo_kl": DPPOKL,
-}
+def as_published(loss: Callable[..., Tensor]) -> Method:
+    """A loss with its published settings, the defaults of its function."""
+    parameters = list(inspect.signature(loss).parameters.values())[1:]
+    return Method(loss, {parameter.name: parameter.default for parameter in parameters})
 
 
-def loss_of_run(about: dict[str, str]) -> Loss | None:
+def loss_of_run(about: dict[str, str]) -> Method | None:
     """The loss that made a dump, from the dump's metadata; None where they do not say enough.
 
     Raises:
         ValueError: the switches are not usable.
     """
+    known = {"clip_ratio_c": math.inf} | about  # a trainer without a dual clip names none
     if "switches" in about:
-        config, clip_ratio_c = BAPOConfig(**json.loads(about["switches"])), float(about.get("clip_ratio_c", math.inf))
-        fixed = Bounds(config.ratio_lower_start, config.ratio_upper_start, clip_ratio_c)
-        return fixed if config.fixed else BAPO(config, clip_ratio_c)
-    make = VERL_LOSSES.get(about.get("loss_mode", ""))
-    if make is None:
+        config = BAPOConfig(**json.loads(about["switches"]))
+        if config.fixed:
+            return with_bounds(config.ratio_lower_start, config.ratio_upper_start, float(known["clip_ratio_c"]))
+        return Method(clipped, {"clip_ratio_c": float(known["clip_ratio_c"])}, config)
+    if "clip_ratio" in about:  # verl's, for a side that is not set
+        known = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), about["clip_ratio"]) | known
+    loss = VERL_LOSSES.get(about.get("loss_mode", ""))
+    if loss is None or not as_published(loss).settings.keys() <= known.keys():
         return None
-    # verl's clip_ratio stands for a side that is not set; a trainer without a dual clip names none.
-    known = {name: about.get("clip_ratio") for name in ("clip_ratio_low", "clip_ratio_high")}
-    known |= {"clip_ratio_c": math.inf} | about
-    settings = {name: known.get(name) for name in inspect.signature(make).parameters}
-    return None if None in settings.values() else make(**{name: float(value) for name, value in settings.items()})
+    settings = {name: float(known[name]) for name in as_published(loss).settings}
+    if loss is vanilla:
+        return with_bounds(1 - settings["clip_ratio_low"], 1 + settings["clip_ratio_high"], settings["clip_ratio_c"])
+    return Method(loss, settings)
 
 
-def methods_to_compare(config: BAPOConfig, clip_ratio_c: float) -> dict[str, Loss]:
+def methods_to_compare(config: BAPOConfig, clip_ratio_c: float) -> dict[str, Method]:
     """The methods of the report by name; the searches are by ``config``, for each of ``BAPO_TARGETS``."""
+    searches = {f"BAPO {target:g}": replace(config, positive_contribution_target=target) for target in BAPO_TARGETS}
     return {
-        "GRPO": Bounds(0.8, 1.2, clip_ratio_c),
-        "clip-higher (DAPO)": Bounds(0.8, 1.28, clip_ratio_c),
-        "upper bound alone": Bounds(0.8, 3.0, clip_ratio_c),
-        "both bounds wide": Bounds(0.9, 3.0, clip_ratio_c),
-        **{f"BAPO {t:g}": BAPO(replace(config, positive_contribution_target=t), clip_ratio_c) for t in BAPO_TARGETS},
-        "GSPO": GSPO(),
-        "SAPO": SAPO(),
-        "CISPO": CISPO(),
-        "DPPO-TV": DPPOTV(),
-        "DPPO-KL": DPPOKL(),
-        "M2PO": M2PO(),
-        "TOPR": TOPR(),
+        "GRPO": with_bounds(0.8, 1.2, clip_ratio_c),
+        "clip-higher (DAPO)": with_bounds(0.8, 1.28, clip_ratio_c),
+        "upper bound alone": with_bounds(0.8, 3.0, clip_ratio_c),
+        "both bounds wide": with_bounds(0.9, 3.0, clip_ratio_c),
+        **{name: Method(clipped, {"clip_ratio_c": clip_ratio_c}, search) for name, search in searches.items()},
+        "GSPO": as_published(gspo),
+        "SAPO": as_published(sapo),
+        "CISPO": as_published(cispo),
+        "DPPO-TV": as_published(dppo_tv),
+        "DPPO-KL": as_published(dppo_kl),
+        "TOPR": as_published(topr),
     }
