@@ -21,14 +21,20 @@ CUT = [
 OURS = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
 
 
-def train(overrides, task, **settings):
-    """Two updates on one batch by ``train_mini_batch``; the actor, its metrics and its weights."""
+def train(overrides, task, copies=False, **settings):
+    """Two updates on one batch by ``train_mini_batch``; the actor, its metrics and its weights.
+
+    ``copies``: by a rank of a parallel group of which another one hands on what all of them have.
+    """
     from verl.utils import tensordict_utils as tu
 
     actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=True)
     data = make_mini_batch(actor, seed=7, rows=ROWS)
+    if copies:
+        actor.engine.is_mp_src_rank_with_outputs = lambda: False
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1, **settings)
-    metrics = tu.get(actor.train_mini_batch(data), "metrics")
+    output = actor.train_mini_batch(data)
+    metrics = None if copies else tu.get(output, "metrics")
     weights = {name: value.full_tensor().clone() for name, value in actor.engine.module.state_dict().items()}
     torch.distributed.destroy_process_group()
     return actor, metrics, weights
@@ -44,6 +50,7 @@ def runs_of_a_loss(rank, loss_mode, task, folder):
     runs["our worker"] = train(chosen, task)
     dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
     runs["our worker, dumping"] = train([*chosen, *dump], task)
+    train([*chosen, dump[0], f"+{LOSS}.token_dump_dir={folder}/copies"], task, copies=True)
     workers = {name: isinstance(actor, BAPOTrainingWorker) for name, (actor, _, _) in runs.items()}
     assert workers == {"verl": False, "plugin": False, "our worker": True, "our worker, dumping": True}
     torch.save({name: weights for name, (_, _, weights) in runs.items()}, f"{folder}/weights.pt")
@@ -66,6 +73,7 @@ def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mod
     assert all(set(TENSORS) <= set(of_micro_batch) for of_micro_batch in tokens)
     about = about_dump(tmp_path / "dump")
     assert (about["loss_mode"], about["clip_ratio_low"], "switches" in about) == (loss_mode, "0.2", False)
+    assert not (tmp_path / "copies").exists()
 
 
 class SoftmaxBackwards(TorchDispatchMode):
