@@ -11,7 +11,7 @@ nvidia-smi -L >/dev/null 2>&1 || { echo "Error: no GPU here: run_bapo_example.sh
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh >&2
 if [ -z "${TRAIN_FILE:-}" ] || [ -z "${TEST_FILE:-}" ]; then
     for split in train test; do
-        [ -f data/gsm8k_$split.parquet ] || "${BAPO_VENV:-.venv-cuda}/bin/python" -m recipe.bapo.prepare_data gsm8k_$split
+        [ -f data/gsm8k_$split.parquet ] || "${BAPO_VENV:-.venv-cuda}/bin/python" scripts/prepare_data.py gsm8k_$split
     done
 fi
 export MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
     [
         (["-m", "recipe.bapo.report", "/no/dump"], "/no/dump holds no .safetensors file"),
         (["-m", "recipe.bapo.plot", "/no/run"], "/no/run has no metrics"),
-        (["-m", "recipe.bapo.prepare_data", "aime_2025", "--source", "/no/file"], "--source /no/file holds no"),
+        (["scripts/prepare_data.py", "aime_2025", "--source", "/no/file"], "--source /no/file holds no"),
         (
             ["scripts/cluster/job.py", "stop", "job"],
             "RAY_ADDRESS=file:///no/cluster takes no jobs: give http://HEAD:8265",

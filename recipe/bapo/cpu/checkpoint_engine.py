@@ -5,12 +5,11 @@
 """
 
 import asyncio
-import pickle
 from datetime import timedelta
 
 import ray
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore, broadcast_object_list
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
@@ -59,27 +58,21 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.group = self.store = None
 
     async def send_weights(self, weights, global_steps=None):
-        """Broadcast each weight with its name, and nothing behind the last one."""
+        """Broadcast each weight with its name, and None behind the last one."""
         async for name, weight in ensure_async_iterator(weights):  # gathering a weight needs every rank of the actor
             if self.group is not None:
-                await self._broadcast(pickle.dumps((name, weight.detach().cpu().clone())))
+                await self._broadcast((name, weight.detach().cpu().clone()))
         if self.group is not None:
-            await self._broadcast(b"")
+            await self._broadcast(None)
 
     async def receive_weights(self, global_steps=None):
         """Yield ``(name, weight)`` as they arrive."""
-        while content := await self._broadcast():
-            yield pickle.loads(content)
+        while item := await self._broadcast(None):
+            yield item
 
-    async def _broadcast(self, content: bytes = b"") -> bytes:
-        """The master's content, on every rank."""
-        length = torch.tensor([len(content)])
-        await self._broadcast_tensor(length)
-        buffer = bytearray(content) if self.is_master else bytearray(length.item())
-        if buffer:
-            await self._broadcast_tensor(torch.frombuffer(buffer, dtype=torch.uint8))
-        return bytes(buffer)
-
-    async def _broadcast_tensor(self, tensor):
+    async def _broadcast(self, item):
+        """The master's item, on every rank."""
+        items = [item]
         # In a thread: the worker's event loop must stay free to pass on what has arrived.
-        await asyncio.to_thread(lambda: self.group.broadcast(tensor, 0).wait())
+        await asyncio.to_thread(broadcast_object_list, items, group=self.group, group_src=0, device=torch.device("cpu"))
+        return items[0]

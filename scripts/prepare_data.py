@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a published data set into verl's parquet schema, each row routed to a scorer of verl's.
+
+    .venv/bin/python scripts/prepare_data.py dapo_math_17k              # from the hub to data/dapo_math_17k.parquet
+    .venv/bin/python scripts/prepare_data.py aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
+
+`--source` takes a file, or a folder of what the hub has; without it, and only then, the hub is asked. What was left out
+is counted. A further data set is a row of ``DATA_SETS``.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from huggingface_hub import snapshot_download
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def only_one(answers: str) -> str:
+    """Skywork writes a JSON list of texts, and no scorer of verl's takes several: then there is none."""
+    found = json.loads(answers)
+    return found[0].strip() if len(found) == 1 else ""
+
+
+def after_hashes(answer: str) -> str:
+    """GSM8K writes the way to the answer, and then the answer behind ``####``, with commas in long numbers."""
+    return answer.rpartition("####")[2].replace(",", "").strip()
+
+
+def without_zeros(answer: str) -> str:
+    """AIME's answers have three digits; verl's scorer compares 7 with "7", not with "007"."""
+    return (answer.lstrip("0") or "0") if answer.isdecimal() else answer
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A published data set.
+
+    Attributes:
+        hub: its name on the Hugging Face hub.
+        files: pattern of its files there, parquet or JSON lines.
+        data_source: what verl routes the reward by. ``math_dapo`` and ``aime*`` read ``Answer: x`` or ``\\boxed{x}``
+            and give -1 or 1; ``lighteval/MATH`` and ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``, up to notation,
+            and give 0 or 1.
+        right_answer: the answer that counts as right, of what the data set has in the place of one; "" for none.
+        has_hint: whether its prompts say how to write the answer; where they do not, ``BOXED`` is added.
+    """
+
+    hub: str
+    files: str
+    data_source: str
+    right_answer: Callable[[str], str] = str
+    has_hint: bool = False
+
+
+DATA_SETS = {
+    "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", only_one),
+    "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", has_hint=True),
+    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes),
+    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes),
+    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, has_hint=True),
+    "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", without_zeros),
+    "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
+}
+
+
+def problem_and_answer(row: dict, data_set: DataSet) -> tuple[str, str]:
+    """From verl's own layout with one user's message, or columns ``problem`` or ``question`` and ``answer``."""
+    problem = row["prompt"][-1]["content"] if "prompt" in row else row.get("problem") or row["question"]
+    answer = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
+    return problem.strip(), "" if answer in (None, "") else data_set.right_answer(str(answer).strip())
+
+
+def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
+    """A row as verl reads it."""
+    prompt = problem if data_set.has_hint or "\\boxed" in problem else f"{problem}\n\n{BOXED}"
+    return {
+        "data_source": data_set.data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"index": index},
+    }
+
+
+def published_rows(source: Path | None, data_set: DataSet) -> Dataset:
+    """The rows of the data set's files, local or from the hub."""
+    if source is None:
+        source = Path(snapshot_download(data_set.hub, repo_type="dataset", allow_patterns=data_set.files))
+    pattern = Path(data_set.files).name
+    files = [str(source)] if source.is_file() else sorted(map(str, source.rglob(pattern)))
+    if not files:
+        raise ValueError(f"--source {source} holds no {pattern}")
+    return load_dataset("parquet" if files[0].endswith(".parquet") else "json", data_files=files, split="train")
+
+
+def prepare(name: str, source: Path | None, out: Path) -> str:
+    """Make ``out`` of the data set ``name``; returns how many rows were kept and how many dropped.
+
+    Raises:
+        ValueError: ``out`` exists, or the source cannot be read, has another layout or no usable row.
+        OSError: ``out`` cannot be written.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
+    data_set = DATA_SETS[name]
+    answers: dict[str, str] = {}  # of each problem that is kept
+    unusable = repeated = 0
+    try:
+        for row in published_rows(source, data_set):
+            problem, answer = problem_and_answer(row, data_set)
+            if not problem or not answer:
+                unusable += 1
+            elif problem in answers:
+                repeated += 1
+            else:
+                answers[problem] = answer
+    except Exception as error:  # the libraries raise errors of many types for a file that is something else
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"{source or 'the hub'} cannot be read as {data_set.hub}: {type(cause).__name__}: {cause}. Give a file, or "
+            "a folder of what the hub has, with --source."
+        ) from error
+    rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
+    dropped = f"Dropped: {unusable:,} without a problem or one answer, {repeated:,} repeated problems."
+    if not rows:
+        raise ValueError(f"{out} was not written: no row was left. {dropped}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")  # whoever finds ``out`` takes it for complete
+    Dataset.from_list(rows).to_parquet(unfinished)
+    os.replace(unfinished, out)
+    return f"{out}: {len(rows):,} rows kept. {dropped}"
+
+
+def main():
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(DATA_SETS))
+    parser.add_argument("--source", type=Path, help="a file or folder (default: the hub)")
+    parser.add_argument("--out", type=Path, help="the parquet file (default: data/NAME.parquet)")
+    arguments = parser.parse_args()
+    try:
+        print(prepare(arguments.name, arguments.source, arguments.out or Path("data") / f"{arguments.name}.parquet"))
+    except (ValueError, OSError) as error:
+        sys.exit("Error: " + " ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()
