@@ -5,7 +5,6 @@ verl's entry point with our checks before it. ``python -m recipe.bapo.launch`` w
 its progress and cleans up after it.
 """
 
-import argparse
 import os
 import sys
 import traceback
@@ -58,7 +57,7 @@ def check(config) -> None:
     try:
         if isinstance(config.run_dir, str) and config.run_dir and "${" not in config.run_dir:  # else a check says so
             config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
-        lines = run_checks(config, groups_of(sys.argv))
+        lines = run_checks(config)
     except Exception as error:
         traceback.print_exc()
         give_up(explain(error))
@@ -147,13 +146,6 @@ def reason_of(error: Exception) -> str:
     """What went wrong first, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
-
-
-def groups_of(arguments: list[str]) -> str | None:
-    """The folder given with ``--config-dir``."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    return parser.parse_known_args(arguments)[0].config_dir
 
 
 if __name__ == "__main__":

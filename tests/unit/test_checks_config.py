@@ -48,7 +48,7 @@ def failures(task, files):
 
     def of(*overrides):
         config = composed(task, *(override.format(files=files) for override in overrides))
-        lines = run(config, ROOT / "configs")
+        lines = run(config)
         return [line.detail for line in lines if line.status == "failed" and line.name != "other runs"]
 
     return of
@@ -67,7 +67,7 @@ def failures(task, files):
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would take.
-        (f"{ACTOR}.strategy=ddp", f"{ACTOR}.strategy='ddp' is not usable: set it to fsdp or fsdp2"),
+        (f"{ACTOR}.strategy=ddp", f"{ACTOR}.strategy=ddp is not usable with loss_mode=bapo: set it to fsdp or fsdp2"),
         (f"{ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig", "set it to recipe.bapo.policy_loss"),
         (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=-1", f"{ACTOR}.ulysses_sequence_parallel_size=-1 is not usable"),
@@ -112,8 +112,14 @@ def failures(task, files):
         ("data.train_files={files}/long.parquet", "has 70 prompts of more tokens than data.max_prompt_length=128"),
         # The model.
         ("actor_rollout_ref.model.external_lib=nope.mod", "=nope.mod is not usable: No module named 'nope'"),
-        ("data.max_response_length=2000", "data.max_response_length=2128 is not usable: "),
-        (f"{ROLLOUT}.max_model_len=10", "max_model_len=10 is not usable: set it between 158 (data.max_prompt_length"),
+        (
+            "data.max_response_length=2000",
+            "data.max_response_length=2128 and at most the 1024 positions",
+        ),
+        (
+            f"{ROLLOUT}.max_model_len=10",
+            "max_model_len=10 is not usable: it has to be at least data.max_prompt",
+        ),
         (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
         (f"{MODEL}/truncated", "truncated is not usable: Error while deserializing header"),
         (f"{MODEL}/no_weights", "no_weights is not usable: Error no file named model.safetensors"),
@@ -160,14 +166,14 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     from hydra import initialize_config_dir
 
     folder = tmp_path / "config"
-    shutil.copytree(composing.OURS, folder)
+    shutil.copytree(composing.OURS.parent, folder)
     path = folder / "bapo_trainer.yaml"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     compose = "recipe.bapo.config.initialize_config_module"
     monkeypatch.setattr(compose, lambda name, version_base: initialize_config_dir(str(folder), version_base=None))
-    monkeypatch.setattr(composing, "OURS", folder)
+    monkeypatch.setattr(composing, "OURS", path)
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
     (line,) = lines_of(["experiment=example", "size=cpu"], str(ROOT / "configs"))
@@ -256,4 +262,4 @@ def test_the_groups_may_lie_in_a_folder_of_any_name(tmp_path, task, monkeypatch)
     groups = shutil.copytree(ROOT / "configs", tmp_path / "a (copy), of mine" / "configs")
     (groups / "size" / "broken.yaml").write_text("a: {")  # and no other config minds it
     config = compose_config(["experiment=example", "size=cpu", "+nope=1"], groups)
-    assert composing.problems(config, groups)[0].startswith("nope=1 is not usable: the config has no key nope")
+    assert composing.problems(config)[0].startswith("nope=1 is not usable: the config has no key nope")

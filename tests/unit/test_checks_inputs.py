@@ -188,7 +188,7 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path)
 def test_an_extended_context_is_believed(task):
     length = "actor_rollout_ref.rollout.max_model_len=4096"
     check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1024"))
-    with pytest.raises(ValueError, match="max_model_len=4096 is not usable: .* and 1024 .the positions"):
+    with pytest.raises(ValueError, match="max_model_len=4096 is not usable: .* at most the 1024 positions"):
         check_model(composed(task, length))
     check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
 

@@ -71,7 +71,7 @@ def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name,
     )
     data = {"train_files": str(out), "prompt_key": "prompt", "max_prompt_length": 4096}
     config = OmegaConf.create({"data": data})
-    check_rows(config, load_dataset(config, "train", None, None).dataframe.to_list(), "the file")
+    check_rows(load_dataset(config, "train", None, None).dataframe.to_list(), "prompt", "the file")
     for row in rows_of(out):
         truth = row["reward_model"]["ground_truth"]
         for answer, right in ((truth, True), ("12345", False)):

@@ -24,7 +24,7 @@ import recipe.bapo.config
 import verl
 from recipe.bapo.checks import call
 
-OURS = Path(recipe.bapo.config.__file__).parent
+OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 # verl ships its default config in one file as well.
 VERLS = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
@@ -74,20 +74,14 @@ def nearest_key(key: str) -> str | None:
     return next((other for other, part in known.items() if part[2] == name and other.startswith(f"{top}.")), None)
 
 
-def location(key: str, value: object, groups: str | Path | None) -> str:
-    """`` (FILE, line N, column N)`` of one of our yaml files in which the key has this value, or nothing."""
-    for folder in (OURS, *([Path(groups)] if groups else [])):
-        for file in sorted(folder.rglob("*.yaml")):
-            try:
-                name, node = None, yaml.compose(file.read_text(), yaml.SafeLoader)
-            except yaml.YAMLError:  # a file that this config does not use
-                continue
-            for part in key.split("."):
-                children = node.value if isinstance(node, yaml.MappingNode) else []
-                name, node = next((child for child in children if child[0].value == part), (None, None))
-            if name is not None and repr(yaml.safe_load(yaml.serialize(node))) == repr(value):
-                return f" ({_position(str(file), name.start_mark)})"
-    return ""
+def _location(key, value):
+    """`` (FILE, line N, column N)`` if the key has this value in ``bapo_trainer.yaml``, else nothing."""
+    name, node = None, yaml.compose(OURS.read_text(), yaml.SafeLoader)
+    for part in key.split("."):
+        children = node.value if isinstance(node, yaml.MappingNode) else []
+        name, node = next((child for child in children if child[0].value == part), (None, None))
+    written = name is not None and repr(yaml.safe_load(yaml.serialize(node))) == repr(value)
+    return f" ({_position(OURS, name.start_mark)})" if written else ""
 
 
 def _position(file, mark):
@@ -113,12 +107,12 @@ def verls_defaults() -> dict[str, Any]:
 @functools.cache
 def known_keys() -> tuple[str, ...]:
     """The dotted keys of verl's config and of ``bapo_trainer.yaml``."""
-    ours = dict(items_of(OmegaConf.to_container(OmegaConf.load(OURS / "bapo_trainer.yaml"))))
+    ours = dict(items_of(OmegaConf.to_container(OmegaConf.load(OURS))))
     kept = [key for key in ours if key.partition(".")[0] not in ("hydra", "defaults")]
     return tuple(dict.fromkeys((*verls_defaults(), *kept, *OF_GROUPS)))
 
 
-def problems(config, groups: str | Path | None = None) -> list[str]:
+def problems(config) -> list[str]:
     """A line for each value that cannot be resolved or is of a wrong type, and for each key that is not known.
 
     verl builds its dataclasses by Hydra's ``instantiate``, which checks no type: a wrong one fails minutes later.
@@ -128,7 +122,6 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
 
     Args:
         config: not resolved, so that a value which others copy is named once.
-        groups: the folder of the groups, to name the file in which a key stands.
     """
     if config.model_engine != "dp":
         return [
@@ -144,7 +137,7 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
             resolved[key] = OmegaConf.select(config, key)
         except OmegaConfBaseException as error:
             first = " ".join(str(error).partition("full_key")[0].split())
-            return [f"{key}={values[key]} cannot be resolved: {first}{location(key, values[key], groups)}."]
+            return [f"{key}={values[key]} cannot be resolved: {first}{_location(key, values[key])}."]
         if isinstance(resolved[key], str) and "${" in resolved[key]:  # of the environment
             return [f"{key}={resolved[key]} is not usable: set it to a value without ${{."]
     for key, value in items_of(whole):
@@ -156,7 +149,7 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
             # Of the section ``reward`` verl builds no dataclass, whatever its ``_target_`` says.
             built = hints and not key.startswith("reward.")
             if built or parent in ("", "watchdog") or (verls_defaults().get(parent) and nearest_key(key)):
-                found.append(_unknown_key(key, f"{key}={value}", location(key, value, groups)))
+                found.append(_unknown_key(key, f"{key}={value}", _location(key, value)))
             free.add(key)  # with what is below it: verl hands such sections on
         elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value
@@ -164,7 +157,7 @@ def problems(config, groups: str | Path | None = None) -> list[str]:
                 used, hints.get(name) or (float if key in FRACTIONS else None), verls_defaults().get(key)
             )
             if fix:
-                found.append(f"{key}={used!r} is not usable: set it to {fix}{location(key, value, groups)}.")
+                found.append(f"{key}={used!r} is not usable: set it to {fix}{_location(key, value)}.")
     return found
 
 

@@ -46,10 +46,6 @@ LEGACY = (lambda value: not value), "null, and the same key in section reward: v
 SIZES = (".n", "nnodes", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
 RULES = {
-    f"{ACTOR}.strategy": (
-        lambda name: name in ("fsdp", "fsdp2"),
-        "fsdp or fsdp2, for which our worker is written: in pipelines the search's collective would hang",
-    ),
     f"{ACTOR}.policy_loss._target_": (
         lambda target: str(target).endswith("BAPOPolicyLossConfig"),
         "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
@@ -197,6 +193,11 @@ def sequence_parallel(config) -> tuple[str, int]:
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
 
+def longest_sequence(config) -> int:
+    """The most tokens of a prompt with its response."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
 def bypasses(config) -> bool:
     """Whether the ratio is against the policy that sampled, so that verl computes no old log-probs."""
     correction = config.algorithm.rollout_correction  # verl takes null for none
@@ -205,47 +206,38 @@ def bypasses(config) -> bool:
 
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
-    actor, rollout, ref = (config.actor_rollout_ref[part] for part in ("actor", "rollout", "ref"))
-    key, parallel = sequence_parallel(config)
-    gpus, n = config.trainer.nnodes * config.trainer.n_gpus_per_node, rollout.n
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel(config)[1]
     batch, mini, mode = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.v1.trainer_mode
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
-    ranks = gpus // parallel
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
-    at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)  # of which it computes log-probs
-    passes = [(f"{ACTOR}.ppo_", actor.use_dynamic_bsz, key, parallel, mini)]
-    reference, lora = need_reference_policy(config), (config.actor_rollout_ref.model.lora_rank or 0) > 0
     if not actor.use_dynamic_bsz:
         given = "a whole number, as verl asserts in every mode"
         require(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", lambda size: size is not None, given)
-    if not bypasses(config) or (reference and lora):  # with LoRA the reference is the actor without its adapter
-        passes.append((f"{ROLLOUT}.log_prob_", actor.use_dynamic_bsz, key, parallel, at_once))
-    if reference and not lora:
-        field = "actor_rollout_ref.ref.ulysses_sequence_parallel_size"
-        size = ref.ulysses_sequence_parallel_size
-        passes.append(("actor_rollout_ref.ref.log_prob_", ref.log_prob_use_dynamic_bsz, field, size, at_once))
-    for each in passes:
-        _check_micro_batches(config, gpus, *each)
+    _check_micro_batches(config, f"{ACTOR}.ppo_", mini * n // ranks)
+    if not bypasses(config):  # of a part of the batch that is trained on at once it computes log-probs
+        at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
+        _check_micro_batches(config, f"{ROLLOUT}.log_prob_", at_once * n // ranks)
     updates = batch // mini * actor.ppo_epochs
     return (
         f"{batch} prompts of {n} responses, staleness {updates} (updates on each batch), data-parallel ranks: {ranks}"
     )
 
 
-def _check_micro_batches(config, gpus, prefix, dynamic, key, parallel, prompts):
-    """The limits of a forward's micro-batches: the keys that begin with ``prefix``."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if dynamic:
+def _check_micro_batches(config, prefix, responses):
+    """The limits of a forward's micro-batches: the keys that begin with ``prefix``; ``responses`` of each rank."""
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        longest, (key, parallel) = longest_sequence(config), sequence_parallel(config)
         least = -(-longest // parallel)
         fix = f"{least} or more: a sequence has up to {longest} tokens (data.max_prompt_length + max_response_length)"
         fix += f", on {parallel} GPUs ({key})" if parallel > 1 else ""
         require(config, f"{prefix}max_token_len_per_gpu", lambda limit: (limit or 0) >= least, fix)
         return
-    field, share = f"{prefix}micro_batch_size_per_gpu", prompts * config.actor_rollout_ref.rollout.n * parallel // gpus
-    require(config, field, lambda micro: micro is not None, f"a divisor of {share}")
-    _divides("a rank's responses", share, field, OmegaConf.select(config, field))
+    field = f"{prefix}micro_batch_size_per_gpu"
+    require(config, field, lambda micro: micro is not None, f"a divisor of {responses}")
+    _divides("a rank's responses", responses, field, OmegaConf.select(config, field))
 
 
 def _divides(whole_name, whole, part_name, part):
@@ -267,14 +259,10 @@ def check_parallel(config) -> str:
     """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
     key, parallel = sequence_parallel(config)
     rollout = config.actor_rollout_ref.rollout
-    names = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    more = [name for name in names[1:] if rollout[name] > 1]
-    served = math.prod(rollout[name] for name in names)
+    served = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    names = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
     for verb, nodes, gpus in pools_of(config):
-        _divides(f"GPUs that {verb}", nodes * gpus, f"{ROLLOUT}.{' * '.join([names[0], *more])}", served)
-        if served % min(served, gpus):
-            fix = f"a served model takes whole nodes: make it a multiple of {gpus} GPUs"
-            raise ValueError(f"{ROLLOUT}.{' * '.join([names[0], *more])}={served} is not usable: {fix}.")
+        _divides(f"GPUs that {verb}", nodes * gpus, names, served)
     _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)
     return f"a sequence on {parallel}, a served model on {served}"
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from transformers.utils import logging
 
 from recipe.bapo.checks import Concern, call
-from recipe.bapo.checks.config import sequence_parallel
+from recipe.bapo.checks.config import longest_sequence, sequence_parallel
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
@@ -82,25 +82,16 @@ def check_tokenizer(config, model) -> None:
 
 def _check_lengths(config, text):
     """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
-    data, rollout, positions = (
-        config.data,
-        config.actor_rollout_ref.rollout,
-        getattr(text, "max_position_embeddings", None),
-    )
+    positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
     if positions is None:  # verl then says what it misses
         return
-    needed, of_model = data.max_prompt_length + data.max_response_length, config.actor_rollout_ref.model.path
-    if needed > positions:
+    length = config.actor_rollout_ref.rollout.max_model_len
+    if not needed <= (length or positions) <= positions:
         raise ValueError(
-            f"data.max_prompt_length + data.max_response_length={needed} is not usable: {PATH}={of_model} has "
-            f"{positions} positions. Lower them, or for a model that can be extended set "
+            f"actor_rollout_ref.rollout.max_model_len={length} is not usable: it has to be at least data."
+            f"max_prompt_length + data.max_response_length={needed} and at most the {positions} positions of {PATH}="
+            f"{config.actor_rollout_ref.model.path}: change one of them or, for a model that can be extended, set "
             "model.override_config.max_position_embeddings."
-        )
-    if not needed <= (rollout.max_model_len or positions) <= positions:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: set it between {needed} "
-            f"(data.max_prompt_length + data.max_response_length) and {positions} (the positions of {PATH}={of_model})"
-            ", or for a model that can be extended set model.override_config.max_position_embeddings."
         )
 
 
@@ -147,7 +138,8 @@ def check_files(config) -> str:
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable, rows = len(dataset), []
         if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
-            rows = check_rows(config, dataset.dataframe.to_list(), what)
+            rows = dataset.dataframe.to_list()
+            check_rows(rows, data.prompt_key, what)
             call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
             # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
             if data.filter_overlong_prompts or data.truncation == "error":
@@ -207,13 +199,12 @@ def _count_usable(data, dataset, needed) -> int:
     return len(dataset.maybe_filter_out_long_prompts(rows))
 
 
-def check_rows(config, rows, what) -> list[dict]:
-    """The rows, each in verl's schema; ``what`` names their files."""
+def check_rows(rows, prompt_key, what) -> None:
+    """Every row is in verl's schema; ``what`` names their files."""
     for index, row in enumerate(rows):
-        missing = _missing_in(row, config.data.prompt_key)
+        missing = _missing_in(row, prompt_key)
         if missing:
             raise ValueError(f"{what}, row {index}: {missing}; see {DATA_PAGE}.")
-    return rows
 
 
 def _missing_in(row, prompt_key):

@@ -5,7 +5,6 @@ A new check gets a line in ``CHECKS``; a name in it is one that the JSON's reade
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -48,14 +47,9 @@ CHECKS = (
 )
 
 
-def run(config, groups: str | Path | None = None) -> list[Line]:
-    """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others.
-
-    Args:
-        config: as composed.
-        groups: the folder of the groups, to name the file in which a key stands.
-    """
-    unusable = problems(config, groups)
+def run(config) -> list[Line]:
+    """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others."""
+    unusable = problems(config)
     if unusable:
         return [Line("config", "failed", problem) for problem in unusable]
     OmegaConf.resolve(config)
@@ -87,6 +81,6 @@ def table(lines: list[Line]) -> str:
 def lines_of(overrides: list[str], groups: str | None) -> list[Line]:
     """All checks; a config that cannot be composed is the only line."""
     try:
-        return run(compose_config(overrides, groups), groups)
+        return run(compose_config(overrides, groups))
     except Exception as error:
         return [Line("config", "failed", explain(error))]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from recipe.bapo.checks import Concern
-from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, sequence_parallel
+from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
 from recipe.bapo.checks.inputs import model_of as verls_model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from verl.utils import torch_functional as verl_F
@@ -93,7 +93,7 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
 def tokens_of_a_gpu(config) -> tuple[int, int]:
     """The most tokens of a micro-batch on one GPU, in an update and for log-probs."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = longest_sequence(config)
     if actor.use_dynamic_bsz:
         ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # with their sequences' parts, all of a batch
         most = [
