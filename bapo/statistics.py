@@ -106,14 +106,9 @@ class ClipStatistics:
 
     def check_config(self, config: BAPOConfig) -> None:
         """Raise a ValueError unless ``config`` would have collected the same sums."""
-        ours, theirs = self.config, config
-        for name, value, other in (
-            ("token_weight", ours.token_weight, theirs.token_weight),
-            ("lower", ours.lower, theirs.lower),
-            ("upper", ours.upper, theirs.upper),
-        ):
-            if value != other:
-                raise ValueError(f"These statistics were collected with {name}={value!r}, not {other!r}.")
+        ours, theirs = ((switches.token_weight, switches.lower, switches.upper) for switches in (self.config, config))
+        if ours != theirs:
+            raise ValueError(f"These statistics were collected with {ours}, not {theirs}.")
 
     def __add__(self, other: ClipStatistics) -> ClipStatistics:
         other.check_config(self.config)

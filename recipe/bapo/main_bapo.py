@@ -15,7 +15,6 @@ from typing import NoReturn
 import hydra
 import ray
 from omegaconf import OmegaConf, open_dict
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.bapo.checks.composing import ERRORS, explain
 from recipe.bapo.checks.preflight import run as run_checks
@@ -104,20 +103,14 @@ class SupervisedTaskRunner(BAPOTaskRunner):
             remove_on_every_node()  # while the workers are there who hold what is removed
 
 
-class TaskRunnerOnThisNode:
-    """Stands for the task runner's Ray class in ``run_ppo``: starts it on the node that submits the job.
-
-    The metrics file, which the console follows, is then on this machine. ``run_ppo`` calls these once Ray is up.
-    """
+class AnnouncedTaskRunner:
+    """Stands for the task runner's Ray class in ``run_ppo``, which starts it once Ray is up and the job has its id."""
 
     @staticmethod
     def options(**options):
         """As of a Ray actor class."""
-        context = ray.get_runtime_context()
-        send("ray", context.get_job_id())
-        # A node may give Ray no CPU (a cluster's head, say). ``soft`` lets another one run the task then.
-        here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
-        return ray.remote(SupervisedTaskRunner).options(scheduling_strategy=here, **options)
+        send("ray", ray.get_runtime_context().get_job_id())
+        return ray.remote(SupervisedTaskRunner).options(**options)
 
     @classmethod
     def remote(cls):
@@ -128,7 +121,7 @@ class TaskRunnerOnThisNode:
 def train(config) -> None:
     """verl's entry point with our task runner."""
     try:
-        run_ppo(config, TaskRunnerOnThisNode)
+        run_ppo(config, AnnouncedTaskRunner)
         send("trained")
         return
     except Exception as error:

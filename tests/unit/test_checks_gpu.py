@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, inputs, machine, preflight, size
+from recipe.bapo.checks import Concern, machine, preflight, size
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -154,12 +154,6 @@ def test_the_size_of_a_pass_that_bypass_mode_leaves_out_is_not_judged(config):
     assert checks.check_batches(config(changes={**small, **bypass}))
     with pytest.raises(ValueError, match="rollout.log_prob_max_token_len_per_gpu=7"):
         checks.check_batches(config(changes=small))
-
-
-def test_a_gpu_has_whole_attention_heads(config):
-    for field in (f"{FSDP}.ulysses_sequence_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size"):
-        with pytest.raises(ValueError, match=f"{field}=8 does not divide the 28 attention heads"):
-            inputs.check_model(config(changes={field: 8}))
 
 
 OFFLOAD = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}

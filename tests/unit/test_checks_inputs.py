@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.configs import composed
 
-from recipe.bapo.checks import Concern
 from recipe.bapo.checks.inputs import check_checkpoint, check_files, check_model, check_tokenizer, model_of
 from recipe.bapo.main_bapo import choose_cluster
 
@@ -58,21 +57,6 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
     pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
     with pytest.raises(ValueError, match=f"row 0: {column} .*has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
-
-
-def test_steps_beyond_the_epochs_are_a_warning(task, tmp_path):
-    path = tmp_path / "data.parquet"
-    pd.DataFrame([row(), row()]).to_parquet(path)
-    for steps in (6, "null"):
-        config = composed(
-            task, f"data.train_files={path}", "trainer.total_epochs=3", f"trainer.total_training_steps={steps}"
-        )
-        assert check_train_data(config).startswith("rows: 2 to train")
-    config.trainer.total_training_steps = 7
-    with pytest.raises(
-        Concern, match="total_training_steps=7, and trainer.total_epochs=3 of 2 rows make 6: training ends"
-    ):
-        check_train_data(config)
 
 
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):

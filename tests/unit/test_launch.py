@@ -141,15 +141,6 @@ def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
     assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
 
 
-def test_a_second_start_leaves_the_log_of_the_first_alone(launch):
-    first = launch("print('of the first', flush=True)\n(folder / 'up').touch()\ntime.sleep(60)")
-    first.wait_for("up")
-    second = Launched(first.folder, "")
-    _, err = second.process.communicate(timeout=60)
-    assert second.process.returncode == 1 and "is not usable: another run writes there" in err
-    assert "of the first" in (first.folder / "run" / "train.log").read_text()
-
-
 def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_well(launch):
     began = time.monotonic()
     code, out, err = launch("train()\nsend('trained')\ntime.sleep(60)").end()

@@ -198,19 +198,19 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
 
 
 @pytest.mark.parametrize(
-    "change, differs",
+    "change",
     [
-        (dict(ratio_lower_step=0.0201), "lower"),
-        (dict(token_weight="uniform"), "token_weight"),
-        (dict(ratio_upper_start=1.3, ratio_upper_max=3.1), "upper"),
+        dict(ratio_lower_step=0.0201),
+        dict(token_weight="uniform"),
+        dict(ratio_upper_start=1.3, ratio_upper_max=3.1),
     ],
 )
-def test_statistics_collected_with_another_config_are_refused(change, differs):
+def test_statistics_collected_with_another_config_are_refused(change):
     config, other = BAPOConfig(), BAPOConfig(**change)
     statistics = collect_clip_statistics(*make_batch(0), config)
     others = collect_clip_statistics(*make_batch(0), other)
     for use in (lambda: search_clip_bounds(statistics, other), lambda: others + statistics):
-        with pytest.raises(ValueError, match=f"collected with {differs}="):
+        with pytest.raises(ValueError, match="These statistics were collected with "):
             use()
 
 

@@ -13,8 +13,8 @@ import datasets
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.checks import Concern, call
-from recipe.bapo.checks.config import longest_sequence, sequence_parallel
+from recipe.bapo.checks import call
+from recipe.bapo.checks.config import longest_sequence
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
@@ -38,7 +38,6 @@ def check_model(config) -> str:
     model = model_of(config)
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config.get_text_config())
-    _check_heads(config, model.hf_config.get_text_config())
     if Path(model.local_path).is_dir():  # else it is a name on the hub
         call(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
     return f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
@@ -95,20 +94,6 @@ def _check_lengths(config, text):
         )
 
 
-def _check_heads(config, text):
-    """verl's sequence parallelism and vLLM's tensor parallelism give each GPU whole attention heads."""
-    heads, rollout = getattr(text, "num_attention_heads", None), "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    if not heads:
-        return
-    of_values = getattr(text, "num_key_value_heads", None) or heads  # repeated where there are fewer than GPUs
-    for field, size in (sequence_parallel(config), (rollout, OmegaConf.select(config, rollout))):
-        if heads % size or (of_values % size and size % of_values):
-            raise ValueError(
-                f"{field}={size} does not divide the {heads} attention heads of {PATH} ({of_values} of keys and values)"
-                ": choose a divisor."
-            )
-
-
 def _load_headers(model):
     """Have transformers load the weights onto the meta device: names and shapes, and no bytes."""
     logging.disable_progress_bar()
@@ -155,19 +140,7 @@ def check_files(config) -> str:
                 f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
             )
         _check_scored(rows, what, config)
-    _check_steps(config, counts[0])
     return f"rows: {counts[0]:,} to train and {counts[1]:,} to val"
-
-
-def _check_steps(config, rows):
-    """verl stops where the epochs end, and then makes no last checkpoint and validation."""
-    trainer, asked = config.trainer, config.trainer.total_training_steps
-    most = rows // config.data.train_batch_size * trainer.total_epochs
-    if asked is not None and asked > most and not trainer.val_only:
-        raise Concern(
-            f"trainer.total_training_steps={asked}, and trainer.total_epochs={trainer.total_epochs} of {rows:,} rows "
-            f"make {most}: training ends there, without a last checkpoint and validation. Raise trainer.total_epochs."
-        )
 
 
 def load_dataset(config, kind, tokenizer, processor):
@@ -266,17 +239,13 @@ def check_checkpoint(config) -> str:
                 "no slash behind it."
             )
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    kinds = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-    contents = kinds.keys() & set(config.actor_rollout_ref.actor.checkpoint.load_contents)
-    needed = ["data.pt"] if (folder / "data.pt").exists() else []  # verl can do without
-    needed += [str(path.relative_to(folder)) for path in sorted((folder / "actor").glob("*.pt"))]
-    # On several nodes each may have saved for itself.
-    for rank in range(ranks if trainer.nnodes == 1 else 0):
-        needed += [f"actor/{kinds[content]}_world_size_{ranks}_rank_{rank}.pt" for content in sorted(contents)]
-    for name in needed:
-        if not zipfile.is_zipfile(folder / name):  # torch's format ends with the table of contents
+    saved = sorted(folder.rglob("*.pt"))
+    if trainer.nnodes == 1:  # on several each may have saved for itself
+        saved += [folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+    for path in saved:
+        if not zipfile.is_zipfile(path):  # torch's format ends with the table of contents
             raise ValueError(
-                f"{folder}/{name} is not there or not complete, and {ranks} ranks need it: go on from an earlier one "
+                f"{path} is not there or not complete, and {ranks} ranks need it: go on from an earlier one "
                 f"with trainer.resume_mode=resume_path trainer.resume_from_path={trainer.default_local_dir}/"
                 "global_step_N, or start anew with trainer.resume_mode=disable."
             )

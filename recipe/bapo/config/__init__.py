@@ -37,12 +37,9 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     Raises:
         ValueError: it is not a whole number.
     """
-    for name, value in (
-        ("data.train_batch_size", train_batch_size),
-        ("ppo_epochs", ppo_epochs),
-        ("staleness", staleness),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    numbers = {"data.train_batch_size": train_batch_size, "ppo_epochs": ppo_epochs, "staleness": staleness}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
     size, rest = divmod(train_batch_size * ppo_epochs, staleness)
     if rest:

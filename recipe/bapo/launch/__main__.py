@@ -21,7 +21,6 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe.bapo.launch import PIPE, cleanup, console
-from recipe.bapo.launch.locks import claim_folder
 from recipe.bapo.launch.watchdog import Watchdog
 from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier, latest_checkpoint
 
@@ -37,7 +36,6 @@ def main(arguments: list[str]) -> int:
     cleanup.adopt_orphans()
     run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
     try:
-        claim_folder(run_dir)
         log = keep_earlier(run_dir / LOG)
         log.touch()
     except OSError as error:

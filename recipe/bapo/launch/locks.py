@@ -11,27 +11,10 @@ import os
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 
 FIRST_JOB = "01000000"  # the number of the first job of every Ray
-
-
-def claim_folder(folder: Path) -> None:
-    """Claim a run's folder until this process ends: a second start in it would take the log of the first.
-
-    Raises:
-        OSError: another run has it, or it cannot be made.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise OSError("another run writes there") from error
-    except OSError:  # its file system has no locks
-        pass
 
 
 def joins_a_cluster(config) -> bool:
@@ -50,12 +33,10 @@ def check_ray_address(address: str) -> None:
     """
     if address in ("", "local", "auto"):
         return
+    host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
-        server = urlsplit(address if "://" in address else f"//{address}")
-        if not server.hostname or not server.port:
-            raise ValueError("it is not HOST:PORT")
-        socket.create_connection((server.hostname, server.port), timeout=5).close()
-    except (OSError, ValueError) as error:  # ValueError also where the host is no name or the port no number
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, ValueError, OverflowError) as error:  # it is not HOST:PORT, or nobody is there
         raise ValueError(
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
