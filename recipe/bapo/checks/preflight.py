@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import Concern, inputs, machine, size
+from recipe.bapo.checks import Concern, innermost, inputs, machine, size
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.composing import explain, problems
 from recipe.bapo.config import compose_config
@@ -38,12 +38,12 @@ CHECKS = (
     ("reward", inputs.check_reward, ()),
     ("checkpoint", inputs.check_checkpoint, ()),
     ("parallelism", config_checks.check_parallel, ()),
-    ("batches", config_checks.check_batches, ("parallelism",)),
-    ("ratio", config_checks.check_ratio, ()),
+    ("batches", config_checks.check_batches, ("names", "parallelism")),
+    ("ratio", config_checks.check_ratio, ("names",)),
     ("model", inputs.check_model, ()),
     ("data", inputs.check_files, ("model",)),
     ("memory", size.check_memory, ("model",)),
-    ("verl's rules", config_checks.check_verls_rules, ("names", "batches")),
+    ("verl's rules", config_checks.check_verls_rules, ("batches",)),
 )
 
 
@@ -70,7 +70,7 @@ def _line(name, check, config):
     except ValueError as error:
         return Line(name, "failed", str(error))
     except Exception as error:  # a check that breaks must not hide the others
-        return Line(name, "failed", f"{type(error).__name__}: {error}")
+        return Line(name, "failed", f"{type(error).__name__}: {innermost(error)}")
 
 
 def table(lines: list[Line]) -> str:

@@ -35,8 +35,10 @@ def check_ray_address(address: str) -> None:
         return
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
+        if not host or not port.isdecimal():
+            raise ValueError("it is not HOST:PORT")
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except (OSError, ValueError, OverflowError) as error:  # it is not HOST:PORT, or nobody is there
+    except (OSError, ValueError, OverflowError) as error:
         raise ValueError(
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
