@@ -195,24 +195,15 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
         ratio=ratio.sum(),
-        ratio_squared=_sum_of_products(ratio, ratio),
-        gradient=_sum_of_products(size, ratio),
-        unbounded_gradient=_sum_of_products(unbounded, ratio),
-        invalid_old_log_probs=_count(mask & ~(_finite(old_log_prob) & (old_log_prob <= MAX_OLD_LOG_PROB))),
-        invalid_log_probs=_count(mask & ~_finite(log_prob)),
-        invalid_advantages=_count(~_finite(size)),
+        ratio_squared=ratio.square().sum(),
+        gradient=(size * ratio).sum(),
+        unbounded_gradient=(unbounded * ratio).sum(),
+        invalid_old_log_probs=_count(mask & ~(old_log_prob.isfinite() & (old_log_prob <= MAX_OLD_LOG_PROB))),
+        invalid_log_probs=_count(mask & ~log_prob.isfinite()),
+        invalid_advantages=_count(~size.isfinite()),
     )
     return ClipStatistics(contribution, tokens, config)
 
 
-def _sum_of_products(a, b):
-    return a.flatten().dot(b.flatten())
-
-
 def _count(found):
     return found.count_nonzero().double()
-
-
-def _finite(values):
-    # The same as isfinite() in half of its time, since neither NaN nor infinity is below infinity.
-    return values.abs() < math.inf

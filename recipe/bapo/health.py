@@ -10,7 +10,6 @@ from math import ceil, floor
 from statistics import mean, median
 
 WINDOW = 10  # steps
-MAX_UNBOUNDED_SHARE = 0.1  # share of the gradient's size that tokens carry which no bound touches
 ALREADY_MET = 0.95  # share of the updates in which the target was already met
 
 
@@ -27,7 +26,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
     def of(name):
         return [step.get(f"actor/{name}", 0.0) for step in steps]
 
-    if min(of("bapo/saturated")) == 1 and min(of("bapo/search_steps")) > 0:
+    if bounds_can_move and min(of("bapo/saturated")) == 1:
         # rho at the widest bounds is the most that bounds can reach.
         reached = median(of("bapo/positive_contribution"))
         in_reach = max(0.01, floor(100 * reached) / 100)
@@ -47,13 +46,5 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
             f"that fixed range. rho before the search was {before:.3f}: with "
             f"positive_contribution_target={next_target:g} bounds would move in about half of such updates. What each "
             "target would do: docs/choosing.md."
-        )
-    unbounded = mean(of("bapo/negative_unbounded_share"))
-    # A dual clip of 3 or less would clip every one of these tokens, and show in this metric.
-    if unbounded > MAX_UNBOUNDED_SHARE and not any(of("pg_clipfrac_lower")):
-        warnings.append(
-            f"tokens with negative advantage and a ratio above 3 carried {unbounded:.0%} of the gradient's "
-            f"size in {window}, and neither a bound nor a dual clip limits them: consider "
-            "actor_rollout_ref.actor.clip_ratio_c=3.0."
         )
     return warnings

@@ -59,12 +59,11 @@ class _BAPOTrainer:
 
     def _add_weight_versions(self, batch):
         """Add the versions of the weights that a dump records; an interrupted response has that of its first token."""
-        trained_from = self.global_steps - 1
         sampled_by = torch.tensor([tag["min_global_steps"] for tag in batch.tags])
         fields = TensorDict({ROLLOUT_VERSION: sampled_by}, batch_size=len(sampled_by))
         # The worker gets what ``batch.fields`` names.
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
-        batch.extra_info[TRAINER_VERSION] = trained_from
+        batch.extra_info[TRAINER_VERSION] = self.global_steps - 1
 
 
 class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):
@@ -79,18 +78,13 @@ class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
     """Rollout on devices of its own."""
 
 
-# verl compares the modes' names in many places, so they stay, and ours take the places of verl's trainers.
-TRAINERS = {
-    "sync": BAPOTrainerSync,
-    "colocate_async": BAPOTrainerColocateAsync,
-    "separate_async": BAPOTrainerSeparateAsync,
-}
-
-
 class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
     """verl's task runner with our trainers in the place of verl's."""
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        TRAINER_REGISTRY.update(TRAINERS)  # in this process only
+        # In this process only. verl compares the modes' names in many places, so they stay.
+        TRAINER_REGISTRY["sync"] = BAPOTrainerSync
+        TRAINER_REGISTRY["colocate_async"] = BAPOTrainerColocateAsync
+        TRAINER_REGISTRY["separate_async"] = BAPOTrainerSeparateAsync
         super().run(config)

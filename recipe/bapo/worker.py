@@ -194,14 +194,8 @@ class BAPOTrainingWorker(TrainingWorker):
         return collect_clip_statistics(**tokens, config=self.bapo_config, clip_ratio_c=self.actor_config.clip_ratio_c)
 
     def _is_one_micro_batch(self, data):
-        if not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-            return len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
-        # verl has gathered the length of every rank's sequences: no need to cut the batch, which takes collectives.
-        lengths, rows = tu.get(data, key="global_token_num"), len(data)
-        if lengths is None:
-            return False
-        limit = data["max_token_len_per_gpu"] * self.engine.ulysses_sequence_parallel_size
-        return all(sum(lengths[first : first + rows]) <= limit for first in range(0, len(lengths), rows))
+        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
+        return not dynamic and len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
 
     def _collect_by_forward(self, data):
         collected = []
@@ -266,11 +260,6 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
     if actor_config.policy_loss.bound_scope != "mini_batch":
         return
-    if actor_config.engine.qat.enable and actor_config.engine.qat.mode == "w4a4":
-        raise ValueError(
-            "actor_rollout_ref.actor.fsdp_config.qat.mode=w4a4 is not usable with bound_scope=mini_batch: verl moves "
-            "the scale of activations in every forward of training, and the search makes one more. Set it to w4a16."
-        )
     if model_config.enable_activation_offload:
         raise ValueError(
             "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "

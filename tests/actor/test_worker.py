@@ -7,7 +7,6 @@ import tempfile
 from dataclasses import replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
-from tensordict import NonTensorData, TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.report.dump import read_dump
@@ -66,20 +64,6 @@ class CollectiveCounter:
 
     def stop(self):
         torch.distributed.all_reduce = self.all_reduce
-
-
-@pytest.mark.parametrize(
-    "lengths, sp_size, one", [([1, 2, 6, 4], 1, True), ([1, 2, 6, 5], 1, False), ([1, 2, 6, 5], 2, True)]
-)
-def test_a_dynamic_mini_batch_is_one_micro_batch_where_it_is_on_every_rank(lengths, sp_size, one):
-    from recipe.bapo.worker import BAPOTrainingWorker
-    from verl.utils import tensordict_utils as tu
-
-    worker = object.__new__(BAPOTrainingWorker)
-    worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=sp_size)
-    data = TensorDict({"advantages": torch.zeros(2, 1)}, batch_size=[2])
-    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=10, global_token_num=NonTensorData(lengths))
-    assert worker._is_one_micro_batch(data) is one
 
 
 def updates_of_rank(rank, size, port, task, folder):
@@ -313,9 +297,9 @@ def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
 
 def test_one_collective_and_one_pass_an_update(ranks):
     for rank in ranks:
-        for name in ("halves", "single", "dynamic", "gradient, quarters"):
+        for name in ("halves", "single", "dynamic", "dynamic, whole", "gradient, quarters"):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 1), name
-        for name in ("whole", "dynamic, whole", "gradient, whole"):
+        for name in ("whole", "gradient, whole"):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
         micro_batches = 4 // len(ranks)
         scope = rank["micro_batch scope"]

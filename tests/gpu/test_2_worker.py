@@ -162,7 +162,7 @@ def preflight_of(overrides, platform):
     """GiB of an update by preflight's arithmetic."""
     from omegaconf import OmegaConf
 
-    from recipe.bapo.checks import size
+    from recipe.bapo.checks import memory
     from recipe.bapo.config import compose_config
 
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
@@ -170,7 +170,7 @@ def preflight_of(overrides, platform):
     groups = ["experiment=example", "size=cpu", f"platform={platform}", "actor_rollout_ref.actor.strategy=fsdp2"]
     config = compose_config([*groups, *overrides, "trainer.nnodes=1", "trainer.n_gpus_per_node=1"], ROOT / "configs")
     OmegaConf.resolve(config)
-    return sum(size.phases_of_a_gpu(config, size.model_of(config), 0.0)["update"].values())
+    return sum(memory.phases_of_a_gpu(config, *memory.sizes_of(config), 0.0)["update"].values())
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused kernels"])

@@ -11,7 +11,7 @@ from support.configs import ROOT, compose_in_groups
 from support.gpus import write_model
 from support.memory_tracker import Work, peak_gibibytes
 
-from recipe.bapo.checks import size
+from recipe.bapo.checks import memory
 from recipe.bapo.checks.config import sequence_parallel
 
 FILES = ROOT / "recipe" / "bapo" / "example" / "files"
@@ -64,7 +64,7 @@ def config_of(case, folder):
 def works_of(case, config):
     """What a GPU does in each phase in which it computes."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    update_tokens, log_prob_tokens = size.tokens_of_a_gpu(config)
+    update_tokens, log_prob_tokens = memory.tokens_of_a_gpu(config)
     common = {
         "model": case.model,
         "shards": case.gpus,
@@ -82,7 +82,7 @@ def works_of(case, config):
 def row_of(case, folder):
     """GiB by preflight and by the tracker, without vLLM's share, for each phase."""
     config = config_of(case, folder)
-    phases = size.phases_of_a_gpu(config, size.model_of(config), 0.0)
+    phases = memory.phases_of_a_gpu(config, *memory.sizes_of(config), 0.0)
     works = works_of(case, config)
     row = {phase: (sum(phases[phase].values()), peak_gibibytes(work)) for phase, work in works.items()}
     for phase, (preflight, tracker) in row.items():

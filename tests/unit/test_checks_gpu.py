@@ -3,6 +3,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, machine, preflight, size
+from recipe.bapo.checks import Concern, machine, memory, preflight
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -164,8 +165,11 @@ def on(gpus, nodes=1, **changes):
     return {"trainer.n_gpus_per_node": gpus, "trainer.nnodes": nodes, **changes}
 
 
+NO_LAYERS = SimpleNamespace(num_hidden_layers=0, hidden_size=0, vocab_size=0)
+
+
 def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
-    model = size.Model(1 << 33, 0, 0, 0)  # 8 GiB of weights if a byte each, on 8 GPUs
+    weights = 1 << 33  # 8 GiB if a byte each, on 8 GPUs
     for changes, rollout, update in (
         ({}, 12, 16),
         ({f"{FSDP}.optimizer_offload": True}, 4, 16),
@@ -176,27 +180,26 @@ def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
         ({f"{FSDP}.fsdp_size": 4}, 24, 32),
         ({**POLICY, f"{ACTOR}.strategy": "fsdp"}, 12, 16),  # it knows no such policy
     ):
-        phases = size.phases_of_a_gpu(config(changes=changes), model, 0.0)
+        phases = memory.phases_of_a_gpu(config(changes=changes), weights, NO_LAYERS, 0.0)
         assert sum(phases["rollout"].values()) == rollout, changes
         assert sum(phases["update"].values()) == update, changes
 
 
 def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
-    model = size.Model(0, 0, 0, 0)
     for keep, elsewhere in ((True, 0), (False, 70)):
-        phases = size.phases_of_a_gpu(config(changes={f"{ROLLOUT}.free_cache_engine": keep}), model, 100.0)
+        phases = memory.phases_of_a_gpu(config(changes={f"{ROLLOUT}.free_cache_engine": keep}), 0, NO_LAYERS, 100.0)
         assert [round(phases[name]["vLLM"]) for name in ("rollout", "log-probs", "update")] == [70, *2 * [elsewhere]]
 
 
 def test_no_log_probs_are_computed_anew_in_bypass_mode(config):
     bypass = config(changes={"algorithm.rollout_correction.bypass_mode": True})
-    assert size.phases_of_a_gpu(bypass, size.Model(0, 0, 0, 0), 0.0).keys() == {"rollout", "update"}
+    assert memory.phases_of_a_gpu(bypass, 0, NO_LAYERS, 0.0).keys() == {"rollout", "update"}
 
 
 def test_the_backward_of_a_layer_counts_where_it_is_more_than_the_logits(config):
     for vocabulary, larger in ((1 << 10, "the backward of a layer"), (1 << 20, "logits")):
-        model = size.Model(0, 4, 1024, vocabulary, feed_forward=1 << 14)
-        update = size.phases_of_a_gpu(config(), model, 0.0)["update"]
+        layers = {"num_hidden_layers": 4, "hidden_size": 1024, "vocab_size": vocabulary, "intermediate_size": 1 << 14}
+        update = memory.phases_of_a_gpu(config(), 0, SimpleNamespace(**layers), 0.0)["update"]
         assert larger in update and len({"logits", "the backward of a layer"} & update.keys()) == 1
 
 
@@ -205,13 +208,13 @@ def test_tokens_of_a_micro_batch(config):
     dynamic = {f"{ACTOR}.ppo_max_token_len_per_gpu": 7000, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9000}
     rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 6}
     every = {**lengths, **dynamic, **rows}
-    assert size.tokens_of_a_gpu(config(changes=every)) == (7000, 9000)
+    assert memory.tokens_of_a_gpu(config(changes=every)) == (7000, 9000)
     few = {"data.train_batch_size": 2, f"{ACTOR}.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 8}  # 8 and 16 on eight GPUs
-    assert size.tokens_of_a_gpu(config(changes={**every, **few})) == (600, 1200)
+    assert memory.tokens_of_a_gpu(config(changes={**every, **few})) == (600, 1200)
     every[f"{ACTOR}.use_dynamic_bsz"] = False
-    assert size.tokens_of_a_gpu(config(changes=every)) == (2400, 3600)
+    assert memory.tokens_of_a_gpu(config(changes=every)) == (2400, 3600)
     every[f"{FSDP}.ulysses_sequence_parallel_size"] = 2
-    assert size.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
+    assert memory.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
 
 
 CHUNKS = {f"{ACTOR}.entropy_from_logits_with_chunking": True, f"{ACTOR}.entropy_checkpointing": True}
@@ -233,16 +236,15 @@ CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
 )
 def test_planes_of_logits(config, changes, update, log_probs):
     plain = {f"{ACTOR}.entropy_checkpointing": False, f"{ACTOR}.entropy_from_logits_with_chunking": False}
-    model = size.Model(0, 0, 0, 1 << 20)
     chosen = config(changes={**plain, **changes})
-    found = [size.logits_of(chosen, model, 512, update=kind) for kind in (True, False)]  # a GiB a plane
+    found = [memory.logits_of(chosen, 1 << 20, 512, update=kind) for kind in (True, False)]  # a GiB a plane
     assert found == [update, log_probs]
 
 
 def test_memory_that_others_hold_is_not_there(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path, used=30.0)
     with pytest.raises(ValueError, match="79.6 GiB, of which other processes hold 30.0: 16.8 too few for rollout"):
-        size.check_memory(config())
+        memory.check_memory(config())
 
 
 def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config, monkeypatch, tmp_path):
@@ -258,12 +260,12 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
             min(count, 8), max(1, count // 8), **{"": {}, "offloaded": OFFLOAD, "`offload_policy`": POLICY}[how]
         )
         chosen = config(name, {**changes, f"{ROLLOUT}.tensor_model_parallel_size": 2 if name == "32B" else 1})
-        phases = size.phases_of_a_gpu(chosen, size.model_of(chosen), total)
+        phases = memory.phases_of_a_gpu(chosen, *memory.sizes_of(chosen), total)
         assert [f"{sum(phases[phase].values()):.1f}" for phase in ("rollout", "log-probs", "update")] == gibibytes, (
             model
         )
         try:
-            said = "fits", re.search(r"at least ([\d.]+) left", size.check_memory(chosen))[1]
+            said = "fits", re.search(r"at least ([\d.]+) left", memory.check_memory(chosen))[1]
         except Concern as error:
             said = "tight", re.search(r"([\d.]+) left beside", str(error))[1]
         except ValueError as error:
@@ -275,8 +277,8 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
 def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match="gpu_memory_utilization=0.7 leaves vLLM 55.7 GiB of a GPU, and the ser.* 61"):
-        size.check_memory(config("32B", POLICY))
-    assert "left" in size.check_memory(config("32B", {**POLICY, f"{ROLLOUT}.quantization": "fp8"}))
+        memory.check_memory(config("32B", POLICY))
+    assert "left" in memory.check_memory(config("32B", {**POLICY, f"{ROLLOUT}.quantization": "fp8"}))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))
@@ -306,5 +308,5 @@ def test_the_gsm8k_script_fits_one_gpu_of_24_gb(config, monkeypatch, tmp_path):
     script = (ROOT / "recipe/bapo/run_gsm8k_gpu.sh").read_text().rpartition("run_bapo_example.sh")[2]
     settings = dict(word.split("=") for word in script.split() if word.count("=") == 1)
     changes = {key: yaml.safe_load(value) for key, value in settings.items()}
-    assert len(changes) > 5 and "at least" in size.check_memory(config("0.5B", {**on(1), **changes}))
+    assert len(changes) > 5 and "at least" in memory.check_memory(config("0.5B", {**on(1), **changes}))
     assert "staleness" in checks.check_batches(config("0.5B", {**on(1), **changes}))

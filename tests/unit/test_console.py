@@ -99,10 +99,9 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
     assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items() if "best" not in name]
 
 
-OUT_OF_REACH = {"bapo/saturated": 1.0, "bapo/search_steps": 20.0, "bapo/positive_contribution": 0.448}
+OUT_OF_REACH = {"bapo/saturated": 1.0, "bapo/positive_contribution": 0.448}
 ALREADY_MET = {"bapo/met_at_once": 0.96, "bapo/positive_contribution_start": 0.446, "pg_clipfrac": 0.01}
 ALREADY_MET |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
-UNBOUNDED = {"bapo/negative_unbounded_share": 0.11}
 
 
 def steps_with(data):
@@ -116,19 +115,15 @@ def steps_with(data):
     [
         (OUT_OF_REACH, "They reached 0.448: positive_contribution_target=0.44 is in reach"),  # not rounded up
         (OUT_OF_REACH | {"bapo/saturated": 0.9}, None),
-        # Fixed bounds: nothing is searched, so there is no target to miss.
-        (OUT_OF_REACH | {"bapo/search_steps": 0.0}, None),
         (ALREADY_MET, "in 96% of the updates of the last 10 steps the target was already met"),
         (ALREADY_MET, "at their start [0.60, 1.20]"),
         (ALREADY_MET, "before the search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
         (ALREADY_MET | {"bapo/met_at_once": 0.94}, None),
         (ALREADY_MET | {"pg_clipfrac": 0.0}, None),  # fresh data
-        (UNBOUNDED, "tokens with negative advantage and a ratio above 3 carried 11%"),
-        (UNBOUNDED | {"bapo/negative_unbounded_share": 0.09}, None),
-        (UNBOUNDED | {"pg_clipfrac_lower": 0.01}, None),  # with a dual clip they carry nothing
     ],
 )
 def test_what_deserves_a_warning(data, said):
+    assert health_warnings(steps_with(data), bounds_can_move=False) == []  # nothing is searched
     warnings = health_warnings(steps_with(data), bounds_can_move=True)
     assert len(warnings) == bool(said) and all(said in text for text in warnings)
 
@@ -142,7 +137,7 @@ def test_each_step_is_a_line_and_warnings_come_once_in_a_while(tmp_path, capsys)
     printer.print_new()  # there is no file yet
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 26):
-            line = record(step, **step_data(step, 0.5), **{"actor/bapo/negative_unbounded_share": 0.2})
+            line = record(step, **step_data(step, 0.5) | {"actor/bapo/saturated": 1.0})
             for part in (line[:20], line[20:]):
                 file.write(part)
                 file.flush()

@@ -34,7 +34,7 @@ from recipe.bapo.launch import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
 def train(cluster=False, bounds_can_move=True, run_dir=folder):
     print("ERROR in no worker")
-    watchdog = {"max_silence_s": None, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
+    watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
     config.write_text(json.dumps({"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer}))

@@ -23,7 +23,7 @@ def imports_of(path):
 
 
 def room_of(module):
-    """``recipe.bapo.checks.size`` is in the room ``checks``; modules at the top are rooms of their own."""
+    """``recipe.bapo.checks.memory`` is in the room ``checks``; modules at the top are rooms of their own."""
     return module.removeprefix("recipe.bapo").strip(".").split(".")[0]
 
 

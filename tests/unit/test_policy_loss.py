@@ -174,19 +174,13 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
         ("mini_batch", {"ulysses": 2}, {}, None),
         # The search makes a forward without a backward.
         ("mini_batch", {}, {"enable_activation_offload": True}, "enable_activation_offload=true is .* Set it to false"),
-        ("mini_batch", {"qat": "w4a4"}, {}, "fsdp_config.qat.mode=w4a4 is not usable .* Set it to w4a16"),
-        ("mini_batch", {"qat": "w4a16"}, {}, None),
-        ("micro_batch", {"qat": "w4a4"}, {}, None),
         ("micro_batch", {}, {"enable_activation_offload": True}, None),
     ],
 )
 def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, model, message):
     settings = SimpleNamespace(
         strategy=actor.get("strategy", "fsdp2"),
-        engine=SimpleNamespace(
-            ulysses_sequence_parallel_size=actor.get("ulysses", 1),
-            qat=SimpleNamespace(enable="qat" in actor, mode=actor.get("qat")),
-        ),
+        engine=SimpleNamespace(ulysses_sequence_parallel_size=actor.get("ulysses", 1)),
         policy_loss=BAPOPolicyLossConfig(bound_scope=scope),
     )
     model = SimpleNamespace(**{"override_config": {}, "enable_activation_offload": False, **model})

@@ -11,7 +11,6 @@ from recipe.bapo.report.methods import (
     as_published,
     gspo,
     loss_of_run,
-    topr,
     with_bounds,
 )
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -78,14 +77,6 @@ def test_a_factor_is_autograd_of_verls_own_loss(case, spread, level):
     batch = make(spread, level=level)
     without = None if spread == 0.02 else loss_mode != "cispo"
     check(VERL_LOSSES[loss_mode](tokens_of(*batch), **settings), autograd_of_verl(loss_mode, batch, settings), without)
-
-
-def test_topr_is_autograd_of_its_weighted_log_likelihood():
-    old, log_prob, advantages, mask = batch = make(0.7)
-    leaf = log_prob.clone().requires_grad_()
-    weight = torch.where(advantages > 0, 1.0, (log_prob - old).clamp(-20, 20).exp().clamp(max=1))
-    (-weight * advantages * leaf)[mask].sum().backward()
-    check(topr(tokens_of(*batch)), -(leaf.grad / advantages)[mask], False)
 
 
 def test_the_loss_of_a_run_is_read_from_its_metadata():

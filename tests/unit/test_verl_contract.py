@@ -5,9 +5,8 @@ import inspect
 from pathlib import Path
 
 import verl
-from recipe.bapo import policy_loss
+from recipe.bapo import policy_loss, trainer
 from recipe.bapo.checks.machine import VERL
-from recipe.bapo.trainer import TRAINERS
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.workers.utils import losses
@@ -35,7 +34,12 @@ def test_the_policy_loss_has_the_parameters_of_verls():
     assert "get_policy_loss_fn(loss_mode)" in inspect.getsource(losses.ppo_loss)
 
 
-def test_each_mode_gets_our_trainer_on_top_of_its_own():
-    assert TRAINERS.keys() == trainer_base.TRAINER_REGISTRY.keys()
-    for mode, ours in TRAINERS.items():
-        assert issubclass(ours, get_trainer_cls(mode)) and ours is not get_trainer_cls(mode)
+def test_each_mode_gets_our_trainer_on_top_of_its_own(monkeypatch):
+    of_verl = dict(trainer_base.TRAINER_REGISTRY)
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", registry := dict(of_verl))
+    monkeypatch.setattr(trainer, "TRAINER_REGISTRY", registry)
+    monkeypatch.setattr(trainer.TaskRunnerV1.__ray_metadata__.modified_class, "run", lambda self, config: None)
+    trainer.BAPOTaskRunner().run(None)
+    assert registry.keys() == of_verl.keys()
+    for mode, ours in registry.items():
+        assert issubclass(ours, of_verl[mode]) and ours is not of_verl[mode] and get_trainer_cls(mode) is ours

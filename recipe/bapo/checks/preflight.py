@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import Concern, innermost, inputs, machine, size
+from recipe.bapo.checks import Concern, innermost, inputs, machine, memory
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.composing import explain, problems
 from recipe.bapo.config import compose_config
+from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ CHECKS = (
     ("ratio", config_checks.check_ratio, ("names",)),
     ("model", inputs.check_model, ()),
     ("data", inputs.check_files, ("model",)),
-    ("memory", size.check_memory, ("model",)),
+    ("memory", memory.check_memory, ("model",)),
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
 )
 
@@ -53,6 +54,7 @@ def run(config) -> list[Line]:
     if unusable:
         return [Line("config", "failed", problem) for problem in unusable]
     OmegaConf.resolve(config)
+    migrate_legacy_reward_impl(config)  # its old keys, of which verl's V1 trainer reads none
     lines = {"values": _line("values", config_checks.check_values, config)}
     if lines["values"].status == "failed":
         return [lines["values"]]
@@ -67,10 +69,8 @@ def _line(name, check, config):
         return Line(name, "ok", check(config))
     except Concern as concern:
         return Line(name, "warning", str(concern))
-    except ValueError as error:
-        return Line(name, "failed", str(error))
     except Exception as error:  # a check that breaks must not hide the others
-        return Line(name, "failed", f"{type(error).__name__}: {innermost(error)}")
+        return Line(name, "failed", str(error) if isinstance(error, ValueError) else innermost(error))
 
 
 def table(lines: list[Line]) -> str:

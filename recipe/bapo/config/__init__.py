@@ -6,8 +6,6 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-SEARCH_PATH = "pkg://verl.trainer.config"
-
 
 def compose_config(overrides: list[str], groups: str | Path | None = None) -> DictConfig:
     """The config that ``main_bapo`` gets from the same command line, without its output.
@@ -19,10 +17,11 @@ def compose_config(overrides: list[str], groups: str | Path | None = None) -> Di
     Raises:
         hydra.errors.HydraException: an override is not usable.
     """
-    path = [SEARCH_PATH] if groups is None else [SEARCH_PATH, f"file://{Path(groups).absolute()}"]
-    quoted = ",".join(f"'{part}'" for part in path)  # a folder's name may hold parentheses
+    if groups is not None:  # quoted, because a folder's name may hold parentheses
+        path = f"[pkg://verl.trainer.config,'file://{Path(groups).absolute()}']"
+        overrides = [f"hydra.searchpath={path}", *overrides]
     with initialize_config_module("recipe.bapo.config", version_base=None):
-        return compose("bapo_trainer", [f"hydra.searchpath=[{quoted}]", *overrides])
+        return compose("bapo_trainer", overrides)
 
 
 def cpu_environment() -> dict[str, str]:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.launch import PIPE, cleanup, console
 from recipe.bapo.launch.watchdog import Watchdog
-from recipe.bapo.records import LOG, PICTURE, RAY_LOGS, keep_earlier, latest_checkpoint
+from recipe.bapo.records import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
 
 # Unbuffered (-u): what a killed process printed last is in the log.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
@@ -32,6 +32,7 @@ PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to re
 
 def main(arguments: list[str]) -> int:
     """Start training, follow it to its end, clean up, say how it went. Returns the exit code."""
+    sys.stdout.reconfigure(line_buffering=True)  # where it is a file, too
     interruptions = catch_interruptions()
     cleanup.adopt_orphans()
     run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
             run_dir = Path(run.config.run_dir)  # the command line may name another one than OUTPUT_DIR
             print(console.summary(run_dir))
             if not run.config.trainer.val_only:
-                draw(run_dir)
+                subprocess.run([sys.executable, "-m", "recipe.bapo.plot", run_dir], stderr=subprocess.STDOUT)
     return code
 
 
@@ -82,17 +83,6 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     if len(parent) > MAX_PARENT_LENGTH:
         parent = "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
-
-
-def draw(run_dir: Path) -> None:
-    """The run's picture; a run that trained well does not fail for want of one."""
-    try:
-        from recipe.bapo import plot
-
-        plot.picture([run_dir]).savefig(run_dir / PICTURE)
-        print(f"Picture: {run_dir / PICTURE}")
-    except Exception as error:
-        print(f"No picture: {error}")
 
 
 class Supervisor:
@@ -145,7 +135,7 @@ class Supervisor:
     def handle_message(self, kind: str, content) -> None:
         """What training sends; ``send`` lists the kinds."""
         if kind == "info":
-            print(content, flush=True)
+            print(content)
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
@@ -171,7 +161,7 @@ class Supervisor:
             if exit_code is not None:
                 end = f"ended with code {exit_code}"
             with suppress(OSError):  # the terminal is gone
-                print(f"Training is done, but its process {end}.", flush=True)
+                print(f"Training is done, but its process {end}.")
             return None, 0
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the config is not usable, or training did not come to its checks

@@ -6,7 +6,6 @@ the README shows the summary.
 """
 
 import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -56,7 +55,7 @@ class StepPrinter:
         complete = text[: text.rfind("\n") + 1]
         self.offset += len(complete.encode())
         for step, data in parse_lines(complete):
-            self.print(step_line(step, self.total, data))
+            tqdm.write(step_line(step, self.total, data))
             if "training/global_step" in data:
                 self.recent.append(data)
                 if self.bar is None:  # disable=None: shown in a terminal alone
@@ -64,14 +63,8 @@ class StepPrinter:
                 self.bar.update(step - self.bar.n)
             if len(self.recent) == WINDOW:
                 for warning in health_warnings(self.recent, self.bounds_can_move):
-                    self.print(f"Warning: {warning}")
+                    tqdm.write(f"Warning: {warning}")
                 self.recent.clear()
-
-    @staticmethod
-    def print(text: str) -> None:
-        """Print one line, above the progress bar where there is one."""
-        tqdm.write(text)
-        sys.stdout.flush()
 
     def close(self) -> None:
         """Print what came last, and leave the progress bar as it is."""

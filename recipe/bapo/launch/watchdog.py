@@ -54,7 +54,7 @@ class Watchdog:
         with suppress(OSError):  # there is none yet
             last_step = max(self.began, (self.run_dir / METRICS).stat().st_mtime)
         silence, limit = time.time() - last_step, self.limits.max_silence_s
-        if limit is None or silence <= limit:
+        if silence <= limit:
             return None
         return (
             f"no step ended in {silence:.0f} s (watchdog.max_silence_s={limit:g}); what each process was doing: "

@@ -115,11 +115,6 @@ def dppo_kl(
     return tokens.ratio.clamp(max=clip_ratio_c) * torch.where(tokens.advantages > 0, kept_positive, kept_negative)
 
 
-def topr(tokens: Tokens) -> Tensor:
-    """TOPR (arXiv 2503.14286), token by token: weight 1 for A > 0, min(r, 1) for A < 0."""
-    return torch.where(tokens.advantages > 0, 1, tokens.ratio.clamp(max=1))
-
-
 VERL_LOSSES = {loss.__name__: loss for loss in (vanilla, gspo, sapo, cispo, dppo_tv, dppo_kl)}
 
 
@@ -208,5 +203,4 @@ def methods_to_compare(config: BAPOConfig, clip_ratio_c: float) -> dict[str, Met
         "CISPO": as_published(cispo),
         "DPPO-TV": as_published(dppo_tv),
         "DPPO-KL": as_published(dppo_kl),
-        "TOPR": as_published(topr),
     }

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as one page without network. ``page.html.jinja`` lays it out; what a number looks like is here.
-
-The template reads every number from the report's JSON and says from where (``<data data-at="...">``), so that page and
-JSON cannot differ.
-"""
+"""The report as one page without network. ``page.html.jinja`` lays it out; what a number looks like is here."""
 
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 
 def page(report: dict, name: str) -> str:
@@ -17,18 +12,8 @@ def page(report: dict, name: str) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
 
-    def number(path: str, kind: str = "number") -> Markup:
-        value = look_up(report, path)
-        return Markup('<data data-at="{}" value="{}">{}</data>').format(path, value, FORMATS[kind](value))
-
-    return environment.get_template("page.html.jinja").render(report=report, name=name, number=number)
-
-
-def look_up(report: dict, path: str):
-    """The value at ``a.0.b`` of the report."""
-    for part in path.split("."):
-        report = report[int(part)] if isinstance(report, list) else report[part]
-    return report
+    environment.filters |= FORMATS
+    return environment.get_template("page.html.jinja").render(report=report, name=name)
 
 
 def percent(share: float) -> str:

@@ -5,13 +5,11 @@
 lies there is counted, because a run that fits must not be refused.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from recipe.bapo.checks import Concern
 from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
-from recipe.bapo.checks.inputs import model_of as verls_model_of
+from recipe.bapo.checks.inputs import model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from verl.utils import torch_functional as verl_F
 from verl.utils.model import get_hf_auto_model_class
@@ -19,50 +17,36 @@ from verl.utils.torch_dtypes import PrecisionType
 
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
 FSDP, FUSED = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.use_fused_kernels"
-REMEDIES = {
-    "rollout": f"a smaller {ROLLOUT}.gpu_memory_utilization, {FSDP}.param_offload and {FSDP}.optimizer_offload, or "
-    "more GPUs",
-    "log-probs": f"a smaller {ROLLOUT}.log_prob_max_token_len_per_gpu, {ACTOR}.entropy_from_logits_with_chunking, "
-    f"{FUSED}, or more GPUs",
-    "update": f"a smaller {ACTOR}.ppo_max_token_len_per_gpu, {FUSED}, more GPUs, or {FSDP}.offload_policy with "
-    f"{ACTOR}.strategy=fsdp2",
-}
+REMEDY = (
+    f"Use more GPUs, a smaller {ROLLOUT}.gpu_memory_utilization, {ROLLOUT}.log_prob_max_token_len_per_gpu or {ACTOR}."
+    f"ppo_max_token_len_per_gpu, {FUSED}, or offloading ({FSDP})."
+)
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model's sizes; ``feed_forward`` is the width of a layer's."""
-
-    weights: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    feed_forward: int = 0
-
-
-def model_of(config) -> Model:
-    """The run's model, counted without loading it."""
-    model = verls_model_of(config)
+def sizes_of(config):
+    """The number of the run's weights, counted without loading them, and transformers' config of its language model."""
+    model = model_of(config)
     with torch.device("meta"):  # shapes and no weights
         empty = get_hf_auto_model_class(model.hf_config).from_config(
             model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"
         )
-    weights, text = sum(parameter.numel() for parameter in empty.parameters()), model.hf_config.get_text_config()
-    return Model(
-        weights, text.num_hidden_layers, text.hidden_size, text.vocab_size, getattr(text, "intermediate_size", 0)
-    )
+    return sum(parameter.numel() for parameter in empty.parameters()), model.hf_config.get_text_config()
 
 
-def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
-    """GiB of a GPU that trains and samples, by phase of a step and purpose; ``total`` is what the GPU has.
+def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
+    """GiB of a GPU that trains and samples, by phase of a step and purpose.
 
     verl's ``param_offload`` and ``optimizer_offload`` empty a GPU for the rollout; for an update all is loaded.
+
+    Args:
+        count, text: of ``sizes_of``.
+        total: GiB that the GPU has.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     fsdp = actor.fsdp_config
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
-    weights = PrecisionType.to_dtype(fsdp.model_dtype or "fp32").itemsize * model.weights / shards / GIB
+    weights = PrecisionType.to_dtype(fsdp.model_dtype or "fp32").itemsize * count / shards / GIB
     trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA trains few beside them: counted as none
     gradients, adamw = weights * trained, 2 * weights * trained
     if fsdp.offload_policy and actor.strategy == "fsdp2":
@@ -71,16 +55,17 @@ def phases_of_a_gpu(config, model, total) -> dict[str, dict[str, float]]:
     serving = rollout.gpu_memory_utilization * total
     asleep = 0.0 if rollout.free_cache_engine else serving
     tokens, log_prob_tokens = tokens_of_a_gpu(config)
-    checkpoints = 2 * tokens * model.layers * model.hidden / GIB  # what gradient checkpointing keeps; more without it
-    logits = logits_of(config, model, tokens, update=True)
+    checkpoints = 2 * tokens * text.num_hidden_layers * text.hidden_size / GIB  # gradient checkpointing keeps them
+    logits = logits_of(config, text.vocab_size, tokens, update=True)
     # A layer's activations and their gradients, of which torch's tracker finds 9 planes of the feed-forward's width for
     # Qwen2 (tests/memory); and the output layer's gradient in float32, which FSDP reduces meanwhile.
-    layer = (9 * 2 * tokens * model.feed_forward + 4 * model.vocabulary * model.hidden) / GIB
-    gathered = 2 * model.vocabulary * model.hidden / GIB  # FSDP's copy of the largest tensor, in bfloat16
+    output_layer = text.vocab_size * text.hidden_size
+    layer = (9 * 2 * tokens * getattr(text, "intermediate_size", 0) + 4 * output_layer) / GIB
+    gathered = 2 * output_layer / GIB  # FSDP's copy of the largest tensor, in bfloat16
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
         "log-probs": {"weights": weights, "AdamW": kept, "vLLM": asleep}
-        | {"gathered": gathered, "logits": logits_of(config, model, log_prob_tokens, update=False)},
+        | {"gathered": gathered, "logits": logits_of(config, text.vocab_size, log_prob_tokens, update=False)},
         "update": {"weights and gradients": weights + gradients, "AdamW": adamw, "vLLM": asleep}
         | {"activations": checkpoints, "gathered": gathered}
         | ({"logits": logits} if logits > layer else {"the backward of a layer": layer}),  # one after the other
@@ -106,7 +91,7 @@ def tokens_of_a_gpu(config) -> tuple[int, int]:
     return tuple(longest * number // sequence_parallel(config)[1] for number in rows)
 
 
-def logits_of(config, model, tokens, *, update) -> float:
+def logits_of(config, vocabulary, tokens, *, update) -> float:
     """GiB of a micro-batch's logits and what is as large: planes of 2 bytes a token and word of the vocabulary.
 
     Held against torch's memory tracker in ``tests/memory``.
@@ -120,7 +105,7 @@ def logits_of(config, model, tokens, *, update) -> float:
         backward = 2  # where the entropy is measured, the gradient does not take the place of the logits
         if actor.entropy_from_logits_with_chunking and (actor.entropy_checkpointing or not update):
             # Of a chunk: its copy, softmax and product in float32.
-            chunk = 3 * 4 * min(tokens, actor.fsdp_config.entropy_from_logits_chunk_size) * model.vocabulary / GIB
+            chunk = 3 * 4 * min(tokens, actor.fsdp_config.entropy_from_logits_chunk_size) * vocabulary / GIB
         else:
             planes += 4  # softmax and product of all tokens in float32
         if update and actor.entropy_coeff != 0:
@@ -128,27 +113,27 @@ def logits_of(config, model, tokens, *, update) -> float:
     attention = (config.actor_rollout_ref.model.get("override_config") or {}).get("attn_implementation")
     if update and attention not in (None, "flash_attention_2") and not verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
         backward = planes + 3  # not flash-attn's cross-entropy: log-softmax in float32, and the gradient
-    plane = 2 * tokens * model.vocabulary / GIB
+    plane = 2 * tokens * vocabulary / GIB
     return max(planes * plane + chunk, backward * plane if update else 0.0)
 
 
 def check_memory(config) -> str:
     """What surely lies on a GPU in each phase of a step, against what is free there."""
-    model = model_of(config)
-    text = f"{model.weights / 1e9:.3g} billion weights"
+    count, sizes = sizes_of(config)
+    text = f"{count / 1e9:.3g} billion weights"
     known = [] if on_cpu(config) else [gpu for gpu in gpus() if gpu[0]]
     if not known:
         return text
     total, used = min(known, key=lambda gpu: gpu[0] - gpu[1])
     rollout = config.actor_rollout_ref.rollout
     a_weight = 1 if rollout.get("quantization") else 2  # byte
-    share, served = rollout.gpu_memory_utilization, a_weight * model.weights / rollout.tensor_model_parallel_size / GIB
+    share, served = rollout.gpu_memory_utilization, a_weight * count / rollout.tensor_model_parallel_size / GIB
     if served > share * total:
         raise ValueError(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share} leaves vLLM {share * total:.1f} GiB of a GPU, "
             f"and the served weights are {served:.1f}: use a larger rollout.tensor_model_parallel_size."
         )
-    phases = phases_of_a_gpu(config, model, total)
+    phases = phases_of_a_gpu(config, count, sizes, total)
     needed = {phase: sum(parts.values()) for phase, parts in phases.items()}
     largest = max(needed, key=needed.get)
     text += "; GiB of a GPU: " + ", ".join(
@@ -158,7 +143,7 @@ def check_memory(config) -> str:
     text += f"; a GPU has {total:.1f} GiB, of which other processes hold {used:.1f}: "
     left = total - used - needed[largest]
     if left < 0:
-        raise ValueError(f"{text}{-left:.1f} too few for {largest}. Use {REMEDIES[largest]}.")
+        raise ValueError(f"{text}{-left:.1f} too few for {largest}. {REMEDY}")
     if left < TIGHT * total:
-        raise Concern(f"{text}{left:.1f} left beside {largest} is tight. Use {REMEDIES[largest]}.")
+        raise Concern(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
     return f"{text}at least {left:.1f} left"
