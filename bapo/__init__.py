@@ -2,7 +2,7 @@
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
 Read ``config``, ``ratio``, ``statistics``, ``search``, ``diagnostics``, ``bounds`` and ``loss``, in this order; each
-imports only what stands before it. What others may import is listed here; the rest may change.
+imports only what stands before it. What code outside this repository may import is listed here; the rest may change.
 """
 
 from bapo.bounds import find_clip_bounds, read_values

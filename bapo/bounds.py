@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounds of one optimizer update from first to last: collect, reduce, search, diagnose, and the one host read.
 
-The steps themselves are in the files that this one imports; only their order and the read may be changed here. The loss
-and the worker rely on ``read_values`` being the only place in ``bapo`` where the host waits for the device, and the
-only place that raises for non-finite input: on every rank alike, because the counts it looks at are those of all ranks.
+``find_clip_bounds`` is for callers that hold the whole mini-batch at once; a verl run takes the same steps, micro-batch
+by micro-batch, in ``recipe.bapo.worker``. The loss and the worker rely on ``read_values`` being the only place in
+``bapo`` where the host waits for the device, and the only place that raises for non-finite input: on every rank alike,
+because the counts it looks at are those of all ranks.
 """
 
 import torch
@@ -50,7 +51,7 @@ def read_values(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) 
 
     Raises:
         ValueError: names each tensor with a value on a response token that is not finite or, as an old log-prob,
-            above 0 beyond rounding, and how many.
+            above ``MAX_OLD_LOG_PROB``, and how many.
     """
     tensors = vars(bounds) | vars(diagnostics) | others
     packed = torch.stack([tensor.detach().double() for tensor in tensors.values()])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tokens of an update say beside the bounds: metrics that no decision depends on, and the count of bad input.
 
-They follow from ``TokenSums``, which travel with the sums of the search, and cost no pass, collective or host read of
-their own. A new metric gets a field of ``Diagnostics`` here, and where needed a sum in ``bapo.statistics``. The names
-of the fields are those of metrics (``actor/bapo/...``) and of the bounds' record, which others read.
+``Diagnostics`` follow from ``TokenSums``, which travel with the sums of the search, and cost no pass, collective or
+host read of their own. A new metric gets a field of ``Diagnostics`` here, and where needed a sum in
+``bapo.statistics``. But for the counts of bad input the fields' names are those of metrics (``actor/bapo/...``) and of
+the bounds' record, which others read. The covariance is not among the sums: the loss computes it.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Diagnostics:
         negative_unbounded_share: share of tokens with negative advantage and a ratio above 3 in the sum of r*|A|, the
             size of the gradient before clipping.
         invalid_old_log_probs, invalid_log_probs, invalid_advantages: numbers of response tokens on which these are
-            unusable: not finite or, as an old log-prob, above 0 beyond rounding.
+            unusable: not finite or, as an old log-prob, above ``MAX_OLD_LOG_PROB``.
     """
 
     positive_token_fraction: Tensor
@@ -47,7 +48,7 @@ class Diagnostics:
 @torch.no_grad()
 def diagnose(statistics: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
     """The diagnostics of one optimizer update, from the sums that its bounds were found from."""
-    sums = statistics.tokens
+    sums = statistics.token_sums
     upper = statistics.config.upper.points(bounds.high.device)
     lower = statistics.config.lower.points(bounds.low.device)
     # Bucket b+1 of the positive tokens begins at point b of the range, bucket b of the negative tokens ends there.

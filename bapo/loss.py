@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip.
 
-This is the only file through which a gradient flows. At fixed bounds it has to stay equal to verl's ``vanilla`` loss,
-and the loss of a token must not depend on the tokens beside it; tests hold both. How the bounds were found is not its
-business: it takes any two numbers.
+With ``log_ratio_of`` this is all through which a gradient flows. At fixed bounds it has to stay equal to verl's
+``vanilla`` loss, and the loss of a token must not depend on the tokens beside it; tests hold both. How the bounds were
+found is not its business: it takes any two numbers.
 """
 
 import math

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search of Algorithm 1: the first pair of bounds on its path that reaches the target, found without a loop.
 
-The path visits at most one candidate of either bound after the other, so P and N are computed at all of them at once
-from ``ContributionSums``. The order of the path, the definitions of the contribution and the test for reaching the
-target may be changed here, together with the literal loop in ``tests/support/oracle.py``. Every rank of a run relies on
-this choosing the same bounds, bit for bit, from the same sums, and on nothing here reading the host.
+The path runs through the candidates of one bound and then through those of the other, so few that P and N are computed
+at all of them at once from ``ContributionSums``. The order of the path, the definitions of the contribution and the
+test for reaching the target may be changed here, together with the literal loop in ``tests/support/oracle.py``. Every
+rank of a run relies on this choosing the same bounds, bit for bit, from the same sums, and on nothing here reading the
+host.
 """
 
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
 def candidates(statistics: ClipStatistics, config: BAPOConfig) -> Candidates:
     """P and N at every candidate; see ``search_clip_bounds``."""
     statistics.check_config(config)
-    sums = statistics.contribution
+    sums = statistics.contribution_sums
     high = config.upper.points(sums.positive_weight.device)
     low = config.lower.points(sums.negative_weight.device)
 

@@ -60,7 +60,7 @@ class TokenSums(NamedTuple):
         ratio, ratio_squared: of r and of r^2.
         gradient: of r*|A|, the size of the gradient before clipping.
         unbounded_gradient: of r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
-        invalid_old_log_probs: number that are not finite, or above 0 beyond rounding.
+        invalid_old_log_probs: number that are not finite, or above ``MAX_OLD_LOG_PROB``.
         invalid_log_probs, invalid_advantages: numbers that are not finite.
     """
 
@@ -83,25 +83,27 @@ class ClipStatistics:
     """Sums over the tokens of a micro-batch. ``+`` and ``all_reduce`` add those of micro-batches and ranks.
 
     Attributes:
-        contribution: the sums that the search reads.
-        tokens: the sums that only the diagnostics read.
+        contribution_sums: what the search reads.
+        token_sums: what only the diagnostics read.
         config: the switches they were collected with; of these the ranges and the token weight enter the sums.
     """
 
-    contribution: ContributionSums
-    tokens: TokenSums
+    contribution_sums: ContributionSums
+    token_sums: TokenSums
     config: BAPOConfig
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All sums, in the order of their names."""
-        return *self.contribution, *self.tokens
+        return *self.contribution_sums, *self.token_sums
 
     def _with_tensors(self, tensors) -> ClipStatistics:
         """The same with other sums, in the order of ``tensors``."""
         contributions = len(ContributionSums._fields)
         return replace(
-            self, contribution=ContributionSums(*tensors[:contributions]), tokens=TokenSums(*tensors[contributions:])
+            self,
+            contribution_sums=ContributionSums(*tensors[:contributions]),
+            token_sums=TokenSums(*tensors[contributions:]),
         )
 
     def check_config(self, config: BAPOConfig) -> None:
@@ -195,9 +197,9 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
         ratio=ratio.sum(),
-        ratio_squared=ratio.square().sum(),
-        gradient=(size * ratio).sum(),
-        unbounded_gradient=(unbounded * ratio).sum(),
+        ratio_squared=torch.tensordot(ratio, ratio),
+        gradient=torch.tensordot(size, ratio),
+        unbounded_gradient=torch.tensordot(unbounded, ratio),
         invalid_old_log_probs=_count(mask & ~(old_log_prob.isfinite() & (old_log_prob <= MAX_OLD_LOG_PROB))),
         invalid_log_probs=_count(mask & ~log_prob.isfinite()),
         invalid_advantages=_count(~size.isfinite()),

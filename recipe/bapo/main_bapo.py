@@ -33,7 +33,7 @@ def main(config):
     """Check and train; end with exit code 1 if anything fails."""
     check(config)
     try:
-        claim_machine()  # until this process ends
+        claim_machine()  # until this process ends; on a cluster too, so that no run with its own Ray starts beside us
     except ValueError as error:  # another run was started at the same moment
         if not joins_a_cluster(config):  # Ray numbers a cluster's jobs apart
             give_up(str(error))
@@ -89,7 +89,7 @@ def choose_cluster(config) -> None:
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
-class SupervisedTaskRunner(BAPOTaskRunner):
+class RecordingTaskRunner(BAPOTaskRunner):
     """The Ray task that trains: its metrics go to the run's folder, and it is alone on its cluster."""
 
     def run(self, config):
@@ -110,7 +110,7 @@ class AnnouncedTaskRunner:
     def options(**options):
         """As of a Ray actor class."""
         send("ray", ray.get_runtime_context().get_job_id())
-        return ray.remote(SupervisedTaskRunner).options(**options)
+        return ray.remote(RecordingTaskRunner).options(**options)
 
     @classmethod
     def remote(cls):

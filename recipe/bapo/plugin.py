@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """For ``actor_rollout_ref.model.external_lib=recipe.bapo.plugin``: registers the loss, and on a CPU the platform.
 
-Nothing needs it where ``policy_loss._target_`` names our config, which does the same; runs that name it go on working.
+It is not needed: ``policy_loss._target_`` brings the loss and the entry point ``verl.plugins`` the platform. It is kept
+for runs that name it.
 """
 
 import recipe.bapo.cpu  # noqa: F401

@@ -48,7 +48,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
-        worker.use_for_actors()
+        worker.make_verl_use_our_worker()
 
 
 @dataclass
@@ -64,7 +64,7 @@ class DumpConfig(PolicyLossConfig):
     def __post_init__(self):
         if self.token_dump_dir is None:
             raise ValueError("actor_rollout_ref.actor.policy_loss.token_dump_dir is not set: name a folder to dump to.")
-        worker.use_for_actors()
+        worker.make_verl_use_our_worker()
 
 
 @register_policy_loss("bapo")

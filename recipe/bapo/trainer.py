@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
-Mini-batches of whole groups, a flag that the first update's ratios are 1 (which saves the search its forward), the
-staleness metrics. The worker that finds the bounds comes with the loss's config (``policy_loss.py``).
+They make mini-batches of whole groups, mark batches whose ratios start at 1 (which saves the search its forward), log
+the staleness, and give a dump the versions of the weights. The worker that finds the bounds comes with the loss's
+config (``policy_loss.py``).
 """
 
 import torch
@@ -20,17 +21,17 @@ class _BAPOTrainer:
 
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses in the order in which they ended, short ones first. Sorted by key (a random id of the
-        # prompt, a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them, on
-        # several nearly all, because verl then balances lengths over the ranks.
+        # prompt with a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them,
+        # on several nearly all, because verl then balances lengths over the ranks.
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
 
     def _ratios_start_at_1(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 
-        Not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local update,
-        where verl restores older weights to compute them. A model with dropout, which verl leaves out of that
-        computation and not of the training forward, starts near 1 only.
+        They do not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local
+        update, where verl restores older weights to compute them. With dropout this is True although the ratios are
+        only near 1: verl computes old log-probs without dropout.
         """
         correction = self.config.algorithm.rollout_correction  # verl takes null for "no correction", hence no bypass
         bypass = correction is not None and correction.bypass_mode

@@ -34,7 +34,8 @@ RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
 # Set by our trainer where tokens are dumped: the version of the weights that sampled each response, and of those that
 # the first update starts from.
 ROLLOUT_VERSION, TRAINER_VERSION = "bapo_sampled_by", "bapo_trained_from"
-FIRST_UPDATE = "bapo_first_update"  # its number on the rollout batch, where a batch is a part of one
+# The number, on the whole rollout batch, of a batch's first update: above 0 where ``separate_async`` trains on parts.
+FIRST_UPDATE = "bapo_first_update"
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
 # What verl's losses read of ActorConfig, for the report's row of the run's own loss.
 LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
@@ -53,15 +54,15 @@ class BAPOTrainingWorker(TrainingWorker):
         self.verl_update = self.engine.train_batch
         self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
         self.bapo_config: BAPOConfig | None = None
-        self.update_bounds = None  # with diagnostics; None where the training forward finds them
+        self.update_bounds = None  # ``ClipBounds`` and ``Diagnostics``; None where the training forward finds them
         self.token_dump_dir = None
         self.updates = self.updates_on_batch = 0
         self.ratios_are_1 = False  # in the next update
         self.trainer_version = self.record_file = None
-        self.recent_batches: list[dict[str, float]] = []  # metrics of the rollout batches since the last warnings
+        self.recent_batches: list[dict[str, float]] = []  # metrics of the training calls since the last warnings
 
     def set_loss_fn(self, loss_fn):
-        """Take verl's loss function and, where its config is one of ours, wrap it.
+        """Take verl's loss function; where its config is one of ours, wrap it and put our search before each update.
 
         Raises:
             ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which
@@ -88,7 +89,7 @@ class BAPOTrainingWorker(TrainingWorker):
         super().set_loss_fn(partial(self._compute_loss, loss_fn))
 
     def train_mini_batch(self, data):
-        """All updates on one rollout batch."""
+        """All updates on one rollout batch or, in ``separate_async``, on a part of one."""
         self.updates_on_batch = tu.pop(data, key=FIRST_UPDATE, default=0)
         self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
         self.trainer_version = tu.pop(data, key=TRAINER_VERSION, default=None)
@@ -108,14 +109,14 @@ class BAPOTrainingWorker(TrainingWorker):
         return output
 
     def _warn(self, metrics):
-        """Once in ``WINDOW`` rollout batches, log what the search's metrics say of the target and the bounds.
+        """Once in ``WINDOW`` calls of ``train_mini_batch``, log what their metrics say of the target and the bounds.
 
         A run of ``verl.trainer.main_ppo`` has no console of ours: this is its only warning.
         """
         prefixes = ("actor/bapo/", "actor/pg_")
         self.recent_batches.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
         if len(self.recent_batches) == WINDOW:
-            for text in health_warnings(self.recent_batches, not self.bapo_config.fixed, "rollout batches"):
+            for text in health_warnings(self.recent_batches, not self.bapo_config.fixed, "training calls"):
                 logger.warning("BAPO: %s", text)
             self.recent_batches.clear()
 
@@ -181,7 +182,8 @@ class BAPOTrainingWorker(TrainingWorker):
         """The bounds of a micro-batch, or of an update that is one micro-batch, from its training forward."""
         tokens = _tokens_of(data, no_padding_2_padding(log_probs.detach(), data))
         found = self._search(self._statistics_of(tokens))
-        if self.bapo_config.bounds_record_dir is not None:  # the loss reads them with its metrics, in one transfer
+        # Without a record nothing is read here: the loss reads the bounds together with its metrics, in one transfer.
+        if self.bapo_config.bounds_record_dir is not None:
             self._record(read_values(*found), "loss")
         return found
 
@@ -214,6 +216,11 @@ class BAPOTrainingWorker(TrainingWorker):
         return sum(collected[1:], start=collected[0])
 
     def _record(self, values, source):
+        """Add a line to ``rank<N>.jsonl``: every value of ``read_values`` in hexadecimal, exactly.
+
+        ``update`` counts from the start of the process (with ``bound_scope=micro_batch`` several lines have the same);
+        ``source`` is "pass", "ratio 1" where ratios were known, or "loss" where the training forward found the bounds.
+        """
         folder = self.bapo_config.bounds_record_dir
         if folder is None:
             return
@@ -240,7 +247,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     """Refuse settings under which the bounds would be wrong or the search would fail.
 
     Args:
-        actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``.
+        actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``, or the config's section of the model.
 
     Raises:
         ValueError: names the field, its value and the fix.
@@ -256,7 +263,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         raise ValueError(
             f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
             f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
-            "each GPU would attend to its own part without a word. Install flash-attn, or set it to 1."
+            "each GPU would silently attend to its own part. Install flash-attn, or set it to 1."
         )
     if actor_config.policy_loss.bound_scope != "mini_batch":
         return
@@ -267,8 +274,8 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
-def use_for_actors() -> None:
-    """Have verl make a ``BAPOTrainingWorker`` for every actor of this process.
+def make_verl_use_our_worker() -> None:
+    """Have verl make a ``BAPOTrainingWorker`` for every actor of this process: it sets an attribute of verl's class.
 
     verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config.
 

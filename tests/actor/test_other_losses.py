@@ -41,12 +41,12 @@ def train(overrides, task, copies=False, **settings):
 
 
 def runs_of_a_loss(rank, loss_mode, task, folder):
-    from recipe.bapo.worker import BAPOTrainingWorker, use_for_actors
+    from recipe.bapo.worker import BAPOTrainingWorker, make_verl_use_our_worker
 
     chosen = [f"{LOSS}.loss_mode={loss_mode}"]
     runs = {"verl": train(chosen, task)}
     runs["plugin"] = train([*chosen, "actor_rollout_ref.model.external_lib=recipe.bapo.plugin"], task)
-    use_for_actors()
+    make_verl_use_our_worker()
     runs["our worker"] = train(chosen, task)
     dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
     runs["our worker, dumping"] = train([*chosen, *dump], task)

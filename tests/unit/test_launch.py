@@ -17,7 +17,7 @@ import pytest
 from support.configs import composed
 
 from recipe.bapo.launch import cleanup
-from recipe.bapo.launch.__main__ import MAX_PARENT_LENGTH, scratch_folder
+from recipe.bapo.launch.__main__ import MAX_TEMP_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
@@ -351,8 +351,8 @@ def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
 
 @pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
 def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
-    parent = tempfile.mkdtemp(prefix="x" * (MAX_PARENT_LENGTH + longer - len("/tmp/") - 8), dir="/tmp")
-    assert len(parent) == MAX_PARENT_LENGTH + longer
+    parent = tempfile.mkdtemp(prefix="x" * (MAX_TEMP_LENGTH + longer - len("/tmp/") - 8), dir="/tmp")
+    assert len(parent) == MAX_TEMP_LENGTH + longer
     monkeypatch.setattr(tempfile, "tempdir", parent)
     with scratch_folder() as scratch:
         assert (Path(scratch).parent == Path(parent)) == there

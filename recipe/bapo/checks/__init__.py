@@ -2,8 +2,8 @@
 """Says before a cluster is started what would go wrong, by trying what verl itself will call.
 
 verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
-are only for what verl accepts and should not. Each message names the field, the value and the fix: whoever adds a check
-returns what is fine, raises ``ValueError`` for a failure or ``Concern`` for a warning, and adds it to ``preflight.py``.
+are only for what verl accepts and should not. Each message names the field, the value and the fix: a check returns what
+is fine, and raises ``ValueError`` for a failure or ``Concern`` for a warning. Its place is in ``preflight.py``.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ def require(config, field: str, usable, fix: str) -> None:
 
 
 def call(field: str, value, fix: str, function, *arguments):
-    """What verl's function returns; what it raises becomes a ValueError that names the field, the value and the fix."""
+    """What ``function`` returns; what it raises becomes a ValueError that names the field, the value and the fix."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -4,8 +4,8 @@
     bash recipe/bapo/run_bapo_example.sh --preflight [--json] [key=value ...]
     python -m recipe.bapo.checks [--json] [--config-dir configs] [key=value ...]
 
-Each line is ok, a warning, or failed; a failed one names the field, the value and the fix. The main job makes the same
-checks before it starts Ray.
+Each line is ok, a warning, or failed; a failed one names the field, the value and the fix. A training run makes the
+same checks before it starts Ray.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--config-dir", help="the folder with the groups size, experiment and method")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the main job")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
     arguments = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")  # verl names the engines that are not installed
     with redirect_stdout(sys.stderr):  # verl prints while it validates

@@ -110,7 +110,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def problems(config) -> list[str]:
-    """A line for each value that cannot be resolved or is of a wrong type, and for each key that is not known.
+    """A line for the first value that cannot be resolved or, if there is none, for each wrong type and unknown key.
 
     verl builds its dataclasses by Hydra's ``instantiate``, which checks no type: a wrong one fails minutes later.
     Each value has to be of the type that verl's dataclass declares or, where there is none, that verl's default has. A

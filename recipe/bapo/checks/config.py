@@ -78,7 +78,7 @@ RULES = {
 
 
 def check_values(config) -> str:
-    """Every value by itself."""
+    """The sizes, the values in ``RULES``, and ``val_only`` with what it needs."""
     for field, default in verls_defaults().items():
         section, _, name = field.rpartition(".")
         # ``~key`` takes one away: verl's dataclass then has its own default.

@@ -33,7 +33,7 @@ def check_model(config) -> str:
     """The model as verl reads it: config, tokenizer, chat template, and the weights' headers."""
     libraries = config.actor_rollout_ref.model.external_lib
     libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
-    fix = "name modules that can be imported, recipe.bapo.plugin among them"
+    fix = "name modules that can be imported, or null"
     call("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
     model = model_of(config)
     check_tokenizer(config, model)
@@ -69,7 +69,7 @@ def check_tokenizer(config, model) -> None:
         )
         builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
 
-    call(PATH, path, "mend its tokenizer or chat template, or set model.custom_chat_template", render)
+    call(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
     vocabulary = model.hf_config.get_text_config().vocab_size
     highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
     if highest >= vocabulary:
@@ -80,7 +80,7 @@ def check_tokenizer(config, model) -> None:
 
 
 def _check_lengths(config, text):
-    """verl's vLLM server refuses a length beyond the model's positions; below the response's it cuts without a word."""
+    """verl's vLLM server refuses a length beyond the model's positions; below the response's it silently cuts."""
     positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
     if positions is None:  # verl then says what it misses
         return
@@ -205,7 +205,7 @@ def check_reward(config) -> str:
 
 
 def check_checkpoint(config) -> str:
-    """The checkpoint from which the run goes on: there, complete, and saved on as many ranks."""
+    """The checkpoint from which the run goes on: there, complete and, on one node, saved on as many ranks as train."""
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return "training starts anew (trainer.resume_mode=disable)"
@@ -221,10 +221,10 @@ def check_checkpoint(config) -> str:
                 "no slash behind it."
             )
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    saved = sorted(folder.rglob("*.pt"))
+    needed = sorted(folder.rglob("*.pt"))
     if trainer.nnodes == 1:  # on several each may have saved for itself
-        saved += [folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-    for path in saved:
+        needed += [folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+    for path in needed:
         if not zipfile.is_zipfile(path):  # torch's format ends with the table of contents
             raise ValueError(
                 f"{path} is not there or not complete, and {ranks} ranks need it: go on from an earlier one "

@@ -80,7 +80,7 @@ def tokens_of_a_gpu(config) -> tuple[int, int]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     longest = longest_sequence(config)
     if actor.use_dynamic_bsz:
-        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # with their sequences' parts, all of a batch
+        ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node  # all GPUs together hold the whole batch
         most = [
             prompts * rollout.n * longest // ranks
             for prompts in (actor.ppo_mini_batch_size, config.data.train_batch_size)

@@ -25,8 +25,8 @@ class Line:
     detail: str
 
 
-# A check takes the resolved config and returns what is fine, or raises Concern or ValueError. It is left out where one
-# of those that it relies on has failed, because it would only say that again.
+# Name, check, and the checks after whose failure this one is left out, because it would only say the same again. A
+# check takes the resolved config and returns what is fine, or raises Concern or ValueError.
 CHECKS = (
     ("versions", machine.check_versions, ()),
     ("attention", machine.check_attention, ()),

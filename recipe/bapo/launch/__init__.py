@@ -44,8 +44,10 @@ def send(kind: str, content=None) -> None:
 
 
 def wait_for_final_check() -> None:
-    """Wait until the parent ends this process. It first looks which of vLLM's processes have died, and all of them
-    would be gone with this one, which started Ray."""
+    """Wait up to 60 s for the parent to end this process.
+
+    The parent first looks which of vLLM's processes have died: all of them die with this process, which started Ray.
+    """
     if _parent is not None:
         with suppress(KeyboardInterrupt):
             time.sleep(60)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with BAPO and clean up after it: ``python -m recipe.bapo.launch [arguments of recipe.bapo.main_bapo]``.
 
-Training is a child of this process, which shows a line per step and a summary, ends a run that would hang and, whatever
-its end, kills what is left of it and removes what it would leave behind. The run's folder is ``OUTPUT_DIR``; what verl
-and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + N for signal N. The run script, and with
-it every user, relies on the command and on its exit codes.
+This process starts training as its child. It shows a line per step and a summary, ends a run that would hang and,
+however training ends, kills what is left of the run and removes what the run would leave behind. The run's folder is
+``OUTPUT_DIR``; what verl and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + N for signal
+N. The run script, and with it every user, relies on the command and on its exit codes.
 """
 
 import os
@@ -26,7 +26,7 @@ from recipe.bapo.records import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
 
 # Unbuffered (-u): what a killed process printed last is in the log.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
-MAX_PARENT_LENGTH = 25  # characters of a folder in which the path of Ray's sockets stays below Unix's limit of 107
+MAX_TEMP_LENGTH = 25  # characters of TMPDIR up to which the path of Ray's sockets stays below Unix's limit of 107
 PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
 
 
@@ -68,8 +68,10 @@ def main(arguments: list[str]) -> int:
 
 
 def catch_interruptions() -> list[signal.Signals]:
-    """The list of the signals that come from now on. They interrupt nothing, so that the first ends the run and no
-    further one ends its clean-up."""
+    """The list of the signals that come from now on.
+
+    They are only collected: ``main`` ends the run at the first, and later ones do not disturb the clean-up.
+    """
     caught: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup keeps its meaning
@@ -80,7 +82,7 @@ def catch_interruptions() -> list[signal.Signals]:
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
     parent = tempfile.gettempdir()
-    if len(parent) > MAX_PARENT_LENGTH:
+    if len(parent) > MAX_TEMP_LENGTH:
         parent = "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 

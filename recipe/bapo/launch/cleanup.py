@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
-SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)  # of vLLM's, by Python, and verl's
+# psm_: of Python's, which vLLM makes; verl_weights_: verl's.
+SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)
 
 
 def adopt_orphans() -> None:
@@ -60,7 +61,7 @@ def kill_descendants(timeout: float = 10.0) -> None:
 
 
 def vllm_processes(job: str) -> dict[int, str]:
-    """The titles of vLLM's processes on this machine that verl serves under a job number of Ray's, by id."""
+    """The titles, by process id, of the vLLM processes on this machine that belong to the job ``job`` of Ray."""
     found = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or is another user's

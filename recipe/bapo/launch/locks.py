@@ -2,7 +2,7 @@
 """Keeps two runs from mixing their weights or their samples, and a run from a Ray cluster that is not there.
 
 verl names its sockets after Ray's job number and its queue after nothing, so that two runs on a machine or a cluster
-would train on each other's data without a word. The checks look before the start, ``main_bapo`` claims the machine
+would silently train on each other's data. The checks look before the start, ``main_bapo`` claims the machine
 and its task runner the cluster: whoever changes a claim has to keep that of two runs that start at once one gets it.
 """
 
@@ -23,7 +23,7 @@ def joins_a_cluster(config) -> bool:
 
 
 def check_ray_address(address: str) -> None:
-    """Connect to a Ray address; Ray itself would try for two minutes without a word.
+    """Connect to a Ray address; Ray itself would silently try for two minutes.
 
     Args:
         address: as in ``RAY_ADDRESS``: ``HOST:PORT``, also with a scheme; what names no host is left to Ray.

@@ -37,7 +37,7 @@ class Watchdog:
         self.shared_memory: set[Path] = set()  # what they held, which nobody holds any more once they are killed
 
     def should_end(self) -> bool:
-        """Check now and then. True once the trainer has had ``grace_s`` to report itself what was found."""
+        """Look for a reason every ``INTERVAL`` seconds; True once verl has had ``grace_s`` to say itself what it is."""
         now = time.monotonic()
         if self.reason is None and now - self.last_check >= INTERVAL:
             self.check()
@@ -49,7 +49,7 @@ class Watchdog:
         self.reason = self.reason or self.silence() or self.dead_server() or self.stuck_weights()
 
     def silence(self) -> str | None:
-        """Since the metrics file last grew, or the run began."""
+        """The reason if no step has ended for too long, else None."""
         last_step = self.began
         with suppress(OSError):  # there is none yet
             last_step = max(self.began, (self.run_dir / METRICS).stat().st_mtime)
@@ -62,7 +62,7 @@ class Watchdog:
         )
 
     def dead_server(self) -> str | None:
-        """A process of a vLLM server on this node that was there before."""
+        """The reason if a process of a vLLM server on this node has gone, else None; notes what those there hold."""
         there = {pid: title for pid, title in self.processes().items() if title.startswith("VLLM::")}
         gone = [f"{title} (process {pid})" for pid, title in self.servers.items() if pid not in there]
         if there.keys() - self.servers.keys():
@@ -71,7 +71,7 @@ class Watchdog:
         return f"{gone[0]} of a vLLM server has died" if gone else None
 
     def stuck_weights(self) -> str | None:
-        """A synchronisation of the weights that goes on for too long: verl removes the socket at its end."""
+        """The reason if weights are too long on their way, else None: verl removes their socket at the end."""
         for path in cleanup.weight_sockets(self.job) if self.job else ():
             with suppress(OSError):  # it has ended
                 began = path.stat().st_mtime

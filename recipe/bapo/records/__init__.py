@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes in its folder and reads back. The names of its files are defined here alone.
+"""What a run writes in its folder and reads back, and the names of the files in the folder itself.
 
 Other people's scripts read ``metrics.jsonl``. Every package of the recipe may import this one, which imports none of
 them.
@@ -30,7 +30,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint in ``folder``, as verl finds it; None if there is none.
 
     Raises:
-        ValueError: the checkpoint is named but not there; verl would start anew without a word.
+        ValueError: the checkpoint is named but not there; verl would silently start anew.
     """
     tracker = folder / "latest_checkpointed_iteration.txt"
     if not tracker.exists():

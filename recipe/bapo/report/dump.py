@@ -81,20 +81,20 @@ def _read(path):
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    planes = [*TENSORS, *(name for name in (*PLANES, "response_mask") if name in tensors)]
-    shapes = {name: tuple(tensors[name].shape) if name in tensors else None for name in planes}
+    per_token = [*TENSORS, *(name for name in (*PLANES, "response_mask") if name in tensors)]
+    shapes = {name: tuple(tensors[name].shape) if name in tensors else None for name in per_token}
     if None in shapes.values() or len(set(shapes.values())) > 1:
         raise ValueError(f"{path} needs {', '.join(TENSORS)}, in one shape with what else a token has: {shapes}.")
     if tensors["log_prob"].dim() > 1:  # of another origin: ours have no padding
         mask = tensors.setdefault("response_mask", torch.ones_like(tensors["log_prob"])).bool()
         tensors["lengths"] = mask.sum(-1, dtype=torch.int32).flatten()
     mask = tensors["response_mask"].bool() if "response_mask" in tensors else ...
-    tensors |= {name: tensors[name][mask].flatten().float() for name in planes}
+    tensors |= {name: tensors[name][mask].flatten().float() for name in per_token}
     if "lengths" in tensors and tensors["lengths"].sum() != len(tensors["log_prob"]):
         raise ValueError(
             f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(tensors['log_prob'])} tokens."
         )
-    unusable = [name for name in planes if not torch.isfinite(tensors[name]).all()]
+    unusable = [name for name in per_token if not torch.isfinite(tensors[name]).all()]
     if unusable:
         raise ValueError(f"Non-finite values in {', '.join(unusable)} of {path}.")
     return tensors, metadata

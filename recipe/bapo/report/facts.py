@@ -57,7 +57,7 @@ def report_on(folder: Path) -> dict:
         },
         "methods": _methods(methods, measured),
         "rho": [_rho(measured.statistics, replace(config, contribution=c)) for c in (config.contribution, other)],
-        "unbounded": {**_staleness(total), "largest_ratio": measured.largest_negative},
+        "unbounded": {**_spread_of_ratios(total), "largest_ratio": measured.largest_negative},
     }
     return {"verdict": verdict(report), "staleness": staleness(report), **report}
 
@@ -70,7 +70,7 @@ def _gradient(sums):
     return sums["positive_gradient"] + sums["negative_gradient"]
 
 
-def _staleness(sums: Counter) -> dict[str, float]:
+def _spread_of_ratios(sums: Counter) -> dict[str, float]:
     """How far the ratios of some tokens are from 1."""
     return {
         "clipped_by_grpo": _share(sums["clipped_by_grpo"], sums["positive"] + sums["negative"]),
@@ -83,7 +83,7 @@ def _staleness(sums: Counter) -> dict[str, float]:
 def _rows(measured: Measured, group: str) -> list[dict] | None:
     """A row for each label of a group, or None where the dump does not say it."""
     rows = sorted(measured.sums[group].items())
-    return [{group: label, "tokens": int(sums["tokens"]), **_staleness(sums)} for label, sums in rows] or None
+    return [{group: label, "tokens": int(sums["tokens"]), **_spread_of_ratios(sums)} for label, sums in rows] or None
 
 
 def _methods(methods: dict[str, Method], measured: Measured) -> list[dict]:

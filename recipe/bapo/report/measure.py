@@ -20,7 +20,7 @@ from recipe.bapo.report.methods import Method, Tokens, clipped
 
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
 # How stale tokens are is told by what these bounds clip, whatever the run's own.
-GRPO = partial(clipped, low=0.8, high=1.2)
+PPO_CLIP = partial(clipped, low=0.8, high=1.2)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _add_sums(
     ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
     positive, negative = signs = torch.stack([advantages > 0, advantages < 0]).double()
     size, above = ratio * advantages.abs(), negative * (ratio > 3)
-    factors = torch.stack([loss(tokens) for loss in (GRPO, *losses)])
+    factors = torch.stack([loss(tokens) for loss in (PPO_CLIP, *losses)])
     without = (factors == 0).double()
     columns = {
         "tokens": torch.ones_like(ratio),

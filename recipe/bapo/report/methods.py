@@ -4,8 +4,8 @@
 The gradient of a token's loss with respect to its log-prob is ``-factor * A`` before aggregation; without clipping the
 factor is the ratio r. Each loss is a function that returns the factors, ``(tokens,)`` and at least 0; its settings have
 verl's names and the published values. A new loss is added here and to ``methods_to_compare``;
-``tests/unit/test_report_methods.py`` holds every factor equal to autograd of verl's own function, which this room does
-not import.
+``tests/unit/test_report_methods.py`` holds every factor equal to autograd of verl's own function, which this package
+does not import.
 """
 
 import inspect
