@@ -9,7 +9,9 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import hydra
@@ -103,25 +105,17 @@ class RecordingTaskRunner(BAPOTaskRunner):
             remove_on_every_node()  # while the workers are there who hold what is removed
 
 
-class AnnouncedTaskRunner:
-    """Stands for the task runner's Ray class in ``run_ppo``, which starts it once Ray is up and the job has its id."""
-
-    @staticmethod
-    def options(**options):
-        """As of a Ray actor class."""
-        send("ray", ray.get_runtime_context().get_job_id())
-        return ray.remote(RecordingTaskRunner).options(**options)
-
-    @classmethod
-    def remote(cls):
-        """Start the task runner."""
-        return cls.options().remote()
-
-
 def train(config) -> None:
     """verl's entry point with our task runner."""
+
+    def start(**options):  # verl calls it once Ray is up
+        send("ray", ray.get_runtime_context().get_job_id())
+        return ray.remote(RecordingTaskRunner).options(**options).remote()
+
+    # What verl calls of a Ray class.
+    runner = SimpleNamespace(remote=start, options=lambda **options: SimpleNamespace(remote=partial(start, **options)))
     try:
-        run_ppo(config, AnnouncedTaskRunner)
+        run_ppo(config, runner)
         send("trained")
         return
     except Exception as error:

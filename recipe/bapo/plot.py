@@ -32,13 +32,10 @@ PANELS = {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",
     },
-    "Shares: out of reach, resumed": {
-        "actor/bapo/saturated": "updates out of reach",
-        "training/off_policy/cut_fraction": "responses resumed",
-    },
+    "Updates with the target out of reach, share": {"actor/bapo/saturated": ""},
     "Staleness": {
         "training/off_policy/trajectory_staleness/mean": "versions behind",
-        "training/off_policy/updates_per_rollout_batch": "updates a batch",
+        "training/off_policy/trajectory_spans/mean": "versions a response",
     },
 }
 

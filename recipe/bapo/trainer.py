@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
-They make mini-batches of whole groups, mark batches whose ratios start at 1 (which saves the search its forward), log
-the staleness, and give a dump the versions of the weights. The worker that finds the bounds comes with the loss's
-config (``policy_loss.py``).
+They make mini-batches of whole groups, mark batches whose ratios start at 1 (which saves the search its forward), and
+give a dump the versions of the weights. The worker that finds the bounds comes with the loss's config.
 """
 
 import torch
@@ -39,17 +38,11 @@ class _BAPOTrainer:
 
     def _update_actor(self, batch, metrics):
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
-        # verl has padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
-        updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
-        calls = self.parameter_sync_step
-        metrics["training/off_policy/updates_per_rollout_batch"] = updates * calls  # the staleness of sample replay
-        responses = [tag for tag in batch.tags if not tag.get("is_padding", False)]
-        # A response was cut at an update, and resumed, if other weights sampled its end than its beginning.
-        cut = sum(tag["max_global_steps"] > tag["min_global_steps"] for tag in responses)
-        metrics["training/off_policy/cut_fraction"] = cut / len(responses)
         batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
+            # verl has padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
+            updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
             # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent.
             batch.extra_info[FIRST_UPDATE] = self.local_trigger_step * updates
         batch = super()._update_actor(batch, metrics)

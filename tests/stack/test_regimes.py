@@ -32,7 +32,6 @@ def run_regime(tmp_path, config, steps, *overrides):
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
         assert set(metrics) >= METRICS
-        assert {f"training/off_policy/{name}" for name in ("cut_fraction", "updates_per_rollout_batch")} <= set(metrics)
     records = [json.loads(line) for line in (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()]
     found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
     assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
@@ -66,7 +65,6 @@ def test_sample_replay_at_staleness_32(tmp_path):
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
     dump = tmp_path / "dump"
     data, _ = run_regime(tmp_path, "partial_rollout", 3, f"actor_rollout_ref.actor.policy_loss.token_dump_dir={dump}")
-    assert max(metrics["training/off_policy/cut_fraction"] for metrics in data) > 0
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
     oldest = max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data)
     assert oldest > 0

@@ -125,7 +125,7 @@ def failures(task, files):
         (f"{MODEL}/no_weights", "no_weights is not usable: Error no file named model.safetensors"),
         (f"{MODEL}/other_shapes", "and config.json asks for (64, 7); give whole weights"),
         (f"{MODEL}/template", "template is not usable: Expected an expression"),
-        (f"{MODEL}/nothing", "nothing is not a folder"),
+        (f"{MODEL}/nothing", "nothing is not usable: "),
         (f"{ACTOR}.fsdp_config.model_dtype=fp8", "model_dtype=fp8 is not usable (verl's default is fp32)"),
     ],
 )
@@ -142,7 +142,6 @@ def test_a_mistake_is_named_once(override, message, failures):
             ["{long}", "data.truncation=left", "reward.custom_reward_function.path=null"],
             "verl has no scorer for data_source=nobody/knows",
         ),
-        (["trainer.val_only=true", "trainer.val_before_train=false"], "trainer.val_before_train=False is not usable"),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
     ],
 )
@@ -199,10 +198,6 @@ def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(ove
         (["algorithm.rollout_correction.bypass_mode=true"], "against the policy that sampled"),
         (["algorithm.rollout_correction.rollout_is=token"], "against the policy before the updates of each step"),
         (["trainer.v1.trainer_mode=colocate_async"], "rollout_correction.bypass_mode=false in an asynchronous mode"),
-        (
-            ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_rs=token_k1"],
-            "rollout_correction.rollout_rs=token_k1 has no effect with bypass_mode=true",
-        ),
     ],
 )
 def test_against_which_policy_the_ratio_is(task, overrides, said):

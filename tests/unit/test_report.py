@@ -12,9 +12,8 @@ from markupsafe import escape
 from safetensors.torch import load_file, save_file
 
 from bapo import BAPOConfig
-from recipe.bapo.report.__main__ import main
+from recipe.bapo.report.__main__ import FORMATS, main, page
 from recipe.bapo.report.facts import report_on
-from recipe.bapo.report.page import FORMATS, page
 from recipe.bapo.report.verdict import staleness
 
 # One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
@@ -155,11 +154,10 @@ def test_what_is_said_of_staleness(by_age, by_update, said):
 
 def test_the_age_of_the_weights_where_the_files_have_it(tmp_path):
     tensors = {
-        "old_log_prob": torch.full((2, 2), -1.0),
-        "log_prob": torch.tensor([[-1.0, -1.0], [0.0, 7.0]]),
-        "advantages": torch.tensor([[-1.0, -1.0], [1.0, 1.0]]),
-        "response_mask": torch.tensor([[1, 1], [1, 0]]),
-        "version": torch.tensor([[7, 7], [3, 3]], dtype=torch.int32),
+        "old_log_prob": torch.full((3,), -1.0),
+        "log_prob": torch.tensor([-1.0, -1.0, 0.0]),
+        "advantages": torch.tensor([-1.0, -1.0, 1.0]),
+        "version": torch.tensor([7, 7, 3], dtype=torch.int32),
         "trainer_version": torch.tensor([9]),
     }
     save_file(tensors, tmp_path / "a.safetensors")
@@ -225,7 +223,7 @@ def test_a_target_is_found_where_rho_is_low(tmp_path):
 
 def test_updates_without_a_token_are_left_out(tmp_path):
     plant(tmp_path, updates=[1])
-    nothing = {name: torch.zeros(2, 3) for name in ("old_log_prob", "log_prob", "advantages", "response_mask")}
+    nothing = {name: torch.zeros(0) for name in ("old_log_prob", "log_prob", "advantages")}
     save_file(nothing, tmp_path / "rank0-000001.safetensors")
     assert report_on(tmp_path)["dump"]["updates"] == 1
     (tmp_path / "rank0-000000.safetensors").unlink()
@@ -234,9 +232,9 @@ def test_updates_without_a_token_are_left_out(tmp_path):
 
 
 def test_a_file_in_bfloat16_is_summed_in_float32(tmp_path):
-    tensors = {"old_log_prob": torch.full((1, 4000), -1.0), "log_prob": torch.full((1, 4000), -0.99)}
-    tensors |= {"advantages": torch.ones(1, 4000)}
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    tensors = {"old_log_prob": torch.full((4000,), -1.0), "log_prob": torch.full((4000,), -0.99)}
+    tensors = {name: tensor.bfloat16() for name, tensor in (tensors | {"advantages": torch.ones(4000)}).items()}
+    save_file(tensors | {"lengths": torch.tensor([4000])}, tmp_path / "a.safetensors")
     left = method(report_on(tmp_path), "GSPO")["without_gradient"]["all"]
     assert left == 1.0  # the mean log-ratio of 0.008 is above GSPO's bound, and would be 0 in bfloat16
 

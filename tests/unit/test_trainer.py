@@ -66,15 +66,6 @@ def test_the_entropy_is_filled_where_verl_skipped_it():
         assert before["actor/entropy"] == after
 
 
-def test_the_share_of_resumed_responses_leaves_out_padding():
-    versions = [(3, 3, False), (3, 4, False), (2, 2, False), (1, 4, False), (1, 4, True)]
-    tags = [{"min_global_steps": a, "max_global_steps": b, "is_padding": padding} for a, b, padding in versions]
-    metrics = {}
-    Trainer("colocate_async", True, 0)._update_actor(SimpleNamespace(extra_info={}, tags=tags), metrics)
-    assert metrics["training/off_policy/cut_fraction"] == 0.5
-    assert metrics["training/off_policy/updates_per_rollout_batch"] == 5 // 2 * 2 * 4  # in four calls
-
-
 def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     put = {}
 

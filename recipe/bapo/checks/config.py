@@ -78,7 +78,7 @@ RULES = {
 
 
 def check_values(config) -> str:
-    """The sizes, the values in ``RULES``, and ``val_only`` with what it needs."""
+    """The sizes, and the values in ``RULES``."""
     for field, default in verls_defaults().items():
         section, _, name = field.rpartition(".")
         # ``~key`` takes one away: verl's dataclass then has its own default.
@@ -86,10 +86,6 @@ def check_values(config) -> str:
             require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)
-    if config.trainer.val_only:
-        require(
-            config, "trainer.val_before_train", bool, "true: without it verl trains, whatever trainer.val_only says"
-        )
     return "usable"
 
 
@@ -252,13 +248,7 @@ def check_parallel(config) -> str:
 
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
-    correction, bypass = config.algorithm.rollout_correction, bypasses(config)
-    ignored = [name for name in ("rollout_is", "rollout_rs") if bypass and correction.get(name) is not None]
-    if ignored:
-        raise Concern(
-            f"algorithm.rollout_correction.{ignored[0]}={correction[ignored[0]]} has no effect with bypass_mode=true, "
-            "where the ratio itself is against the policy that sampled: remove it, or set bypass_mode=false."
-        )
+    bypass = bypasses(config)
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
         raise Concern(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "

@@ -46,8 +46,6 @@ def check_model(config) -> str:
 def model_of(config):
     """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
     model = config.actor_rollout_ref.model
-    if str(model.path).startswith(("/", ".", "~")) and not Path(model.path).expanduser().is_dir():
-        raise ValueError(f"{PATH}={model.path} is not a folder: give a Hugging Face model folder or a hub name.")
     return call(PATH, model.path, "give a whole Hugging Face model", omega_conf_to_dataclass, model)
 
 
@@ -70,13 +68,6 @@ def check_tokenizer(config, model) -> None:
         builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
 
     call(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
-    vocabulary = model.hf_config.get_text_config().vocab_size
-    highest = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id)  # tokens added beside may never be used
-    if highest >= vocabulary:
-        raise ValueError(
-            f"{PATH}={path}: its tokenizer uses token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
-            "give tokenizer and config.json of the same model."
-        )
 
 
 def _check_lengths(config, text):

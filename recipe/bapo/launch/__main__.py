@@ -81,9 +81,7 @@ def catch_interruptions() -> list[signal.Signals]:
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
-    parent = tempfile.gettempdir()
-    if len(parent) > MAX_TEMP_LENGTH:
-        parent = "/tmp"
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 

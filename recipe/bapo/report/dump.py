@@ -27,8 +27,7 @@ def about_dump(folder: str | Path) -> dict[str, str]:
 def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
     """Yield the micro-batches of all ranks, as dicts of flat tensors, update by update: one update is in memory.
 
-    Files of another origin need the three tensors of equal shape and, where they hold padding, ``response_mask``; a
-    file without our metadata is an update of its own. ``PLANES`` may be there, too, of the same shape.
+    A file without our metadata is an update of its own.
 
     Raises:
         ValueError: the folder holds no dump or no whole update, a rank's files are missing, ranks dumped unequal
@@ -81,15 +80,11 @@ def _read(path):
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    per_token = [*TENSORS, *(name for name in (*PLANES, "response_mask") if name in tensors)]
+    per_token = [*TENSORS, *(name for name in PLANES if name in tensors)]
     shapes = {name: tuple(tensors[name].shape) if name in tensors else None for name in per_token}
     if None in shapes.values() or len(set(shapes.values())) > 1:
         raise ValueError(f"{path} needs {', '.join(TENSORS)}, in one shape with what else a token has: {shapes}.")
-    if tensors["log_prob"].dim() > 1:  # of another origin: ours have no padding
-        mask = tensors.setdefault("response_mask", torch.ones_like(tensors["log_prob"])).bool()
-        tensors["lengths"] = mask.sum(-1, dtype=torch.int32).flatten()
-    mask = tensors["response_mask"].bool() if "response_mask" in tensors else ...
-    tensors |= {name: tensors[name][mask].flatten().float() for name in per_token}
+    tensors |= {name: tensors[name].float() for name in per_token}
     if "lengths" in tensors and tensors["lengths"].sum() != len(tensors["log_prob"]):
         raise ValueError(
             f"{path}: lengths add up to {tensors['lengths'].sum()}, not {len(tensors['log_prob'])} tokens."

@@ -59,13 +59,6 @@ def clipped(tokens: Tokens, low: float, high: float, clip_ratio_c: float = math.
     return tokens.ratio_gradient * torch.where(tokens.advantages > 0, ratio < high, above_low)
 
 
-def vanilla(
-    tokens: Tokens, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 3.0
-) -> Tensor:
-    """verl's ``vanilla``, whose settings are distances from 1; its defaults are verl's."""
-    return clipped(tokens, 1 - clip_ratio_low, 1 + clip_ratio_high, clip_ratio_c)
-
-
 def gspo(tokens: Tokens, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4) -> Tensor:
     """verl's ``gspo`` (arXiv 2507.18071): every token has the ratio of its response, the mean over its tokens."""
     ratio = tokens.response_log_ratio.exp()
@@ -115,7 +108,7 @@ def dppo_kl(
     return tokens.ratio.clamp(max=clip_ratio_c) * torch.where(tokens.advantages > 0, kept_positive, kept_negative)
 
 
-VERL_LOSSES = {loss.__name__: loss for loss in (vanilla, gspo, sapo, cispo, dppo_tv, dppo_kl)}
+VERL_LOSSES = {loss.__name__: loss for loss in (gspo, sapo, cispo, dppo_tv, dppo_kl)}
 
 
 @dataclass(frozen=True)
@@ -178,15 +171,13 @@ def loss_of_run(about: dict[str, str]) -> Method | None:
         if config.fixed:
             return with_bounds(config.ratio_lower_start, config.ratio_upper_start, float(known["clip_ratio_c"]))
         return Method(clipped, {"clip_ratio_c": float(known["clip_ratio_c"])}, config)
-    if "clip_ratio" in about:  # verl's, for a side that is not set
-        known = dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), about["clip_ratio"]) | known
+    if about.get("loss_mode") == "vanilla" and {"clip_ratio_low", "clip_ratio_high"} <= known.keys():
+        low, high = 1 - float(known["clip_ratio_low"]), 1 + float(known["clip_ratio_high"])
+        return with_bounds(low, high, float(known["clip_ratio_c"]))
     loss = VERL_LOSSES.get(about.get("loss_mode", ""))
     if loss is None or not as_published(loss).settings.keys() <= known.keys():
         return None
-    settings = {name: float(known[name]) for name in as_published(loss).settings}
-    if loss is vanilla:
-        return with_bounds(1 - settings["clip_ratio_low"], 1 + settings["clip_ratio_high"], settings["clip_ratio_c"])
-    return Method(loss, settings)
+    return Method(loss, {name: float(known[name]) for name in as_published(loss).settings})
 
 
 def methods_to_compare(config: BAPOConfig, clip_ratio_c: float) -> dict[str, Method]:
