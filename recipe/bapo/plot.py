@@ -32,10 +32,10 @@ PANELS = {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",
     },
-    "Updates with the target out of reach, share": {"actor/bapo/saturated": ""},
+    "Target out of reach, share of updates": {"actor/bapo/saturated": ""},
     "Staleness": {
         "training/off_policy/trajectory_staleness/mean": "versions behind",
-        "training/off_policy/trajectory_spans/mean": "versions a response",
+        "training/off_policy/trajectory_spans/mean": "versions in a response",
     },
 }
 
