@@ -64,6 +64,7 @@ RULES = {
     ),
     "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
     "trainer.total_training_steps": COUNT_OR_NULL,
+    "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
     "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
     "trainer.logger": (
         lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
