@@ -46,9 +46,7 @@ def check_model(config) -> str:
 def model_of(config):
     """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
     model = config.actor_rollout_ref.model
-    return call(
-        PATH, model.path, "give a whole Hugging Face model folder, or a hub name", omega_conf_to_dataclass, model
-    )
+    return call(PATH, model.path, "give a whole model folder or a hub name", omega_conf_to_dataclass, model)
 
 
 def check_tokenizer(config, model) -> None:
