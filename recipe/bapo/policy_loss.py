@@ -89,15 +89,14 @@ def compute_policy_loss_bapo(
         The loss, and the metrics, with the same keys on every call.
 
     Raises:
-        ValueError: the config is not ours, another worker than ours calls the loss, the loss would depend on the padded
-            width, or input on response tokens is not finite.
+        ValueError: the config is not ours, another worker than ours calls the loss, or input on response tokens is not
+            finite.
     """
     if not isinstance(config.policy_loss, BAPOConfig):
         raise ValueError(
             f"loss_mode=bapo needs actor_rollout_ref.actor.policy_loss._target_={__name__}.BAPOPolicyLossConfig, "
             f"but the config is a {type(config.policy_loss).__name__}."
         )
-    _refuse_padded_width(log_prob, loss_agg_mode, config)
     if config.policy_loss.current_bounds is None:
         raise ValueError(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
@@ -122,15 +121,3 @@ def compute_policy_loss_bapo(
     return surrogate.loss, {
         f"actor/{name}" if name in of_verl else f"actor/bapo/{name}": value for name, value in values.items()
     }
-
-
-def _refuse_padded_width(log_prob, loss_agg_mode, config):
-    # verl divides by the padded width of each micro-batch on each rank, so the sum would depend on the cut.
-    if loss_agg_mode != "seq-mean-token-sum-norm" or config.loss_scale_factor is not None:
-        return
-    info = config.global_batch_info
-    if info.get("dp_size") != 1 or info.get("global_batch_size") != log_prob.shape[0]:
-        raise ValueError(
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm divides by each micro-batch's padded width: "
-            "set actor_rollout_ref.actor.loss_scale_factor, for example to the maximum response length."
-        )

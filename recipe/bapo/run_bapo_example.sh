@@ -84,16 +84,11 @@ rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
     train_gpus=${GPUS_PER_NODE:-$((gpus - ${ROLLOUT_GPUS_PER_NODE:-$((gpus / 2))}))}
     rollout_gpus=${ROLLOUT_GPUS_PER_NODE:-$((gpus - train_gpus))}
-    on_this_node=$((train_gpus + rollout_gpus))
-    if [ "${NNODES:-1}" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]]; then  # each pool may have nodes of its own
-        on_this_node=$((train_gpus > rollout_gpus ? train_gpus : rollout_gpus))
-    fi
-    [ "$train_gpus" -ge 1 ] && [ "$rollout_gpus" -ge 1 ] && [ "$on_this_node" -le "$gpus" ] || fail \
-        "CONFIG=separate_async with GPUS_PER_NODE=$train_gpus to train and ROLLOUT_GPUS_PER_NODE=$rollout_gpus to sample on each node, and this node has $gpus: lower them, train and sample on different nodes of a cluster (RAY_ADDRESS), or choose CONFIG=partial_rollout."
     gpus=$train_gpus
 fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
+positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
 [ -z "${TRAIN_FILE:-}${TEST_FILE:-}" ] || default=cpu_own_data
 [ "${VERL_PLATFORM:-}" = cpu ] || default=gpu

@@ -66,7 +66,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
         Raises:
             ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which
-                the bounds would be wrong or the search would fail.
+                bounds or loss would be wrong, or the search would fail.
         """
         config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss = getattr(config, "policy_loss", None)
@@ -244,7 +244,7 @@ def _tokens_of(data: TensorDict, log_prob=None) -> dict:
 
 
 def refuse_unusable_settings(actor_config, model_config) -> None:
-    """Refuse settings under which the bounds would be wrong or the search would fail.
+    """Refuse settings under which the bounds or the loss would be wrong, or the search would fail.
 
     Args:
         actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``, or the config's section of the model.
@@ -265,9 +265,13 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
             f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
             "each GPU would silently attend to its own part. Install flash-attn, or set it to 1."
         )
-    if actor_config.policy_loss.bound_scope != "mini_batch":
-        return
-    if model_config.enable_activation_offload:
+    if actor_config.loss_agg_mode == "seq-mean-token-sum-norm" and actor_config.loss_scale_factor is None:
+        raise ValueError(
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm is not usable with loss_scale_factor=null: "
+            "verl divides by each micro-batch's padded width, so the loss would depend on the cut. Set "
+            "actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
+        )
+    if actor_config.policy_loss.bound_scope == "mini_batch" and model_config.enable_activation_offload:
         raise ValueError(
             "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
             "offloading counts on a backward after every forward, and the search makes one without. Set it to false."

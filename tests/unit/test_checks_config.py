@@ -92,7 +92,7 @@ def failures(task, files):
         ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable: Unknown trainer"),
         (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
         (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode=token_mean is not usable (verl's default is token-mean)"),
-        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=None is not usable"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "sum-norm is not usable with loss_scale_factor=null"),
         (f"{ACTOR}.optim.lr_scheduler_type=nope", "optim.lr_scheduler_type=nope is not usable (verl's default is"),
         (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
         # Batches.

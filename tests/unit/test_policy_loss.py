@@ -90,18 +90,6 @@ def test_a_call_by_another_worker_than_ours_is_refused():
         compute_policy_loss_bapo(*make_batch(1), config=config)
 
 
-@pytest.mark.parametrize(
-    "rows, dp_size, refused", [(5, 1, False), (10, 1, True), (5, 2, True)], ids=["whole", "a part", "two ranks"]
-)
-def test_the_padded_width_may_divide_only_where_one_micro_batch_on_one_rank_is_all(rows, dp_size, refused):
-    # On two ranks each share of the mini-batch has a width of its own, though each is one micro-batch.
-    mode = "seq-mean-token-sum-norm"
-    config = actor_config(BAPOPolicyLossConfig(), loss_agg_mode=mode)
-    config = with_batch_info(config, rows=rows, dp_size=dp_size)
-    with pytest.raises(ValueError, match="set .*loss_scale_factor") if refused else nullcontext():
-        run_loss(compute_policy_loss_bapo, config, make_batch(1), mode)
-
-
 def test_a_config_that_cannot_be_used_is_refused():
     with pytest.raises(ValueError, match="_target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"):
         compute_policy_loss_bapo(*make_batch(1), config=actor_config(PolicyLossConfig(loss_mode="bapo")))
@@ -172,6 +160,13 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
             "attn_implementation=None: ",
         ),
         ("mini_batch", {"ulysses": 2}, {}, None),
+        (
+            "micro_batch",
+            {"loss_agg_mode": "seq-mean-token-sum-norm"},
+            {},
+            "sum-norm is not usable with loss_scale_factor=null: .* Set actor_rollout_ref.actor.loss_scale_factor",
+        ),
+        ("micro_batch", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1024}, {}, None),
         # The search makes a forward without a backward.
         ("mini_batch", {}, {"enable_activation_offload": True}, "enable_activation_offload=true is .* Set it to false"),
         ("micro_batch", {}, {"enable_activation_offload": True}, None),
@@ -181,6 +176,8 @@ def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, mo
     settings = SimpleNamespace(
         strategy=actor.get("strategy", "fsdp2"),
         engine=SimpleNamespace(ulysses_sequence_parallel_size=actor.get("ulysses", 1)),
+        loss_agg_mode=actor.get("loss_agg_mode", "token-mean"),
+        loss_scale_factor=actor.get("loss_scale_factor"),
         policy_loss=BAPOPolicyLossConfig(bound_scope=scope),
     )
     model = SimpleNamespace(**{"override_config": {}, "enable_activation_offload": False, **model})

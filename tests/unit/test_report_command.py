@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token dump, and the command that reads it."""
 
-import subprocess
 import sys
 from functools import partial
 
@@ -154,11 +153,3 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, content, message):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1 and message in capsys.readouterr().err
-
-
-def test_the_old_name_of_the_command_says_the_new_one(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "recipe.bapo.replay", str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert done.stderr == "Error: python -m recipe.bapo.replay is now python -m recipe.bapo.report.\n"

@@ -122,13 +122,6 @@ def check_folders(config) -> str:
 
 def check_verls_rules(config) -> str:
     """What verl's own dataclasses, optimizer and validation say, the loss's switches among them, and our worker."""
-    require(
-        config,
-        f"{ACTOR}.loss_scale_factor",
-        lambda factor: factor is not None or config.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
-        "a constant such as the maximum response length: without it loss_agg_mode=seq-mean-token-sum-norm divides by "
-        "each micro-batch's padded width",
-    )
     try:
         loss = _build_as_verl_does(config).policy_loss
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
