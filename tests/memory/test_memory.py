@@ -35,6 +35,7 @@ CASES = [
     Case("example", "7B", 8),
     Case("example", "32B", 8),
     Case("example", "32B", 64),
+    Case("gsm8k", "0.5B", 1),
     Case("replay", "7B", 8),
     Case("partial_rollout", "7B", 8),
     Case("separate_async", "7B", 4),
