@@ -84,11 +84,12 @@ rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
     train_gpus=${GPUS_PER_NODE:-$((gpus - ${ROLLOUT_GPUS_PER_NODE:-$((gpus / 2))}))}
     rollout_gpus=${ROLLOUT_GPUS_PER_NODE:-$((gpus - train_gpus))}
+    [ "$train_gpus" -ge 1 ] && [ "$rollout_gpus" -ge 1 ] || fail \
+        "CONFIG=separate_async would train on GPUS_PER_NODE=$train_gpus and sample on ROLLOUT_GPUS_PER_NODE=$rollout_gpus of this node's $gpus GPUs: set both to 1 or more, or choose CONFIG=partial_rollout."
     gpus=$train_gpus
 fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
-positive ROLLOUT_GPUS_PER_NODE "$ROLLOUT_GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
 [ -z "${TRAIN_FILE:-}${TEST_FILE:-}" ] || default=cpu_own_data
 [ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
@@ -96,7 +97,7 @@ SIZE=${SIZE:-$default}
 choose() { [[ $2 =~ ^[A-Za-z0-9_]+$ && -f $3/$2.yaml ]] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
 choose SIZE "$SIZE" configs/size
-[[ $CONFIG != paper_* || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
+[[ $CONFIG != @(paper_*|gsm8k) || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
 if [ "${VERL_PLATFORM:-}" != cpu ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
         [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."

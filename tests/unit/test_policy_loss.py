@@ -26,10 +26,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
 
-def with_batch_info(config, rows, dp_size=1, tokens=None):
-    config.global_batch_info.update(
-        dp_size=dp_size, batch_num_tokens=tokens, global_batch_size=rows * dp_size, loss_scale_factor=None
-    )
+def with_batch_info(config, rows, tokens=None):
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=tokens, global_batch_size=rows, loss_scale_factor=None)
     return config
 
 

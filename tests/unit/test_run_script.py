@@ -26,6 +26,7 @@ ASYNC = {"CONFIG": "separate_async"}
         (0, {"CONFIG": "../size/cpu"}, "Error: CONFIG=../size/cpu is not usable: choose from"),
         (0, {"SIZE": "nothing"}, "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),
         (0, {"CONFIG": "paper_7b"}, "Error: CONFIG=paper_7b is for GPUs"),
+        (0, {"CONFIG": "gsm8k"}, "Error: CONFIG=gsm8k is for GPUs"),
         (0, {"GPUS_PER_NODE": "many"}, "Error: GPUS_PER_NODE=many is not usable"),
         # The CPU path is for this machine alone, and for who asked for it where there are GPUs of another kind.
         (0, {"NNODES": "2"}, "Error: NNODES=2 but this machine has no GPU"),
@@ -36,10 +37,10 @@ ASYNC = {"CONFIG": "separate_async"}
         (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": ""}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
         (1, {}, MODEL_MISSING),
         (8, ASYNC, MODEL_MISSING),
-        (1, ASYNC, "Error: ROLLOUT_GPUS_PER_NODE=0 is not usable: give a whole number of 1 or more."),
-        (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "Error: ROLLOUT_GPUS_PER_NODE=0 is not usable"),
+        (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both to"),
+        (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "on GPUS_PER_NODE=8 and sample on ROLLOUT_GPUS_PER_NODE=0 of"),
         # GPUs that CUDA is told to leave are not counted, and those of a cluster are its own to count.
-        (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "Error: GPUS_PER_NODE=0 is"),
+        (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "GPUS_PER_NODE=0 and"),
         (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
     ],
 )
@@ -69,6 +70,22 @@ def test_nothing_in_the_environment_is_run_and_json_stays_json(tmp_path):
 def test_help_is_the_scripts_header():
     run = run_script("--help")
     assert run.returncode == 0 and "--preflight [--json]" in run.stdout and "GPUS_PER_NODE" in run.stdout
+
+
+def test_a_run_on_gpus_leaves_the_platform_to_verl_and_splits_the_gpus(tmp_path, task):
+    write_nvidia_smi(tmp_path)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "${VERL_PLATFORM-unset} $GPUS_PER_NODE $ROLLOUT_GPUS_PER_NODE $@"\n')
+    python.chmod(0o755)
+    files = {"MODEL_PATH": task / "model", "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": tmp_path, "OUTPUT_DIR": tmp_path / "run"}
+    for config, gpus in (({}, "8 1"), (ASYNC, "4 4"), ({**ASYNC, "ROLLOUT_GPUS_PER_NODE": "3"}, "5 3")):
+        chosen = {name: str(value) for name, value in (files | environment | config).items()}
+        run = run_script("trainer.total_epochs=1", VERL_PLATFORM="nvidia", **chosen)
+        start = run.stdout.splitlines()[-1]
+        assert run.returncode == 0 and start.startswith(f"unset {gpus} -m recipe.bapo.launch"), run.stdout + run.stderr
+        assert " size=gpu " in start and start.endswith(" trainer.total_epochs=1")
 
 
 def test_a_run_on_the_cpu_does_not_tell_ray_of_gpus(tmp_path):
