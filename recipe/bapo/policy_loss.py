@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bapo import BAPOConfig, clipped_surrogate_loss, read_values
+from bapo import BAPOConfig, clipped_surrogate_loss, read_and_validate
 from recipe.bapo import worker
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -115,7 +115,7 @@ def compute_policy_loss_bapo(
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
     of_verl = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    values = read_values(bounds, diagnostics, **of_verl, entropy_covariance=surrogate.entropy_covariance)
+    values = read_and_validate(bounds, diagnostics, **of_verl, entropy_covariance=surrogate.entropy_covariance)
     values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
     values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
     return surrogate.loss, {

@@ -16,7 +16,7 @@ from statistics import fmean
 import torch
 from tensordict import TensorDict
 
-from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_values, search_clip_bounds
+from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_and_validate, search_clip_bounds
 from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.tokens import write_dump
@@ -174,7 +174,7 @@ class BAPOTrainingWorker(TrainingWorker):
             statistics, source = self._collect_by_forward(data), "pass"
         found = self._search(statistics)
         # Non-finite input raises here: on all ranks together, before the first training forward.
-        values = read_values(*found)
+        values = read_and_validate(*found)
         self._record(values, source)
         return found
 
@@ -184,7 +184,7 @@ class BAPOTrainingWorker(TrainingWorker):
         found = self._search(self._statistics_of(tokens))
         # Without a record nothing is read here: the loss reads the bounds together with its metrics, in one transfer.
         if self.bapo_config.bounds_record_dir is not None:
-            self._record(read_values(*found), "loss")
+            self._record(read_and_validate(*found), "loss")
         return found
 
     def _search(self, statistics):
@@ -216,7 +216,7 @@ class BAPOTrainingWorker(TrainingWorker):
         return sum(collected[1:], start=collected[0])
 
     def _record(self, values, source):
-        """Add a line to ``rank<N>.jsonl``: every value of ``read_values`` in hexadecimal, exactly.
+        """Add a line to ``rank<N>.jsonl``: every value of ``read_and_validate`` in hexadecimal, exactly.
 
         ``update`` counts from the start of the process (with ``bound_scope=micro_batch`` several lines have the same);
         ``source`` is "pass", "ratio 1" where ratios were known, or "loss" where the training forward found the bounds.

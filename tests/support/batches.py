@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from support.oracle import ratios, response_tokens
 
-from bapo import BAPOConfig, find_clip_bounds, read_values
+from bapo import BAPOConfig, find_clip_bounds, read_and_validate
 from recipe.bapo.report.dump import TENSORS, read_dump
 
 
@@ -95,7 +95,7 @@ def searches(draw):
     batch, config, clip_ratio_c = draw(batches()), draw(configs()), draw(st.sampled_from([None, 1.5, 3.0]))
     old, log_prob, _, mask = batch
     if draw(st.booleans()):  # the rounding of the logarithm decides on which side of a candidate a token is
-        points = torch.cat([config.lower.points(), config.upper.points()]).clamp(min=1e-3)
+        points = torch.cat([config.lower.grid(), config.upper.grid()]).clamp(min=1e-3)
         chosen = points[torch.arange(mask.numel()) % len(points)].reshape(mask.shape)
         old[mask] = 0.0
         batch[1] = with_one_ratio_each(old, torch.where(mask, chosen.log().to(old.dtype), log_prob))
@@ -114,7 +114,7 @@ def searches(draw):
 
 def values_found(*batch_and_config, **settings):
     """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
-    return read_values(*find_clip_bounds(*batch_and_config, **settings))
+    return read_and_validate(*find_clip_bounds(*batch_and_config, **settings))
 
 
 def values_of_dump(dump, config):
