@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe.bapo.report.dump import TENSORS, about_dump, read_dump
+from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
 
 ROWS = 8
 LOSS = "actor_rollout_ref.actor.policy_loss"

@@ -16,7 +16,7 @@ from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
 
 from bapo import BAPOConfig
-from recipe.bapo.report.dump import read_dump
+from recipe.bapo.records.tokens import read_dump
 
 ROWS = 16
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_and_validate
-from recipe.bapo.report.dump import TENSORS, read_dump
+from recipe.bapo.records.tokens import TENSORS, read_dump
 
 
 @st.composite

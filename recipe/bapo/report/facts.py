@@ -14,7 +14,7 @@ import torch
 
 from bapo import BAPOConfig, ClipStatistics
 from bapo.search import measure_search_path, reaches_target
-from recipe.bapo.report.dump import about_dump
+from recipe.bapo.records.tokens import about_dump
 from recipe.bapo.report.measure import Measured, measure
 from recipe.bapo.report.methods import Method, loss_of_run, methods_to_compare
 from recipe.bapo.report.verdict import OWN, staleness, verdict

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics
-from recipe.bapo.report.dump import read_dump
+from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.methods import Method, Tokens, clipped
 
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
