@@ -2,8 +2,8 @@
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
 Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``search``, ``diagnostics``, ``bounds``,
-``loss``. Each imports only modules before it in the list. Code outside this repository may import the names in
-``__all__``; everything else may change.
+``previous_batch``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
+the names in ``__all__``; everything else may change.
 """
 
 from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars, read_values
@@ -11,6 +11,7 @@ from bapo.clip_statistics import ClipStatistics, collect_clip_statistics, empty_
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
+from bapo.previous_batch import EarlierBounds
 from bapo.search import ClipBounds, measure_clip_bounds, search_clip_bounds
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "ClipBounds",
     "ClipStatistics",
     "Diagnostics",
+    "EarlierBounds",
     "Range",
     "SurrogateLoss",
     "bounds_from_statistics",

@@ -16,7 +16,7 @@ CHOICES = {
     "contribution": ("value", "gradient"),
     "token_weight": ("rollout_prob", "uniform"),
     "search_order": ("upper_first", "lower_first"),
-    "bound_scope": ("mini_batch", "micro_batch"),
+    "bound_scope": ("mini_batch", "previous_batch", "micro_batch"),
 }
 # The statistics grow with the number of candidates. A range with more steps than this has a mistyped step.
 MAX_STEPS = 100_000
@@ -65,8 +65,10 @@ class BAPOConfig:
             code).
         search_order: ``upper_first`` raises ``c_high`` first (Algorithm 1), ``lower_first`` raises ``c_low`` first (the
             authors' code).
-        bound_scope: ``mini_batch`` finds the bounds once per optimizer update, ``micro_batch`` once per forward (the
-            authors' code; the result then depends on how the mini-batch was cut).
+        bound_scope: which tokens the bounds of an optimizer update are found on. ``mini_batch``: all tokens of the
+            update itself (Algorithm 1). ``previous_batch``: all tokens of the same update on the rollout batch before,
+            which needs no forward of its own. ``micro_batch``: the tokens of each forward alone (the authors' code);
+            the result then depends on how the mini-batch is cut.
 
     Raises:
         ValueError: names the field, its value and the fix. Raised on construction.

@@ -125,7 +125,7 @@ def marked_updates(rank, size, port, task, folder):
         ]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        mark = {"bapo_ratios_start_at_1": True} if "marked" in name else {}
+        mark = {"bapo_on_policy_first_update": True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
@@ -140,7 +140,7 @@ def marked_updates(rank, size, port, task, folder):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
-    from recipe.bapo.worker import SEARCH_FIELDS
+    from recipe.bapo.micro_batches import SEARCH_FIELDS
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
@@ -167,7 +167,8 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.worker import FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION
+    from recipe.bapo.micro_batches import ROLLOUT_VERSION
+    from recipe.bapo.worker import TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +176,7 @@ def dump_of_versions(rank, size, port, task):
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, FIRST_UPDATE: 6})
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, UPDATES_MADE: 6})
         expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
         actor.train_mini_batch(data)
         files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
@@ -316,9 +317,9 @@ def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
         marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
-        assert [line["source"] for line in marked["record"]] == ["ratio 1", *3 * ["pass"]]
+        assert [line["source"] for line in marked["record"]] == ["on_policy", *3 * ["pass"]]
         assert [line["source"] for line in plain["record"]] == 4 * ["pass"]
-        assert [line["source"] for line in whole["record"]] == ["ratio 1", *3 * ["loss"]]
+        assert [line["source"] for line in whole["record"]] == ["on_policy", *3 * ["loss"]]
         assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
         assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
         assert len({line["positive_contribution_start"] for line in plain["record"]}) == 4  # a search for each update

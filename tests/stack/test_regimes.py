@@ -56,7 +56,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
     found = values_of_dump(dump, definition)
     assert len(found["low"]) == 64
     for update, record in enumerate(records):
-        if record["source"] != "ratio 1":
+        if record["source"] != "on_policy":
             assert (found["low"][update].hex(), found["high"][update].hex()) == (record["low"], record["high"])
         for key in ("positive_contribution_start", "positive_token_fraction"):
             assert found[key][update] == pytest.approx(float.fromhex(record[key]), abs=1e-5), key

@@ -16,8 +16,9 @@ from support.metrics import METRICS
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, find_clip_bounds
+from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, compute_policy_loss_bapo
-from recipe.bapo.worker import BAPOTrainingWorker, refuse_unusable_settings
+from recipe.bapo.worker import BAPOTrainingWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
@@ -106,14 +107,6 @@ def test_the_loss_clips_with_the_bounds_that_the_worker_left_in_its_config():
     config.policy_loss.current_bounds = find_clip_bounds(*batch, BAPOConfig(**FIXED))
     metrics = compute_policy_loss_bapo(*batch, config=config)[1]
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
-
-
-def test_bounds_of_an_update_end_with_it():
-    worker, bounds = object.__new__(BAPOTrainingWorker), object()
-    worker.bapo_config, worker.updates, worker.updates_on_batch = BAPOConfig(), 0, 0
-    worker._bounds_before_training = lambda data: bounds
-    worker.verl_update = lambda data, loss_function: worker.update_bounds
-    assert worker._search_and_update(None, None) is bounds and worker.update_bounds is None
 
 
 def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
