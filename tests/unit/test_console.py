@@ -61,7 +61,11 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert told["updates with the target already met"] == "50%"
     assert told["updates with the target met by moving bounds"] == "30%"  # the rest
     assert told["updates with the target out of reach"] == "20%"
-    assert told["positive contribution (rho)"] == "0.400 before, 0.500 after the search"
+    assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
+    assert "previous_batch" not in text
+    config = {"actor_rollout_ref": {"actor": {"policy_loss": {"bound_scope": "previous_batch"}}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert "an update uses what the search found on the batch before" in summary(tmp_path)
 
 
 def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
