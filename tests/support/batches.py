@@ -117,10 +117,14 @@ def values_found(*batch_and_config, **settings):
     return read_and_validate(*find_clip_bounds(*batch_and_config, **settings))
 
 
-def values_of_dump(dump, config):
-    """``values_found`` of each update of a dump, by name."""
-    found = []
+def batches_of_dump(dump):
+    """The tokens of each update of a dump as one row: old log-probs, log-probs, advantages and a mask of ones."""
     for micro_batches in read_dump(dump):
         rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
-        found.append(values_found(*rows, torch.ones_like(rows[0]), config, clip_ratio_c=3.0))
+        yield *rows, torch.ones_like(rows[0])
+
+
+def values_of_dump(dump, config):
+    """``values_found`` of each update of a dump, by name."""
+    found = [values_found(*batch, config, clip_ratio_c=3.0) for batch in batches_of_dump(dump)]
     return {name: [values[name] for values in found] for name in found[0]}

@@ -49,3 +49,12 @@ def test_the_points_of_a_range_are_start_plus_steps_and_last_the_maximum(config)
         expected = [grid_point(part.start, part.maximum, part.step, k) for k in range(part.steps + 1)]
         assert part.grid().tolist() == expected and expected[-1] == part.maximum
         assert expected == sorted(set(expected))
+
+
+@pytest.mark.parametrize(
+    "sides, fixed", [((), False), (("lower",), False), (("upper",), False), (("lower", "upper"), True)]
+)
+def test_a_config_is_fixed_where_both_bounds_are(sides, fixed):
+    start = {"lower": 0.8, "upper": 1.3}
+    changes = {f"ratio_{side}_{end}": start[side] for side in sides for end in ("start", "max")}
+    assert BAPOConfig(**changes).fixed is fixed
