@@ -77,7 +77,7 @@ class StandInEngine:
         return self.data_parallel_rank
 
     def get_data_parallel_group(self):
-        return None
+        return "data-parallel group"
 
 
 def make_worker(config, monkeypatch, rank=0, model_config=None):
@@ -92,6 +92,9 @@ def make_worker(config, monkeypatch, rank=0, model_config=None):
     monkeypatch.setattr(TrainingWorker, "rank", rank, raising=False)
     monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
+    # verl's loop over the updates on a rollout batch makes none here: a test makes them one by one.
+    nothing = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
+    monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda worker, data: nothing)
     worker = BAPOTrainingWorker(None)
     worker.set_loss_fn(partial(ppo_loss, config=config))
     return worker

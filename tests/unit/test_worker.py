@@ -19,6 +19,8 @@ from bapo import BAPOConfig
 from recipe.bapo.health import WINDOW
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
 from recipe.bapo.records.tokens import read_dump
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import TrainingWorker
 
 TARGET = 0.47
 MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
@@ -43,10 +45,9 @@ def update(worker, batch, cut=4):
     return worker.engine.train_batch([make_micro_batch(*part) for part in parts], worker.loss_fn)["metrics"]
 
 
-def start_batch(worker):
-    """What ``train_mini_batch`` does before the updates on a rollout batch."""
-    worker.updates_on_batch = 0
-    worker.earlier_bounds.start_batch()
+def start_batch(worker, **marks):
+    """Begin a rollout batch or, with ``bapo_updates_made``, go on with one, as verl's trainer does."""
+    worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
 
 
 def bounds_of(metrics):
@@ -60,16 +61,29 @@ def literal_bounds(batch):
 
 def test_previous_batch_takes_the_bounds_of_the_same_update_of_the_batch_before(monkeypatch):
     worker = worker_with(monkeypatch)
-    batches = [[batch_of_pairs(10 * number + k) for k in range(count)] for number, count in enumerate((2, 3, 3))]
+    batches = [[batch_of_pairs(10 * number + k) for k in range(count)] for number, count in enumerate((3, 2, 3))]
     found = []
     for updates in batches:
         start_batch(worker)
         found.append([bounds_of(update(worker, batch)) for batch in updates])
     literal = [[literal_bounds(batch) for batch in updates] for updates in batches]
     assert len({bounds for updates in literal for bounds in updates}) > 4  # the searches differ
-    assert found[0] == [(0.6, 1.2), literal[0][0]]  # no batch before: the start of the ranges, then the latest search
-    assert found[1] == [*literal[0], literal[1][1]]  # no third update on the batch before: the latest search
-    assert found[2] == literal[1]
+    assert found[0] == [(0.6, 1.2), *literal[0][:2]]  # no batch before: the start of the ranges, then the latest search
+    assert found[1] == literal[0][:2]
+    assert found[2] == [*literal[1], literal[2][1]]  # no third update on the batch before: the latest search
+
+
+def test_a_rollout_batch_in_several_calls_is_one_batch(monkeypatch):
+    """As in ``separate_async`` with our trainer, which says how many updates came before on the batch."""
+    worker = worker_with(monkeypatch)
+    found = []
+    for seed in (0, 10):
+        start_batch(worker)
+        update(worker, batch_of_pairs(seed))
+        start_batch(worker, bapo_updates_made=1)
+        found.append(bounds_of(update(worker, batch_of_pairs(seed + 1))))
+    first, second = (literal_bounds(batch_of_pairs(seed)) for seed in (0, 1))
+    assert found == [first, second] and first != second
 
 
 def test_previous_batch_does_not_depend_on_the_cut(monkeypatch):
@@ -192,9 +206,6 @@ def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
 
 @pytest.mark.parametrize("source, share, warned", [(True, 0, True), (True, 1, False), (False, 0, False)])
 def test_only_the_first_rank_with_outputs_warns(monkeypatch, caplog, source, share, warned):
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.engine_workers import TrainingWorker
-
     worker = worker_with(monkeypatch)
     worker.engine.source, worker.engine.data_parallel_rank = source, share
     out_of_reach = {"actor/bapo/saturated": [1.0, 1.0], "actor/bapo/positive_contribution": [0.3, 0.3]}
