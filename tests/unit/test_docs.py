@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.batches import make_batch
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [
@@ -51,6 +52,15 @@ def test_the_workflow_runs_the_commands_of_ci():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     steps = workflow["jobs"]["test"]["steps"]
     assert [step["run"] for step in steps if "run" in step] == run
+
+
+def test_the_example_in_the_cores_guide_runs():
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "bapo/README.md").read_text(), re.M | re.S)
+    old_log_prob, log_prob, advantages, mask = make_batch(0)
+    names = dict(old_log_prob=old_log_prob, log_prob=log_prob.requires_grad_(), advantages=advantages, mask=mask)
+    exec(code, names)
+    names["loss"].backward()
+    assert log_prob.grad.isfinite().all() and 0.6 <= names["metrics"]["low"] <= 0.9
 
 
 def test_the_pages_speak_one_vocabulary():
