@@ -3,6 +3,7 @@
 
 import copy
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
 
 
 def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch, tmp_path):
-    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
+    (tmp_path / "flash_attn_2_cuda.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ValueError, match="flash_attention_2 is not .* undefined symbol.*platform=gpu_without_flash_attn"
@@ -97,6 +98,14 @@ def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch
         machine.check_attention(config())
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
     assert machine.check_attention(config(changes=sdpa)) == "sdpa"
+
+
+def test_flash_attn_4_alone_is_not_flash_attn_2(config, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # the only folder of its wheel
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("flash_attn")
+    with pytest.raises(ValueError, match="No module named 'flash_attn_2_cuda'.*platform=gpu_without_flash_attn"):
+        machine.check_attention(config())
 
 
 def test_what_the_worker_refuses_is_refused_before_the_run(config):

@@ -37,11 +37,14 @@ def check_versions(config) -> str:
 
 
 def check_attention(config) -> str:
-    """flash-attn, where the config asks for it. One built for another torch is there and cannot be imported."""
+    """flash-attn 2, where the config asks for it. One built for another torch is there and cannot be imported.
+
+    Its compiled module is imported: flash-attn-4, a package of its own, alone makes ``import flash_attn`` succeed.
+    """
     attention = (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
     if attention == "flash_attention_2":
         fix = "set platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built"
-        call("attn_implementation", attention, fix, import_module, "flash_attn")
+        call("attn_implementation", attention, fix, import_module, "flash_attn_2_cuda")
     return attention
 
 
