@@ -10,13 +10,15 @@ import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from ray.util import state as ray_state
 from support.commands import until
 
 from recipe.bapo.checks.machine import check_other_runs
-from recipe.bapo.launch import cleanup, locks, watchdog
+from recipe.bapo.launch import cleanup, demands, locks, watchdog
 from recipe.bapo.launch.watchdog import Watchdog
 
 
@@ -108,6 +110,48 @@ def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys
     dog.set_demands([], "")
     dog.demands_since -= 1e6
     assert dog.unmet_demand() is None
+
+
+def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
+    """Ray's own records, as its state API gives them; tests/stack/test_faults.py asks a real Ray."""
+
+    def task(name, kind="ACTOR_CREATION_TASK", **resources):
+        return SimpleNamespace(name=name, type=kind, required_resources=resources)
+
+    bundles = [{"unit_resources": {"GPU": 1.0, "CPU": 3.0}}] * 2
+    groups = [SimpleNamespace(name="pool", bundles=bundles), SimpleNamespace(name="", bundles=[bundles[0]])]
+    tasks = [task("Unit.__init__", CPU=1.0), task("Unit.__init__", CPU=1.0), task("work", "NORMAL_TASK", CPU=5.0)]
+    tasks.append(task("Unit.call", "ACTOR_TASK"))  # it waits for its actor
+    asked = []
+    monkeypatch.setattr(ray_state, "list_placement_groups", lambda **options: asked.append(options) or groups)
+    monkeypatch.setattr(ray_state, "list_tasks", lambda **options: asked.append(options) or tasks)
+    assert demands.pending("01000000") == [
+        "1 x work (5 CPU)",
+        "2 x Unit (1 CPU)",
+        "a placement group of 1 x (3 CPU, 1 GPU)",
+        "a placement group pool of 2 x (3 CPU, 1 GPU)",
+    ]
+    assert all("01000000" in [value for _, _, value in options["filters"]] for options in asked)  # not other jobs'
+
+
+def test_ray_is_asked_until_the_first_step_and_each_change_is_sent(monkeypatch, tmp_path):
+    answers, sent = [["one"], ["one"], OSError("the dashboard is not up"), ["two"]], []
+
+    def pending(job):
+        answer = answers.pop(0)
+        if not answers:
+            (tmp_path / "metrics.jsonl").touch()
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(demands, "INTERVAL", 0.01)
+    monkeypatch.setattr(demands, "pending", pending)
+    monkeypatch.setattr(demands, "free", lambda: "nothing")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    demands.follow(tmp_path / "metrics.jsonl", lambda *found: sent.append(found))
+    until(lambda: len(sent) == 3, 10, "the last change")
+    assert sent == [(["one"], "nothing"), (["two"], "nothing"), ([], "nothing")]
 
 
 def test_a_run_on_a_cluster_goes_on_waiting(tmp_path, capsys):
