@@ -5,6 +5,7 @@
 count_gpus() {  # sets gpus to the number of GPUs that nvidia-smi lists; fails where a driver is there and it lists none
     local said sign
     said=$(nvidia-smi -L 2>&1 || true)
+    said=${said#*gpus.sh: line *: }  # which bash puts before "nvidia-smi: command not found"
     gpus=$(grep -c '^GPU' <<<"$said" || true)
     if [ "$gpus" != 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then return; fi
     # In a container without nvidia-smi, a run would otherwise train on the CPU beside idle GPUs.

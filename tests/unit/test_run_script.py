@@ -89,7 +89,7 @@ def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(scrip
 @pytest.mark.parametrize(
     "platform, tool, driver, said",
     [
-        ("", None, True, "nvidia-smi: command not found). Mend or install nvidia-smi (in a container"),
+        ("", None, True, "no GPU (nvidia-smi: command not found). Mend or install nvidia-smi (in a container"),
         ("cpu", None, True, "0 GPUs"),
         ("", None, False, "0 GPUs"),
         ("", 8, True, "8 GPUs"),
