@@ -18,8 +18,13 @@ STEPS = 3
 UPDATES = 8  # of a rollout batch
 MAX_DIFFERENCE = 0.02  # mean, between the probabilities of the trainer and of vLLM, where both hold the same weights
 LENGTH = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.val_before_train=false")
-# size=cpu leaves it to the platform, and verl's default is 2.
-ONE_GPU = ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.actor.strategy=fsdp2")
+ONE_GPU = (
+    # size=cpu leaves it to the platform, and verl's default is 2.
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    # verl asks Ray for 12 CPUs, and machines with one GPU often have fewer; Ray only counts them.
+    "ray_kwargs.ray_init.num_cpus=16",
+)
 # A CPU's vLLM has nothing to give up, but it is asked to, and says that it did.
 SLEEP = "actor_rollout_ref.rollout.free_cache_engine=true"
 NEW_RUNNER = "Using V2 Model Runner"  # vLLM's, for a Llama or a Qwen3 on a GPU; a Qwen2 gets the old one
