@@ -24,7 +24,7 @@ install_flash_attn() {
     # One built for another torch or CUDA installs, and transformers and verl would choose it by its name.
     "$venv/bin/python" -c 'import torch, flash_attn_2_cuda' >>"$log" 2>&1 || {
         "$venv/bin/uv" pip uninstall -q --python "$venv/bin/python" flash-attn >>"$log" 2>&1
-        [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ] || rm -f "$wheel"
+        [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ] || rm -f "$wheel"  # else the next set-up would take it again
         return 1
     }
 }
