@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.checks import Concern, composing
+from recipe.bapo.checks import CheckWarning, composing
 from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
 from recipe.bapo.checks.preflight import lines_of, run
 from recipe.bapo.config import compose_config
@@ -203,8 +203,8 @@ def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(ove
 def test_against_which_policy_the_ratio_is(task, overrides, said):
     try:
         found = check_ratio(composed(task, *overrides))
-    except Concern as concern:
-        assert said in str(concern) and not said.startswith("against")
+    except CheckWarning as warning:
+        assert said in str(warning) and not said.startswith("against")
     else:
         assert found == said
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, machine, memory, preflight
+from recipe.bapo.checks import CheckWarning, machine, memory, preflight
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -85,7 +85,7 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
     with pytest.raises(ValueError, match="of the 8 GPUs .* finds 0"):
         machine.check_devices(apart)
     monkeypatch.setattr(machine, "gpus", lambda: [])  # the head of a cluster
-    with pytest.raises(Concern, match="of the 0 GPUs .* finds 0"):
+    with pytest.raises(CheckWarning, match="of the 0 GPUs .* finds 0"):
         machine.check_devices(apart)
 
 
@@ -274,7 +274,7 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
         )
         try:
             said = "fits", re.search(r"at least ([\d.]+) left", memory.check_memory(chosen))[1]
-        except Concern as error:
+        except CheckWarning as error:
             said = "tight", re.search(r"([\d.]+) left beside", str(error))[1]
         except ValueError as error:
             said = "fails", " ".join(re.search(r"([\d.]+) too few for ([\w-]+)", str(error)).groups())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, __main__, machine, preflight
+from recipe.bapo.checks import CheckWarning, __main__, machine, preflight
 from recipe.bapo.launch import locks
 
 
@@ -85,7 +85,7 @@ def test_a_config_that_does_not_come_together_is_one_line_of_json(monkeypatch, t
 def test_another_verl_and_a_missing_package(task, monkeypatch, replaced, said):
     for name, value in replaced.items():
         monkeypatch.setattr(machine.metadata, name, value)
-    with pytest.raises((Concern, ValueError), match=said):
+    with pytest.raises((CheckWarning, ValueError), match=said):
         machine.check_versions(composed(task))
 
 
@@ -100,7 +100,9 @@ def test_few_open_files_are_refused(task, monkeypatch):
 def test_little_shared_memory_is_a_warning_on_a_cpu_and_a_failure_on_gpus(task, monkeypatch):
     config = composed(task)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    with pytest.raises(Concern, match="/dev/shm has 0.06 GiB free, and Ray, NCCL and .*: docker run --shm-size=16g"):
+    with pytest.raises(
+        CheckWarning, match="/dev/shm has 0.06 GiB free, and Ray, NCCL and .*: docker run --shm-size=16g"
+    ):
         machine.check_limits(config)
     config.trainer.device = "cuda"
     with pytest.raises(ValueError, match="/dev/shm has 0.06 GiB free"):

@@ -3,7 +3,7 @@
 
 verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
 are only for what verl accepts and should not. Each message names the field, the value and the fix: a check returns what
-is fine, and raises ``ValueError`` for a failure or ``Concern`` for a warning. Its place is in ``preflight.py``.
+is fine, and raises ``ValueError`` for a failure or ``CheckWarning`` for a warning. Its place is in ``preflight.py``.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 
-class Concern(Exception):
+class CheckWarning(Exception):
     """A warning: it will run, and may do something that was not wanted. A ``ValueError`` is a failure."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks import Concern, call, innermost, require, require_writable
+from recipe.bapo.checks import CheckWarning, call, innermost, require, require_writable
 from recipe.bapo.checks.composing import verls_defaults
 from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.records.tokens import refuse_earlier
@@ -246,7 +246,7 @@ def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
     bypass = bypasses(config)
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
-        raise Concern(
+        raise CheckWarning(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
         )

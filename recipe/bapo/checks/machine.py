@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.bapo.checks import Concern, call, require
+from recipe.bapo.checks import CheckWarning, call, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
 
@@ -32,7 +32,7 @@ def check_versions(config) -> str:
     fix = "run bash scripts/setup.sh"
     found = {name: call("the package", name, fix, metadata.version, name) for name in names}
     if found["verl"] != VERL:
-        raise Concern(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
+        raise CheckWarning(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
@@ -89,7 +89,7 @@ def check_devices(config) -> str:
     wanted = (min if cluster else sum)(gpus for _, _, gpus in pools)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
-        raise (Concern if cluster and not listed else ValueError)(
+        raise (CheckWarning if cluster and not listed else ValueError)(
             f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
             f"for {asked}, and of the {listed} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
             f"{torch.version.cuda}) finds {there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): "
@@ -117,5 +117,5 @@ def check_limits(config) -> str:
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
     if free < 1:
         text = f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: "
-        raise (Concern if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
+        raise (CheckWarning if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
     return f"{files} open files; {free:.0f} GiB free in /dev/shm"

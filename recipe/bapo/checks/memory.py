@@ -7,7 +7,7 @@ lies there is counted, because a run that fits must not be refused.
 
 import torch
 
-from recipe.bapo.checks import Concern
+from recipe.bapo.checks import CheckWarning
 from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
 from recipe.bapo.checks.inputs import model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
@@ -145,5 +145,5 @@ def check_memory(config) -> str:
     if left < 0:
         raise ValueError(f"{text}{-left:.1f} too few for {largest}. {REMEDY}")
     if left < TIGHT * total:
-        raise Concern(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
+        raise CheckWarning(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
     return f"{text}at least {left:.1f} left"

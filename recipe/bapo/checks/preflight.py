@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import Concern, innermost, inputs, machine, memory
+from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.composing import explain, problems
 from recipe.bapo.config import compose_config
@@ -26,7 +26,7 @@ class Line:
 
 
 # Name, check, and the checks after whose failure this one is left out, because it would only say the same again. A
-# check takes the resolved config and returns what is fine, or raises Concern or ValueError.
+# check takes the resolved config and returns what is fine, or raises CheckWarning or ValueError.
 CHECKS = (
     ("versions", machine.check_versions, ()),
     ("attention", machine.check_attention, ()),
@@ -67,8 +67,8 @@ def run(config) -> list[Line]:
 def _line(name, check, config):
     try:
         return Line(name, "ok", check(config))
-    except Concern as concern:
-        return Line(name, "warning", str(concern))
+    except CheckWarning as warning:
+        return Line(name, "warning", str(warning))
     except Exception as error:  # a check that breaks must not hide the others
         return Line(name, "failed", str(error) if isinstance(error, ValueError) else innermost(error))
 
