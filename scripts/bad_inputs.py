@@ -25,7 +25,7 @@ import pandas as pd
 from hydra import initialize_config_dir
 
 import recipe.bapo.config
-from recipe.bapo.checks import composing
+from recipe.bapo.checks import config_errors
 from recipe.bapo.checks.preflight import lines_of
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
                 overrides.append(word)
     with tempfile.TemporaryDirectory() as copy:
         ours = Path(copy, "bapo_trainer.yaml")
-        shutil.copytree(composing.OURS.parent, copy, dirs_exist_ok=True)
+        shutil.copytree(config_errors.OURS.parent, copy, dirs_exist_ok=True)
         if typed.startswith(SLIP):
             old, new = (part.encode().decode("unicode_escape") for part in typed.removeprefix(SLIP).split(" => "))
             text = ours.read_text()
@@ -108,7 +108,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
             ours.write_text(text.replace(old, new))
         with (
             patch.dict(os.environ, environment),
-            patch.object(composing, "OURS", ours),
+            patch.object(config_errors, "OURS", ours),
             patch.object(
                 recipe.bapo.config,
                 "initialize_config_module",

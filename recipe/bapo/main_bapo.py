@@ -18,7 +18,7 @@ import hydra
 import ray
 from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.checks.composing import ERRORS, explain
+from recipe.bapo.checks.config_errors import ERRORS, explain
 from recipe.bapo.checks.preflight import run as run_checks
 from recipe.bapo.checks.preflight import table
 from recipe.bapo.launch import demands, send, wait_for_final_check

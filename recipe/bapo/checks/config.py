@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.bapo.checks import CheckWarning, call, innermost, require, require_writable
-from recipe.bapo.checks.composing import verls_defaults
+from recipe.bapo.checks.config_errors import verls_defaults
 from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY

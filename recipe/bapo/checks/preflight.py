@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 import verl  # noqa: F401  before anything of ours: it loads our plugin
 from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory
 from recipe.bapo.checks import config as config_checks
-from recipe.bapo.checks.composing import explain, problems
+from recipe.bapo.checks.config_errors import explain, problems
 from recipe.bapo.config import compose_config
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
