@@ -23,8 +23,8 @@ def require(config, field: str, usable, fix: str) -> None:
         raise ValueError(f"{field}={value!r} is not usable: set it to {fix}.")
 
 
-def call(field: str, value, fix: str, function, *arguments):
-    """What ``function`` returns; what it raises becomes a ValueError that names the field, the value and the fix."""
+def blame_field(field: str, value, fix: str, function, *arguments):
+    """Call ``function`` and return its result; an exception becomes a ValueError that names field, value and fix."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -45,4 +45,4 @@ def require_writable(field: str, folder: Path) -> None:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         tempfile.TemporaryDirectory(dir=existing).cleanup()
 
-    call(field, folder, "choose another folder", write)
+    blame_field(field, folder, "choose another folder", write)

