@@ -26,7 +26,7 @@ from hydra import initialize_config_dir
 
 import recipe.bapo.config
 from recipe.bapo.checks import config_errors
-from recipe.bapo.checks.preflight import lines_of
+from recipe.bapo.checks.preflight import run_preflight
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence" / "bad_inputs.md"
@@ -118,7 +118,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
             redirect_stdout(nowhere),
             redirect_stderr(nowhere),
         ):
-            lines = lines_of([*OF_THE_RUN_SCRIPT, *overrides], str(ROOT / "configs"))
+            lines = run_preflight([*OF_THE_RUN_SCRIPT, *overrides], str(ROOT / "configs"))
     wrong = [line for line in lines if line.status != "ok" and not line.detail.startswith(OF_THE_MACHINE)]
     texts = [line.detail if line.status == "failed" else f"warning: {line.detail}" for line in wrong]
     places = {str(folder): "X", copy: "recipe/bapo/config", f"{ROOT}/": ""}

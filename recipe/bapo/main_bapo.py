@@ -19,8 +19,7 @@ import ray
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.checks.config_errors import ERRORS, explain
-from recipe.bapo.checks.preflight import run as run_checks
-from recipe.bapo.checks.preflight import table
+from recipe.bapo.checks.preflight import run_checks, table
 from recipe.bapo.launch import demands, send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
 from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster

@@ -12,7 +12,7 @@ from support.configs import ROOT, composed
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import CheckWarning, config_errors
 from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
-from recipe.bapo.checks.preflight import lines_of, run
+from recipe.bapo.checks.preflight import run_checks, run_preflight
 from recipe.bapo.config import compose_config
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -46,12 +46,12 @@ def files(task, tmp_path_factory):
 def failures(task, files):
     """What preflight says of the example with these overrides, leaving out this machine's own lines."""
 
-    def of(*overrides):
+    def failures_of(*overrides):
         config = composed(task, *(override.format(files=files) for override in overrides))
-        lines = run(config)
+        lines = run_checks(config)
         return [line.detail for line in lines if line.status == "failed" and line.name != "other runs"]
 
-    return of
+    return failures_of
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     monkeypatch.setattr(config_errors, "OURS", path)
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
-    (line,) = lines_of(["experiment=example", "size=cpu"], str(ROOT / "configs"))
+    (line,) = run_preflight(["experiment=example", "size=cpu"], str(ROOT / "configs"))
     assert line.status == "failed" and message in line.detail and "bapo_trainer.yaml, line " in line.detail
 
 
@@ -187,7 +187,7 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     ],
 )
 def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(override, missing, meant):
-    (line,) = lines_of([override], None)
+    (line,) = run_preflight([override], None)
     assert line.detail == f"{override} is not usable: the config has no key {missing}: use {meant}."
 
 

@@ -55,7 +55,7 @@ def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine,
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
     overrides = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}"]
-    (line,) = preflight.lines_of(overrides, ROOT / "configs")
+    (line,) = preflight.run_preflight(overrides, ROOT / "configs")
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
 
 
@@ -305,7 +305,7 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # of the task's data
     groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
     chosen = compose_in_groups(*groups, *reward, *nodes)
-    lines = {line.name: line for line in preflight.run(chosen)}
+    lines = {line.name: line for line in preflight.run_checks(chosen)}
     assert list(lines) == ["values", *(check for check, _, _ in preflight.CHECKS)]
     unusual = {line for line in lines if lines[line].status != "ok"}
     # Half of the GPUs of the node train: 7 billion weights just fit.

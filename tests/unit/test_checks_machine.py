@@ -19,12 +19,12 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
 
 
-def lines_of(config):
-    return {line.name: line for line in preflight.run(config)}
+def results_of(config):
+    return {line.name: line for line in preflight.run_checks(config)}
 
 
 def test_the_example_passes_and_nothing_is_written(task, tmp_path):
-    lines = lines_of(composed(task, f"run_dir={tmp_path}/run"))
+    lines = results_of(composed(task, f"run_dir={tmp_path}/run"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     assert lines["batches"].detail == (
         "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
@@ -38,15 +38,16 @@ def test_several_failures_are_all_shown_and_each_once(task):
     config = composed(
         task, "data.train_files=/no.parquet", "data.train_batch_size=7", "reward.reward_manager.name=nope"
     )
-    assert {name for name, line in lines_of(config).items() if line.status == "failed"} == {"data", "batches", "reward"}
-    lines = lines_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
+    failed = {name for name, line in results_of(config).items() if line.status == "failed"}
+    assert failed == {"data", "batches", "reward"}
+    lines = results_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
     assert [name for name, line in lines.items() if line.status == "failed"] == ["model"] and "memory" not in lines
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
     broken = ("broken", lambda config: config.no_such_key.x, ())
     monkeypatch.setattr(preflight, "CHECKS", (broken, *preflight.CHECKS[:2]))
-    lines = lines_of(composed(task))
+    lines = results_of(composed(task))
     assert lines["broken"].status == "failed" and "no_such_key" in lines["broken"].detail
     assert lines["versions"].status == "ok"
 

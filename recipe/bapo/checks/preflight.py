@@ -48,7 +48,7 @@ CHECKS = (
 )
 
 
-def run(config) -> list[CheckResult]:
+def run_checks(config) -> list[CheckResult]:
     """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others."""
     unusable = problems(config)
     if unusable:
@@ -78,9 +78,9 @@ def table(lines: list[CheckResult]) -> str:
     return "\n".join(f"{line.status:<8} {line.name:<16} {line.detail}" for line in lines)
 
 
-def lines_of(overrides: list[str], groups: str | None) -> list[CheckResult]:
+def run_preflight(overrides: list[str], groups: str | None) -> list[CheckResult]:
     """All checks; a config that cannot be composed is the only line."""
     try:
-        return run(compose_config(overrides, groups))
+        return run_checks(compose_config(overrides, groups))
     except Exception as error:
         return [CheckResult("config", "failed", explain(error))]
