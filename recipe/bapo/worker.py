@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+import recipe.bapo.fused_head  # noqa: F401  makes verl's fused kernels work for models whose embeddings are not tied
 from bapo import (
     BAPOConfig,
     EarlierBounds,
