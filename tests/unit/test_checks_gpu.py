@@ -173,7 +173,7 @@ def on(gpus, nodes=1, **changes):
     return {"trainer.n_gpus_per_node": gpus, "trainer.nnodes": nodes, **changes}
 
 
-NO_LAYERS = SimpleNamespace(num_hidden_layers=0, hidden_size=0, vocab_size=0)
+NO_LAYERS = SimpleNamespace(num_hidden_layers=0, hidden_size=0, vocab_size=0, tie_word_embeddings=True)
 
 
 def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
@@ -239,7 +239,7 @@ CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
         ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
         ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
         ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
-        ({"actor_rollout_ref.model.use_fused_kernels": True}, 0, 0),
+        ({"actor_rollout_ref.model.use_fused_kernels": True}, 10, 6),  # of 512 tokens: float32 planes
     ],
 )
 def test_planes_of_logits(config, changes, update, log_probs):
