@@ -112,11 +112,11 @@ def test_methods_set_switches_of_the_search_alone_and_all_of_them():
 def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
     on_cpu, on_gpu = (check(compose_in_groups("experiment=example", f"size={size}")) for size in ("cpu_example", "gpu"))
     assert replace(on_cpu, bounds_record_dir=None) == loss_of("cpu_example")
-    assert on_gpu == loss_of("bapo") == loss_of("paper") == BAPOPolicyLossConfig()
+    assert on_gpu == loss_of("bapo") == BAPOPolicyLossConfig()
 
 
 def test_another_method_on_the_command_line_wins_over_the_experiments():
-    paper, grpo = (compose_in_groups("experiment=paper_7b", "size=gpu", f"method={name}") for name in ("paper", "grpo"))
+    paper, grpo = (compose_in_groups("experiment=paper_7b", "size=gpu", f"method={name}") for name in ("bapo", "grpo"))
     assert check(grpo).ratio_upper_max == 1.2
     assert grpo.actor_rollout_ref.actor.clip_ratio_c > 1e6  # the experiment's, whatever the method
     grpo.actor_rollout_ref.actor.policy_loss = paper.actor_rollout_ref.actor.policy_loss
@@ -146,7 +146,7 @@ def loss_of(name):
 
 
 def test_published_settings_of_another_definition_are_values_of_the_target():
-    paper, literal, script = (loss_of(name) for name in ("paper", "eq8_literal", "authors_script"))
+    paper, literal, script = (loss_of(name) for name in ("bapo", "eq8_literal", "authors_script"))
     rho0 = paper.positive_contribution_target
     assert literal.positive_contribution_target == pytest.approx(rho0 / (1 + 2 * rho0), abs=5e-5)
     assert replace(literal, positive_contribution_target=rho0) == paper

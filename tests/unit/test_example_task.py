@@ -56,6 +56,8 @@ def script_in(folder):
     """What the run script says in a copy of what it needs before the set-up, without an environment to start from."""
     for path in ("recipe/bapo/example/files", "configs"):
         shutil.copytree(ROOT / path, folder / path, dirs_exist_ok=True)
+    (folder / "scripts").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "scripts" / "gpus.sh", folder / "scripts")
     script = shutil.copy(ROOT / "recipe" / "bapo" / "run_bapo_example.sh", folder / "recipe" / "bapo")
     base = {"PATH": "/usr/bin:/bin", "VERL_PLATFORM": "cpu", "BAPO_VENV": "/no/environment"}
     return lambda **more: subprocess.run(["bash", script], env=base | more, capture_output=True, text=True).stderr

@@ -41,7 +41,7 @@ def test_the_report_finds_the_bounds_of_algorithm_1(tmp_path, cuts, ranks, contr
     config = BAPOConfig(0.45, contribution=contribution, token_weight=token_weight)
     statistics = measure(tmp_path, config, 3.0, []).statistics
     for of_update, seed in zip(statistics, (1, 2, 3), strict=True):
-        found = Method(clipped, {"clip_ratio_c": 3.0}, config).in_update(of_update).keywords
+        found = Method(clipped, {"clip_ratio_c": 3.0}, config).in_update(of_update, 0).keywords
         expected = sequential_search(*make_batch(seed, rows=8, zero_advantage=0.0), config, clip_ratio_c=3.0)
         assert (found["low"], found["high"]) == expected[:2]
 
