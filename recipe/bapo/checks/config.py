@@ -128,10 +128,13 @@ def check_verls_rules(config) -> str:
         loss = _build_as_verl_does(config).policy_loss
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
         raise ValueError(f"{_field_at_fault(config, innermost(error))}{innermost(error)}") from error
+    scope = loss.bound_scope
+    if scope == "mini_batch":
+        scope += ", with an extra forward in each update that is cut into micro-batches (previous_batch saves it)"
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
-        f"{loss.token_weight}), per {loss.bound_scope.replace('_', '-')}"
+        f"{loss.token_weight}), bound_scope={scope}"
     )
 
 
