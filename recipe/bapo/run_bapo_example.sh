@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train with BAPO. Without a GPU: a tiny model learns to guess the sum of two dice, on the real stack, in about ten
-# minutes on 2 cores. With GPUs: your model on your data.
+# Train with BAPO. With no variable set: without a GPU a tiny model learns to guess the sum of two dice, on the real
+# stack, in about ten minutes on 2 cores; with GPUs a small language model, which is made here from the package registry,
+# learns to find the two numbers that make a sum. With MODEL_PATH, TRAIN_FILE and TEST_FILE: your model on your data.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
 #   bash recipe/bapo/run_bapo_example.sh --preflight [--json]   only check machine, files and config; exit code 0 or 1
 #
 # From the environment:
-#   MODEL_PATH      Hugging Face folder or hub name    GPU: required   CPU: the example's own model
-#   TRAIN_FILE      parquet in verl's schema           GPU: required   CPU: the example's own data
-#   TEST_FILE       the same, for validation           GPU: required   CPU: the example's own data
+#   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
+#   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
+#   TEST_FILE       the same, for validation           GPU: the language model's data   CPU: the example's own data
+#                   (on a GPU give all three, or none)
 #   NNODES          nodes (1)
 #   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
 #   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/experiment without .yaml (example)
-#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with files of your own)
+#   CONFIG          a file of configs/experiment without .yaml (example, or on a GPU without a MODEL_PATH language_model;
+#                   CONFIG=language_model trains the language model on a CPU too)
+#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with files of your own; with the
+#                   language model language_model_* by the number of GPUs)
+#   BAPO_CACHE      where the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
@@ -75,6 +80,19 @@ if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     [[ ${RAY_ADDRESS:-} != http* ]] || fail "RAY_ADDRESS=$RAY_ADDRESS $where"
     export VERL_PLATFORM=cpu
 fi
+# The language model is what trains where asked for, and on one machine's GPUs where nothing else is given.
+language_model=
+own="${MODEL_PATH:-}${TRAIN_FILE:-}${TEST_FILE:-}"
+several=
+if [[ ${NNODES:-1} != 1 || ${RAY_ADDRESS:-} == http* ]]; then several=1; fi
+if [ "${CONFIG:-}" = language_model ]; then
+    [ -z "$own" ] || fail "CONFIG=language_model makes its own model and data: leave MODEL_PATH, TRAIN_FILE and TEST_FILE unset, or set another CONFIG."
+    [ -z "$several" ] || fail "CONFIG=language_model is for this machine alone: leave NNODES and RAY_ADDRESS unset, or set MODEL_PATH, TRAIN_FILE and TEST_FILE and another CONFIG."
+    language_model=1
+elif [[ -z $own$several && ${VERL_PLATFORM:-} != cpu && ${CONFIG:-} != @(paper_*|gsm8k|evaluate) ]]; then
+    language_model=1
+    CONFIG=${CONFIG:-language_model}
+fi
 CONFIG=${CONFIG:-example}
 if [ "$CONFIG" = evaluate ] && [ -n "${TEST_FILE:-}" ]; then export TRAIN_FILE=${TRAIN_FILE:-$TEST_FILE}; fi
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
@@ -89,17 +107,29 @@ if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
         "CONFIG=separate_async would train on GPUS_PER_NODE=$train_gpus and sample on ROLLOUT_GPUS_PER_NODE=$rollout_gpus of this node's $gpus GPUs: set both to 1 or more, or choose CONFIG=partial_rollout."
     gpus=$train_gpus
 fi
+if [ -n "$language_model" ] && [ -z "${GPUS_PER_NODE:-}" ] && [ "$CONFIG" != separate_async ]; then
+    for least in 8 4 2 1; do  # its batches can be divided among as many
+        if [ "$gpus" -ge $least ]; then gpus=$least; break; fi
+    done
+fi
 export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PER_NODE=${ROLLOUT_GPUS_PER_NODE:-$rollout_gpus}
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
 [ -z "${TRAIN_FILE:-}${TEST_FILE:-}" ] || default=cpu_own_data
 [ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
+if [ -n "$language_model" ]; then
+    case ${VERL_PLATFORM:-}$GPUS_PER_NODE in
+    cpu*) default=language_model_cpu ;;
+    1 | 2) default=language_model_gpu ;;
+    *) default=language_model_8gpus ;;
+    esac
+fi
 SIZE=${SIZE:-$default}
 choose() { [[ $2 =~ ^[A-Za-z0-9_]+$ && -f $3/$2.yaml ]] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
 choose SIZE "$SIZE" configs/size
 [[ $CONFIG != @(paper_*|gsm8k) || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
-if [ "${VERL_PLATFORM:-}" != cpu ]; then
+if [ "${VERL_PLATFORM:-}" != cpu ] && [ -z "$language_model" ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
         [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."
     done
@@ -114,7 +144,7 @@ done
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
 task=$PWD/recipe/bapo/example/files  # what everybody's example starts from
-if [[ ${VERL_PLATFORM:-} = cpu && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
+if [[ ${VERL_PLATFORM:-} = cpu && -z $language_model && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
     changed=$(cd "$task" && sha256sum --check --quiet SHA256SUMS 2>&1) || fail \
         "recipe/bapo/example/files is not as it was published (${changed%%$'\n'*}): git restore recipe/bapo/example/files"
 fi
@@ -124,7 +154,7 @@ venv=$PWD/.venv
 [ "${VERL_PLATFORM:-}" = cpu ] || venv=$PWD/.venv-cuda
 python=${BAPO_VENV:-$venv}/bin/python
 [ -x "$python" ] || fail "$python does not exist: set BAPO_VENV to a virtual environment with the requirements."
-if [ "${VERL_PLATFORM:-}" = cpu ]; then
+if [ "${VERL_PLATFORM:-}" = cpu ] && [ -z "$language_model" ]; then
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
@@ -138,10 +168,36 @@ if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
     ! "$python" -c 'import torch, flash_attn_2_cuda' 2>/dev/null; then  # flash-attn-4 alone is a package flash_attn, too
     echo "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
     arguments+=(platform=gpu_without_flash_attn)
+    # Its answers are short: many of them to a micro-batch, whose mask is still small.
+    [ -z "$language_model" ] || arguments+=(actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
+        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096)
+fi
+if [ -n "$language_model" ] && [ "${VERL_PLATFORM:-}" = cpu ]; then
+    # Trainer and vLLM take turns, so each may have all cores; for the example's tiny model one is faster.
+    threads=$(($(nproc) / GPUS_PER_NODE))
+    threads=$((threads > 16 ? 16 : threads > 0 ? threads : 1))
+    arguments+=("ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='$threads'")
 fi
 given=()
 for argument in "$@"; do [ "$argument" = --preflight ] || given+=("$argument"); done
-[ -z "$preflight" ] || exec "$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}"
+checks=("$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}")
+use() { export MODEL_PATH=$1/model TRAIN_FILE=$1/train.parquet TEST_FILE=$1/test.parquet; }
+if [ -n "$language_model" ]; then
+    make=("$python" -m recipe.bapo.language_model)
+    folder=$("${make[@]}" --where)
+    if [ -z "$folder" ]; then
+        # Everything is checked against the model's shape before it is made: what is wrong is named now.
+        shape=$(mktemp -d)
+        trap 'rm -rf "$shape"' EXIT
+        "${make[@]}" --shape "$shape"
+        use "$shape"
+        if [ -n "$preflight" ]; then "${checks[@]}"; exit; fi
+        table=$("${checks[@]}") || { sed -n 's/^failed .\{17\}/Error: /p' <<<"$table" >&2; exit 1; }
+        folder=$("${make[@]}")
+    fi
+    use "$folder"
+fi
+[ -z "$preflight" ] || exec "${checks[@]}"
 train=("$python" -m recipe.bapo.launch "${arguments[@]}" "${given[@]}")
 if [[ ${RAY_ADDRESS:-} == http* ]]; then
     [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}

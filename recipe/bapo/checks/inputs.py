@@ -40,7 +40,9 @@ def check_model(config) -> str:
     _check_lengths(config, model.hf_config.get_text_config())
     if Path(model.local_path).is_dir():  # else it is a name on the hub
         blame_field(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
-    return f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
+    about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
+    text = f"{about.read_text()}; " if about.is_file() else ""
+    return f"{text}{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
 
 
 def model_of(config):

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what was made for the next run: a folder under a hash of what made it, whole or not there at all.
+
+It is made in a folder beside its place, which a rename moves there once everything is written. An interrupted process
+removes that folder, and what a killed one left is removed by the next.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+MADE_BY = ("task.py", "source.py", "warm_up.py", "__main__.py")  # the code that decides what is in the folder
+UNFINISHED = "unfinished-"
+
+
+def folder_of(settings: dict) -> Path:
+    """The place of what the present code makes of the wheel with some settings, whether it is there or not."""
+    code = [(Path(__file__).with_name(name)).read_text() for name in MADE_BY]
+    key = hashlib.sha256(json.dumps([code, settings]).encode()).hexdigest()[:12]
+    return Path(os.environ.get("BAPO_CACHE") or ROOT / ".cache").absolute() / f"language_model-{key}"
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Have ``make`` fill the folder unless it is there; of two that start at once the second waits for the first."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        for left in folder.parent.glob(f"{UNFINISHED}*"):  # by one that was killed: nobody else has the lock
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
+            unfinished = Path(scratch) / folder.name
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)

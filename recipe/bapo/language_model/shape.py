@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins of the language model's shape, against which preflight checks what is not made yet.
+
+The config is the model's own. The tokenizer makes a token of every byte, so that no prompt has more tokens with the
+model's own one; its other words, up to the size of the vocabulary, are never used. The weights are a header alone.
+"""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING
+
+
+def write_shape(folder: Path) -> None:
+    """Write a model folder that has the language model's shape, and no weights."""
+    folder.mkdir(parents=True)
+    config = json.loads(CONFIG.read_text())
+    shutil.copy(CONFIG, folder / "config.json")
+    words = [PADDING, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<unused{number}>" for number in range(config["vocab_size"] - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([PADDING, END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": END, "pad_token": PADDING, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    )
+    size = config["hidden_size"]
+    tensor = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
+    header = json.dumps({"model.norm.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * size))
