@@ -191,8 +191,10 @@ if [ -n "$language_model" ]; then
         trap 'rm -rf "$shape"' EXIT
         "${make[@]}" --shape "$shape"
         use "$shape"
-        if [ -n "$preflight" ]; then "${checks[@]}"; exit; fi
-        table=$("${checks[@]}") || { sed -n 's/^failed .\{17\}/Error: /p' <<<"$table" >&2; exit 1; }
+        quiet=(env TRANSFORMERS_VERBOSITY=error "${checks[@]}")  # else it lists the weights that are not there
+        if [ -n "$preflight" ]; then "${quiet[@]}"; exit; fi
+        table=$("${quiet[@]}") || { sed -n 's/^failed.\{20\}/Error: /p' <<<"$table" >&2; exit 1; }
+        rm -r "$shape"  # exec below does not come back for the trap
         folder=$("${make[@]}")
     fi
     use "$folder"

@@ -30,6 +30,26 @@ def step_data(step, reward):
     }
 
 
+def test_the_summary_shows_the_same_prompts_before_and_after(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(record(1, **step_data(1, 0.5)))
+    folder = tmp_path / "validation"
+    folder.mkdir()
+    rows = [{"input": f"item {number}\n", "output": "17+42=59\n42+26=68\n", "score": 0.0} for number in range(5)]
+    (folder / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "before" not in summary(tmp_path).partition("bounds on the ratio")[2]  # of one validation there is no after
+    # verl lists answers in the order in which they ended; 10 comes after 9.
+    for step, output in ((9, "wrong"), (10, "20+35=55")):
+        later = [{**row, "output": output, "score": 1.0} for row in reversed(rows)]
+        (folder / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
+    shown = summary(tmp_path).partition("before and after:\n")[2].splitlines()
+    assert shown[:3] == [
+        "  item 0",
+        "    before  17+42=59, 42+26=68  (reward 0)",
+        "    after   20+35=55  (reward 1)",
+    ]
+    assert [line for line in shown if "item" in line] == ["  item 0", "  item 1", "  item 2"]
+
+
 def test_an_earlier_start_never_takes_the_number_of_one_that_was_removed(tmp_path):
     for name in ("train.2.log", "train.log"):
         (tmp_path / name).write_text(name)

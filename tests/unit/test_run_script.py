@@ -35,10 +35,19 @@ ASYNC = {"CONFIG": "separate_async"}
         (0, {"RAY_ADDRESS": "http://h:1"}, "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU"),
         ("AMD", {}, "Error: this machine has AMD GPUs, which are not supported"),
         (0, {"VERL_PLATFORM": "huawei"}, "Error: VERL_PLATFORM=huawei is not usable: leave it unset"),
-        (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": "0"}, MODEL_MISSING),  # verl's own name of it
+        (8, {"VERL_PLATFORM": "nvidia", "CONFIG": "evaluate"}, MODEL_MISSING),  # verl's own name of it
         (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": ""}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
-        (1, {}, MODEL_MISSING),
-        (8, ASYNC, MODEL_MISSING),
+        # Without any input a GPU gets the language model, but not part of one's own, and no cluster.
+        (1, {"TEST_FILE": __file__}, MODEL_MISSING),
+        (8, {"NNODES": "2"}, MODEL_MISSING),
+        (8, {"CONFIG": "paper_7b"}, MODEL_MISSING),
+        (1, {"CONFIG": "evaluate"}, MODEL_MISSING),
+        (
+            1,
+            {"CONFIG": "language_model", "TEST_FILE": __file__},
+            "Error: CONFIG=language_model makes its own model and",
+        ),
+        (8, {"CONFIG": "language_model", "NNODES": "2"}, "Error: CONFIG=language_model is for this machine alone"),
         (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both to"),
         (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "on GPUS_PER_NODE=8 and sample on ROLLOUT_GPUS_PER_NODE=0 of"),
         # GPUs that CUDA is told to leave are not counted, and those of a cluster are its own to count.
@@ -152,3 +161,92 @@ def test_a_run_on_the_cpu_does_not_tell_ray_of_gpus(tmp_path):
     environment = {"BAPO_VENV": str(tmp_path), "VERL_PLATFORM": "cpu", "OUTPUT_DIR": f"{tmp_path}/run"}
     run = run_script(**environment, CUDA_VISIBLE_DEVICES="0")
     assert run.returncode == 0 and run.stdout.splitlines()[-1] == "visible=unset", run.stdout + run.stderr
+
+
+PYTHON = """#!/bin/sh
+echo "$MODEL_PATH $*" >>"$CALLS"
+case "$*" in
+*language_model*--where) [ ! -e "$MADE" ] || echo "$MADE" ;;
+*language_model*--shape*) ;;
+*"-m recipe.bapo.language_model") mkdir "$MADE"; echo "$MADE" ;;
+*recipe.bapo.checks*) echo "ok       values           usable"; [ -z "$WRONG" ] || { echo "$WRONG"; exit 1; } ;;
+"-c import"*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def language_model(tmp_path):
+    """Runs the script with stand-ins of Python and of GPUs; gives the run and what Python was asked to do."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(PYTHON)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    calls, made = tmp_path / "calls", tmp_path / "made"
+
+    def run(*arguments, gpus=1, gibibytes=23.6, **environment):
+        write_nvidia_smi(tmp_path, gpus, gibibytes)
+        calls.write_text("")
+        base = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": str(tmp_path), "VERL_PLATFORM": ""}
+        base |= {"OUTPUT_DIR": f"{tmp_path}/run", "CALLS": str(calls), "MADE": str(made), "WRONG": ""}
+        done = run_script(*arguments, **base | environment)
+        return done, [line for line in calls.read_text().splitlines() if " -c import" not in line]
+
+    return run
+
+
+def test_a_small_gpu_machine_with_no_variable_set_makes_the_language_model_once_and_trains_it(language_model, tmp_path):
+    made = tmp_path / "made"
+    run, calls = language_model()
+    assert run.returncode == 0, run.stderr
+    where, shape, checks, make, launch = calls
+    assert where.endswith("-m recipe.bapo.language_model --where")
+    stand_ins = shape.split()[-1]
+    assert checks.startswith(f"{stand_ins}/model -m recipe.bapo.checks ") and not os.path.exists(stand_ins)
+    assert make.split()[-1] == "recipe.bapo.language_model"
+    assert launch.startswith(f"{made}/model -m recipe.bapo.launch ")
+    for argument in ("experiment=language_model", "size=language_model_gpu", "trainer.n_gpus_per_node=1"):
+        assert argument in launch.split()
+    # Without flash-attn a micro-batch would be one sequence, and these are short.
+    assert "platform=gpu_without_flash_attn actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096" in launch
+    assert "OMP_NUM_THREADS" not in launch
+    run, calls = language_model()  # it is there
+    modules = [call.partition("-m recipe.bapo.")[2].split()[0] for call in calls]
+    assert modules == ["language_model", "launch"], run.stderr
+
+
+@pytest.mark.parametrize(
+    "gpus, config, used, size",
+    [
+        (2, "", 2, "gpu"),
+        (3, "", 2, "gpu"),  # batches can be divided among two, and not among three
+        (7, "", 4, "8gpus"),
+        (8, "replay", 8, "8gpus"),
+        (8, "separate_async", 4, "8gpus"),
+    ],
+)
+def test_the_language_models_size_is_that_of_the_machine(language_model, gpus, config, used, size):
+    run, calls = language_model(gpus=gpus, CONFIG=config)
+    assert run.returncode == 0, run.stderr
+    assert f"experiment={config or 'language_model'} size=language_model_{size} " in calls[-1]
+    assert f"trainer.n_gpus_per_node={used} " in calls[-1]
+
+
+def test_on_a_cpu_the_language_model_has_to_be_asked_for_and_gets_all_cores(language_model):
+    cores = int(subprocess.run(["nproc"], capture_output=True, text=True).stdout)
+    run, calls = language_model(gpus=0, CONFIG="language_model")
+    assert run.returncode == 0, run.stderr
+    assert "experiment=language_model size=language_model_cpu" in calls[-1]
+    assert f"env_vars.OMP_NUM_THREADS='{min(cores, 16)}'" in calls[-1] and "flash_attn" not in calls[-1]
+    run, calls = language_model(gpus=0)
+    assert "size=cpu_example" in calls[-1] and len(calls) == 1 and "OMP_NUM_THREADS" not in calls[-1]
+
+
+def test_preflight_makes_nothing_and_what_it_finds_is_found_before_the_model_is_made(language_model, tmp_path):
+    wrong = "failed   verl's rules     some.key=7 is not usable: set it to 8."
+    for arguments in (("--preflight",), ()):
+        run, calls = language_model(*arguments, WRONG=wrong)
+        assert run.returncode == 1 and "recipe.bapo.checks" in calls[-1] and not (tmp_path / "made").exists()
+        assert (wrong in run.stdout) == bool(arguments)
+    assert run.stderr.splitlines()[-1] == "Error: some.key=7 is not usable: set it to 8."
+    run, calls = language_model("--preflight", "--json")
+    assert run.returncode == 0 and calls[-1].endswith(" --json") and not (tmp_path / "made").exists()

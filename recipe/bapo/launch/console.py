@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run shows a person: a line per step, warnings, in a terminal a progress bar, and a summary at the end.
 
-Everything shown is read from ``metrics.jsonl`` and ``train.log`` in the run's folder, so texts may be changed freely;
-the README shows the summary.
+Everything shown is read from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's folder, so texts may be
+changed freely; the README shows the summary.
 """
 
+import json
 import re
+import textwrap
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +16,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from recipe.bapo.health import WINDOW, health_warnings
-from recipe.bapo.records import CONFIG, METRICS
+from recipe.bapo.records import ANSWERS, CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, each where its metric is logged.
@@ -127,6 +129,7 @@ def summary(run_dir: Path) -> str:
         lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
         if uses_previous_batch(run_dir):
             lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
+        lines += answer_lines(run_dir / ANSWERS)
     else:
         lines.append("No training step was recorded. Of n responses a problem, verl's mean and spread:")
         figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
@@ -160,3 +163,25 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }
     return ["The search for bounds, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]
+
+
+def answer_lines(folder: Path, prompts: int = 3) -> list[str]:
+    """The answers to the first validation prompts, at the first validation and at the last one.
+
+    They are the first of the data and not the best of it. verl writes a file ``<step>.jsonl`` for each validation.
+    """
+    files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
+    if len(files) < 2:
+        return []
+    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (files[0], files[-1]))
+    after_by_prompt = {answer["input"]: answer for answer in after}
+    lines = ["Answers to the first validation prompts, before and after:"]
+    for first in [answer for answer in before if answer["input"] in after_by_prompt][:prompts]:
+        lines.append(f"  {_in_one_line(first['input'])}")
+        for when, answer in (("before", first), ("after", after_by_prompt[first["input"]])):
+            lines.append(f"    {when:<8}{_in_one_line(answer['output'])}  (reward {answer['score']:g})")
+    return lines
+
+
+def _in_one_line(text: str) -> str:
+    return textwrap.shorten(", ".join(line.strip() for line in text.strip().splitlines()), 100, placeholder=" ...")

