@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
 MADE_BY = ("task.py", "source.py", "warm_up.py", "__main__.py")  # the code that decides what is in the folder
 UNFINISHED = "unfinished-"
 
@@ -23,7 +22,7 @@ def folder_of(settings: dict) -> Path:
     """The place of what the present code makes of the wheel with some settings, whether it is there or not."""
     code = [(Path(__file__).with_name(name)).read_text() for name in MADE_BY]
     key = hashlib.sha256(json.dumps([code, settings]).encode()).hexdigest()[:12]
-    return Path(os.environ.get("BAPO_CACHE") or ROOT / ".cache").absolute() / f"language_model-{key}"
+    return Path(os.environ.get("BAPO_CACHE") or ".cache").absolute() / f"language_model-{key}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
