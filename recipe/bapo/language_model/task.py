@@ -1,72 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task: which two of some numbers make a sum? The items, the warm-up's answers, verl's rows and the reward.
+"""The task: sort some numbers, check, and try again. The items, the warm-up's answers, verl's rows and the reward.
 
-Asked ``17 42 20 35 26: make 55`` the model tries one sum a line, and stops at the one that is right::
+Asked ``Sort: 64 79 25 31`` the model writes one order a line and says of each whether it is ascending::
 
-    17+42=59
-    42+26=68
-    20+35=55
+    64 25 31 79 no
+    25 31 64 79 yes
 
-A right answer may stop after any number of lines, and a wrong one mostly runs until the response is full. So failures
-are longer than successes, as with reasoning models. All prompts have the same number of tokens.
+An answer ends with the line that says yes. One that never does runs until the response is full, so failures are longer
+than successes, as with reasoning models. All prompts have the same number of tokens, and so have all lines.
 """
 
 import random
 from collections.abc import Iterator
-from itertools import combinations
 
-DATA_SOURCE = "bapo/make_the_sum"
-NUMBERS = 5  # of an item
-SMALLEST, LARGEST = 10, 49  # of its numbers: every sum has two digits
-TRIES = 4  # lines of an answer
-TOKENS_OF_A_LINE = 9  # "17+42=59" and the newline: the model's tokenizer makes a token of each character
+DATA_SOURCE = "bapo/sort"
+NUMBERS = 4  # of an item, each of two digits
+TRIES = 3  # lines that a response has room for
+# The model's tokenizer makes a token of each digit, of the spaces between numbers, of " no" and of the newline.
+TOKENS_OF_A_LINE = 3 * NUMBERS + 1
 MAX_RESPONSE = TRIES * TOKENS_OF_A_LINE
-Pair = tuple[int, int]
 
 
-def prompt_of(numbers: list[int], total: int) -> str:
+def prompt_of(numbers: list[int]) -> str:
     """The user's message."""
-    return f"{' '.join(map(str, numbers))}: make {total}"
+    return f"Sort: {_joined(numbers)}"
 
 
-def line_of(pair: Pair) -> str:
-    """One line of an answer; the two numbers stand in the order in which the prompt names them."""
-    return f"{pair[0]}+{pair[1]}={sum(pair)}"
+def draw_numbers(rng: random.Random) -> list[int]:
+    """The numbers of an item, all different."""
+    return rng.sample(range(10, 100), NUMBERS)
 
 
-def draw_item(rng: random.Random) -> tuple[list[int], Pair]:
-    """Distinct numbers, and the pair to be found: no other pair of them has the same sum."""
-    while True:
-        numbers = rng.sample(range(SMALLEST, LARGEST + 1), NUMBERS)
-        pairs = list(combinations(numbers, 2))
-        wanted = rng.choice(pairs)
-        if sum(sum(pair) == sum(wanted) for pair in pairs) == 1:
-            return numbers, wanted
-
-
-def teach(numbers: list[int], wanted: Pair, rng: random.Random) -> str:
-    """An answer for the warm-up, which tries the pairs by chance and has ``TRIES`` tries: many of them fail."""
-    pairs = list(combinations(numbers, 2))
-    rng.shuffle(pairs)
-    tried = pairs[: pairs.index(wanted) + 1][:TRIES]
-    answer = "\n".join(map(line_of, tried))
-    return answer if tried[-1] == wanted else answer + "\n"  # it would go on
+def teach(numbers: list[int], right: float, rng: random.Random) -> str:
+    """An answer for the warm-up: it checks honestly, and a share of ``right`` of its lines has the right order."""
+    answer = ""
+    for _ in range(TRIES):
+        if rng.random() < right:
+            return f"{answer}{_joined(sorted(numbers))} yes"
+        tried = sorted(numbers)
+        while tried == sorted(numbers):
+            rng.shuffle(tried)
+        answer += f"{_joined(tried)} no\n"
+    return answer
 
 
 def draw_rows(split: str, count: int) -> Iterator[dict]:
     """Rows in verl's schema; ``split`` is the seed, so that other splits have other items."""
     rng = random.Random(split)
     for index in range(count):
-        numbers, wanted = draw_item(rng)
+        numbers = draw_numbers(rng)
         yield {
             "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": prompt_of(numbers, sum(wanted))}],
-            "ability": "arithmetic",
-            "reward_model": {"style": "rule", "ground_truth": line_of(wanted)},
+            "prompt": [{"role": "user", "content": prompt_of(numbers)}],
+            "ability": "sorting",
+            "reward_model": {"style": "rule", "ground_truth": _joined(sorted(numbers))},
             "extra_info": {"split": split, "index": index},
         }
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's reward signature: 1 if the last line of the response ``solution_str`` is the right one exactly, else 0."""
-    return float(solution_str.strip().rpartition("\n")[2] == ground_truth)
+    """verl's reward signature: 1 if the last line of ``solution_str`` is exactly the right order and a yes, else 0."""
+    return float(solution_str.rstrip().rpartition("\n")[2] == f"{ground_truth} yes")
+
+
+def _joined(numbers):
+    return " ".join(map(str, numbers))

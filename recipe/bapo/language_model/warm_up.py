@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up: supervised steps on the task's own answers, until about a third of the model's answers is right.
 
-From random guesses a group of answers would be all wrong and reinforcement learning would have no signal, and from
-perfect ones there would be nothing left to learn. The answers that it is taught fail as often as chance has it
-(``task.teach``), so the model learns how to try and not which sums to try.
+Were hardly any right, most groups of answers would be all wrong and teach reinforcement learning nothing. Were nearly
+all right, nothing would be left to learn. So the warm-up first teaches the format, sorting and honest checking, with
+many right tries, and then, with few of them, to try badly. To try well again is left to reinforcement learning.
 """
 
 import random
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_item, draw_rows, prompt_of, teach
+from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_numbers, draw_rows, prompt_of, teach
 
 IGNORED = -100  # label of what is not an answer
 
@@ -28,31 +28,33 @@ class Settings:
     Attributes:
         steps: optimizer steps, each on ``rows`` items of its own.
         learning_rate: of AdamW, reached after 10 steps and falling to nothing in a straight line.
+        first_lesson: share of the steps in which half of the tries are right; then a share of ``right`` is.
         samples: answers by which the share of right ones is measured at the end.
     """
 
     steps: int = 120
     rows: int = 16
     learning_rate: float = 1e-4
+    first_lesson: float = 0.6
+    right: float = 0.15
     seed: int = 1
     samples: int = 128
 
 
 def autocast(device: torch.device):
     """bfloat16 where the device multiplies it faster than float32; on other CPUs it would be slower."""
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {"avx512_bf16": True}
-    if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
+    if device.type == "cpu" and not any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16"))):
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
-def encode_batch(tokenizer, rows: int, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_batch(tokenizer, rows: int, right: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels ``(rows, L)`` of the task's own answers; prompts and padding have the label ``IGNORED``."""
     ids, labels = [], []
     for _ in range(rows):
-        numbers, wanted = draw_item(rng)
-        prompt = tokenizer.encode(prompt_of(numbers, sum(wanted)) + "\n")
-        answer = tokenizer.encode(teach(numbers, wanted, rng))
+        numbers = draw_numbers(rng)
+        prompt = tokenizer.encode(prompt_of(numbers) + "\n")
+        answer = tokenizer.encode(teach(numbers, right, rng))
         if len(answer) < MAX_RESPONSE:
             answer.append(tokenizer.eos_token_id)
         ids.append(torch.tensor(prompt + answer))
@@ -72,8 +74,9 @@ def warm_up(model, tokenizer, settings: Settings, device: torch.device) -> None:
     model.to(device).train()
     interval = 0.5 if sys.stderr.isatty() else 30.0  # a file gets a line now and then
     progress = tqdm(range(settings.steps), desc="  warming up", unit="step", mininterval=interval)
-    for _ in progress:
-        ids, labels = (plane.to(device) for plane in encode_batch(tokenizer, settings.rows, rng))
+    for step in progress:
+        right = 0.5 if step < settings.first_lesson * settings.steps else settings.right
+        ids, labels = (plane.to(device) for plane in encode_batch(tokenizer, settings.rows, right, rng))
         with autocast(device):
             # The last layer, a fifth of the work, of the answers alone.
             hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
