@@ -31,12 +31,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="only print the folder, if it is there")
     parser.add_argument("--shape", type=Path, metavar="DIR", help="only write what preflight checks")
-    parser.add_argument("--steps", type=int, help="of the warm-up, for tests (default: until a third is right)")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # what is unfinished is removed on the way
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is looked for on a hub
-    settings = {"steps": arguments.steps} if arguments.steps else {}
+    steps = os.environ.get("BAPO_WARM_UP_STEPS")  # tests have no time for all of them
+    settings = {"steps": int(steps)} if steps else {}
     folder = cache.folder_of(settings)
     try:
         if arguments.shape:
