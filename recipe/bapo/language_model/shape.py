@@ -6,7 +6,6 @@ model's own one; its other words, up to the size of the vocabulary, are never us
 """
 
 import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING, START
 
 
-def write_shape(folder: Path) -> None:
-    """Write a model folder that has the language model's shape, and no weights."""
+def write_shape(folder: Path, vocabulary: int | None = None) -> None:
+    """Write a model folder that has the language model's shape, or a smaller ``vocabulary``, and no weights."""
     folder.mkdir(parents=True)
     config = json.loads(CONFIG.read_text())
-    shutil.copy(CONFIG, folder / "config.json")
+    config |= {"vocab_size": vocabulary or config["vocab_size"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     words = [PADDING, START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"<unused{number}>" for number in range(config["vocab_size"] - len(words))]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the study on the language model, one process each, that can be stopped and taken up by name.
+
+    .venv/bin/python -m scripts.study.language_model list
+    .venv/bin/python -m scripts.study.language_model run grpo-epochs-1e-5-seed1 [--threads 2]
+
+Model and task are those of ``recipe/bapo/language_model``, which has to be made before. After each rollout batch a run
+writes its rows to docs/results/language_model/NAME.parquet and its state (weights, optimizer, generators) to
+.cache/study/NAME.pt, about 2 GB, which goes when the run is complete. The same command takes a run up where it was
+stopped, and does nothing for a complete one. The plan is docs/results/plan_language_model.md.
+
+As in ``scripts.study.loop`` one model samples and trains in float32 in one process, and the old log-probs are the
+trainer's own. An update is cut into micro-batches, because the logits of a mini-batch would take gigabytes.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow
+import pyarrow.parquet
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo import clipped_surrogate_loss, find_clip_bounds
+from bapo.bounds import read_values
+from recipe.bapo.language_model import cache
+from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_rows
+from scripts.study.loop import Rollouts, log_probs_of
+from scripts.study.methods import config_of
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
+PROMPTS, SAMPLES = 8, 8  # of an update
+MICRO_BATCH = 16  # responses of a forward
+SAMPLED_AT_ONCE = 128
+HELD_OUT = 128  # items, each answered once after every rollout batch
+DUAL_CLIP = 3.0
+# Mini-batches of a rollout batch and epochs on it: 16 updates on each either way.
+SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run; its name says everything. ``rollouts`` batches make ``16 * rollouts`` updates."""
+
+    method: str
+    source: str
+    learning_rate: str
+    seed: int
+    rollouts: int = 6
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{self.method}-{self.source}-{self.learning_rate}-seed{self.seed}"
+
+
+# Stage (a): how much is clipped, and how often rho is below the target, at each source of staleness.
+PLANNED = [Run("grpo", source, "1e-5", 1) for source in SOURCES]
+
+
+@torch.no_grad()
+def sample(model, tokenizer, rows: list[dict], generator: torch.Generator) -> Rollouts:
+    """One response to each row's prompt, at temperature 1; all prompts have the same number of tokens."""
+    prompts = torch.tensor([tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows])
+    parts = [_respond(model, tokenizer, part, generator) for part in prompts.split(SAMPLED_AT_ONCE)]
+    responses, mask = (torch.cat(planes) for planes in zip(*parts, strict=True))
+    texts = [tokenizer.decode(ids[there], skip_special_tokens=True) for ids, there in zip(responses, mask, strict=True)]
+    rewards = [
+        compute_score("", text, row["reward_model"]["ground_truth"]) for text, row in zip(texts, rows, strict=True)
+    ]
+    return Rollouts(torch.cat([prompts, responses], 1), mask, torch.tensor(rewards), prompts.shape[1])
+
+
+def _respond(model, tokenizer, prompts, generator):
+    """Tokens and mask ``(B, MAX_RESPONSE)``."""
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokens = torch.full((len(prompts), MAX_RESPONSE), pad)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    done = torch.zeros(len(prompts), dtype=torch.bool)
+    output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    for place in range(MAX_RESPONSE):
+        token = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator).squeeze(1)
+        tokens[:, place], mask[:, place] = token.masked_fill(done, pad), ~done
+        done = done | (token == end)
+        if done.all():
+            break
+        output = model(input_ids=tokens[:, place, None], past_key_values=output.past_key_values, use_cache=True)
+    return tokens, mask
+
+
+@torch.no_grad()
+def log_probs(model, rollouts: Rollouts) -> Tensor:
+    """Of the response tokens ``(B, T)``, micro-batch by micro-batch as training computes them."""
+    return torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in _micro_batches(rollouts)])
+
+
+def _micro_batches(rollouts):
+    return torch.arange(len(rollouts.ids)).split(MICRO_BATCH)
+
+
+def advantages_of(rollouts: Rollouts) -> Tensor:
+    """verl's group-relative advantages ``(B, T)``; the responses of a group follow each other."""
+    scores = torch.zeros(rollouts.mask.shape)
+    scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
+    groups = np.arange(len(rollouts.ids)) // SAMPLES
+    return compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)[0]
+
+
+def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> dict[str, float]:
+    """One optimizer update, and what its tokens say of GRPO's and of BAPO's bounds.
+
+    Args:
+        rollouts: of a mini-batch; ``old`` are the log-probs of its tokens before any update.
+        method: of configs/method.
+    """
+    advantages, config = advantages_of(rollouts), config_of(method)
+    before = None if config.fixed else log_probs(model, rollouts)  # the pass, which fixed bounds do without
+    low, high = config.ratio_lower_start, config.ratio_upper_start
+    if before is not None:
+        bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
+        low, high = bounds.low.item(), bounds.high.item()
+    now, entropies, tokens = [], [], rollouts.mask.sum()
+    optimizer.zero_grad()
+    for part in _micro_batches(rollouts):
+        log_prob, entropy = log_probs_of(model, rollouts.rows(part))
+        mask = rollouts.mask[part]
+        clipped_surrogate_loss(
+            old[part],
+            log_prob,
+            advantages[part],
+            mask,
+            low=low,
+            high=high,
+            clip_ratio_c=DUAL_CLIP,
+            aggregate=lambda values, mask: (values * mask).sum() / tokens,  # the mini-batch's token-mean
+        ).loss.backward()
+        now.append(log_prob.detach())
+        entropies.append(entropy[mask])
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    measured = measures_of(old, torch.cat(now), advantages, rollouts.mask)
+    return measured | {
+        "low": low,
+        "high": high,
+        "reward": rollouts.rewards.mean().item(),
+        "entropy": torch.cat(entropies).mean().item(),
+        "grad_norm": grad_norm.item(),
+    }
+
+
+def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, float]:
+    """At GRPO's fixed bounds: rho and the clipped share of the tokens of each sign. At BAPO's: rho before its search,
+    the bounds that it would find, and whether they reach its target."""
+    grpo, bapo = (
+        read_values(*find_clip_bounds(old, now, advantages, mask, config, clip_ratio_c=DUAL_CLIP))
+        for config in (config_of("grpo"), config_of("bapo"))
+    )
+    names = ("clipfrac_positive", "clipfrac_negative", "effective_sample_size", "length_positive", "length_negative")
+    found = {name: grpo[name] for name in (*names, "negative_unbounded_share", "positive_contribution")}
+    names = ("positive_contribution_start", "positive_contribution", "low", "high", "search_steps", "saturated")
+    return found | {f"bapo_{name}": float(bapo[name]) for name in names}
+
+
+class Training:
+    """A run in progress: model, optimizer, generators and the rows so far; ``state`` is where it is kept."""
+
+    def __init__(self, run: Run, model_folder: Path, state: Path):
+        self.run, self.state = run, state
+        torch.manual_seed(run.seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=float(run.learning_rate), weight_decay=0.01)
+        self.generator = torch.Generator().manual_seed(run.seed)
+        self.rows: list[dict] = []
+        if state.exists():
+            kept = torch.load(state)
+            self.model.load_state_dict(kept["model"])
+            self.optimizer.load_state_dict(kept["optimizer"])
+            self.generator.set_state(kept["generator"])
+            self.rows = kept["rows"]
+
+    @property
+    def rollouts_done(self) -> int:
+        """Whole rollout batches that were trained on."""
+        return self.rows[-1]["rollout"] + 1 if self.rows else 0
+
+    def train_on_one_batch(self) -> None:
+        """Sample a rollout batch, make its updates, measure the held-out reward, and keep everything."""
+        number, (mini_batches, epochs) = self.rollouts_done, SOURCES[self.run.source]
+        # The prompts of a rollout batch depend on seed and number alone, so that methods are paired by them.
+        items = list(draw_rows(f"study-{self.run.seed}-{number}", PROMPTS * mini_batches))
+        rollouts = sample(self.model, self.tokenizer, [row for row in items for _ in range(SAMPLES)], self.generator)
+        parts = torch.arange(len(rollouts.ids)).split(PROMPTS * SAMPLES)
+        old = [log_probs(self.model, rollouts.rows(part)) for part in parts]
+        for place in range(epochs * mini_batches):
+            began, part = time.monotonic(), place % mini_batches
+            measured = update(self.model, self.optimizer, rollouts.rows(parts[part]), old[part], self.run.method)
+            place_of = {"rollout": number, "update": len(self.rows), "place": place, "epoch": place // mini_batches}
+            self.rows.append(vars(self.run) | place_of | measured | {"seconds": time.monotonic() - began})
+        held_out = sample(self.model, self.tokenizer, list(draw_rows("held-out", HELD_OUT)), self.generator)
+        self.rows[-1]["held_out_reward"] = held_out.rewards.mean().item()
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the state, whole or not at all."""
+        kept = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rows": self.rows}
+        self.state.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.state.with_suffix(".unfinished")
+        torch.save(kept | {"generator": self.generator.get_state()}, unfinished)
+        unfinished.replace(self.state)
+
+
+def write_rows(rows: list[dict], path: Path, about: dict[str, str]) -> None:
+    """Write a run's rows as parquet, with what made them in the file's metadata."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.Table.from_pandas(pd.DataFrame(rows), preserve_index=False)
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **about})
+    unfinished = path.with_suffix(".unfinished")
+    pyarrow.parquet.write_table(table, unfinished, compression="zstd")
+    unfinished.replace(path)
+
+
+def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path = STATES) -> None:
+    """Begin a planned run or take it up, to its end."""
+    planned = {run.name: run for run in PLANNED}
+    if name not in planned:
+        raise SystemExit(f"Error: no run {name} is planned: choose from {', '.join(planned)}.")
+    run, path = planned[name], rows / f"{name}.parquet"
+    if is_complete(run, path):
+        print(f"{name} is complete: {path}")
+        return
+    training = Training(run, model_folder, states / f"{name}.pt")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = {"command": f"python -m scripts.study.language_model run {name}", "commit": commit}
+    about |= {"model": model_folder.parent.name, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    while training.rollouts_done < run.rollouts:
+        training.train_on_one_batch()
+        print(line_of(training), flush=True)
+        write_rows(training.rows, path, about)
+    write_rows(training.rows, path, about)  # where it was stopped after its last batch
+    training.state.unlink()
+
+
+def line_of(training: Training) -> str:
+    """The last rollout batch in a line."""
+    last, name = training.rows[-1], training.run.name
+    return (
+        f"{name}  rollout {training.rollouts_done}/{training.run.rollouts}  reward {last['reward']:.3f}  held out "
+        f"{last['held_out_reward']:.3f}  clipped {last['clipfrac_positive']:.3f} of A > 0 and "
+        f"{last['clipfrac_negative']:.3f} of A < 0  rho {last['bapo_positive_contribution_start']:.3f}  "
+        f"{last['seconds']:.1f} s an update  load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def is_complete(run: Run, path: Path) -> bool:
+    """Whether the rows of all its rollout batches are there."""
+    return path.exists() and pd.read_parquet(path, columns=["rollout"])["rollout"].max() + 1 == run.rollouts
+
+
+def main() -> int:
+    """Command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["list", "run"])
+    parser.add_argument("names", nargs="*", help="of `run`; without one all that are planned, one after the other")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    if arguments.part == "list":
+        for run in PLANNED:
+            print("complete" if is_complete(run, ROWS / f"{run.name}.parquet") else "to do   ", run.name)
+        return 0
+    folder = cache.folder_of({})
+    if not folder.exists():
+        print("Error: the language model is not made yet: python -m recipe.bapo.language_model", file=sys.stderr)
+        return 1
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.names or [run.name for run in PLANNED]:
+        run_by_name(name, folder / "model")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's runs on the language model, with a tiny model of its tokenizer's shape in its place."""
+
+import json
+from dataclasses import replace
+
+import pandas as pd
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipe.bapo.language_model.shape import write_shape
+from recipe.bapo.language_model.task import draw_rows
+from scripts.study import language_model as study
+
+RUN = replace(study.PLANNED[0], rollouts=2, learning_rate="1e-2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Random weights, and a tokenizer of 258 bytes and ends."""
+    folder = tmp_path_factory.mktemp("shape") / "model"
+    write_shape(folder, vocabulary=259)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32, "dtype": "float32"}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def easy(monkeypatch):
+    """Few short responses, of which a random model gets some right: those with an even number of digits."""
+    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "MICRO_BATCH": 4, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
+        monkeypatch.setattr(study, name, value)
+    monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
+    monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
+    monkeypatch.setattr(study, "PLANNED", [RUN])
+
+
+def rows_of(folder):
+    return pd.read_parquet(folder / f"{RUN.name}.parquet").drop(columns="seconds")
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkeypatch):
+    study.run_by_name(RUN.name, model, tmp_path / "whole", tmp_path / "states")
+    whole = rows_of(tmp_path / "whole")
+    assert list(whole["update"]) == list(range(8)) and list(whole["epoch"]) == [0, 0, 1, 1] * 2
+    assert whole["held_out_reward"].notna().sum() == 2 and (whole["grad_norm"] > 0).any()
+    assert not list((tmp_path / "states").iterdir())
+
+    def stop(training):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "line_of", stop)  # after the state is kept, before the rows are written
+        with pytest.raises(KeyboardInterrupt):
+            study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
+    assert not (tmp_path / "parts").exists() and (tmp_path / "states" / f"{RUN.name}.pt").exists()
+    study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
+    pd.testing.assert_frame_equal(rows_of(tmp_path / "parts"), whole)
+
+
+def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
+    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    about = pyarrow.parquet.read_schema(tmp_path / f"{RUN.name}.parquet").metadata
+    assert about[b"command"].decode() == f"python -m scripts.study.language_model run {RUN.name}"
+    assert len(about[b"commit"]) == 40
+    monkeypatch.setattr(study, "Training", None)
+    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    assert "is complete" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no run other is planned: choose from grpo-epochs"):
+        study.run_by_name("other", model, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["grpo", "bapo"])
+def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
+    found = []
+    for micro_batch in (3, 8):
+        monkeypatch.setattr(study, "MICRO_BATCH", micro_batch)
+        tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+        rows = [row for row in draw_rows("x", 2) for _ in range(4)]
+        rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+        old = study.log_probs(network, rollouts)
+        optimizer = torch.optim.SGD(network.parameters(), lr=10.0)
+        found.append([study.update(network, optimizer, rollouts, old, method) for _ in range(3)])
+    for whole, cut in zip(*found, strict=True):
+        assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)
+    first, _, last = found[0]
+    assert first["effective_sample_size"] == pytest.approx(1) and first["clipfrac_positive"] == 0  # every ratio is 1
+    assert last["clipfrac_positive"] + last["clipfrac_negative"] > 0
+    assert last["bapo_positive_contribution_start"] > 0
+    if method == "bapo":
+        assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"])
+    else:
+        assert {(one["low"], one["high"]) for one in found[0]} == {(0.8, 1.2)}
