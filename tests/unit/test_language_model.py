@@ -8,8 +8,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.commands import ROOT, until
@@ -155,11 +155,8 @@ def test_of_two_that_start_at_once_one_makes_it(folder):
         fill(unfinished)
         made.append(unfinished)
 
-    threads = [threading.Thread(target=cache.make_once, args=(folder, make)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: cache.make_once(folder, make), range(2)))  # neither fails
     assert len(made) == 1 and folder.exists()
 
 
