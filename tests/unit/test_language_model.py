@@ -227,7 +227,7 @@ def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
         monkeypatch.setenv(name, str(tmp_path / "shape" / file))
     groups = ["experiment=language_model", f"size=language_model_{size}", f"platform={platform}"]
     config = compose_in_groups(*groups, f"trainer.n_gpus_per_node={max(gpus, 1)}", f"run_dir={tmp_path}/run")
-    results = {result.name: result for result in preflight.run(config)}
+    results = {result.name: result for result in preflight.run_checks(config)}
     assert {result.status for result in results.values()} == {"ok"}, results
     model = results["model"].detail
     assert model.startswith(
