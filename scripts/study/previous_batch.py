@@ -5,6 +5,7 @@ docs/results/plan_previous_batch.md gives the reasons and the rules. Both were w
 
 .venv/bin/python -m scripts.study.previous_batch            run what is missing; it resumes with the next cell
 .venv/bin/python -m scripts.study.previous_batch gather     put finished cells into the table, while others run
+.venv/bin/python -m scripts.study.previous_batch tables     the tables alone, from the parquet file
 .venv/bin/python -m scripts.study.previous_batch list       the planned cells and which of them are there
 .venv/bin/python -m scripts.study.previous_batch again CELL ..   run cells again and compare them with the table
 """
@@ -36,6 +37,8 @@ SEEDS = {
     "hard_chain": list(range(2201, 2221)),
     "larger_model": list(range(2301, 2311)),
 }
+SPEED_MARGIN = 1.10  # of the ratio of updates to those of exact BAPO
+FAILING_MARGIN = 0.10  # of the difference of failing shares
 FAILING_SEEDS = list(range(1101, 1581))
 
 CHAIN_RATES, HARD_RATES = (8e-3,), (4e-3, 8e-3)
@@ -73,7 +76,7 @@ def comparisons() -> list[Comparison]:
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="all", choices=["all", "gather", "list", "again"])
+    parser.add_argument("part", nargs="?", default="all", choices=["all", "gather", "tables", "list", "again"])
     parser.add_argument("cells", nargs="*", help="of `again`")
     parser.add_argument("--workers", type=int, default=1, help="cells at a time")
     arguments = parser.parse_args()
@@ -81,6 +84,10 @@ def main():
         run.run_missing(cells(), arguments.workers, TABLE, DONE, seeds_of)
     if arguments.part in ("all", "gather"):
         run.gather(cells(), TABLE, DONE)
+    if arguments.part in ("all", "tables"):
+        from scripts.study.previous_batch_tables import print_tables
+
+        print_tables()
     if arguments.part == "list":
         there = run.finished(TABLE, DONE)
         for cell in cells():
