@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
-Read ``config``, ``ratio``, ``statistics``, ``search``, ``diagnostics``, ``bounds`` and ``loss``, in this order; each
-imports only what stands before it. What code outside this repository may import is listed here; the rest may change.
+Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``search``, ``diagnostics``, ``bounds``,
+``previous_batch``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
+the names in ``__all__``; everything else may change.
 """
 
-from bapo.bounds import find_clip_bounds, read_values
+from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars, read_values
+from bapo.clip_statistics import ClipStatistics, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
-from bapo.search import ClipBounds, search_clip_bounds
-from bapo.statistics import ClipStatistics, collect_clip_statistics
+from bapo.previous_batch import EarlierBounds
+from bapo.search import ClipBounds, measure_clip_bounds, search_clip_bounds
 
 __version__ = "0.1.0"
 
@@ -19,12 +21,18 @@ __all__ = [
     "ClipBounds",
     "ClipStatistics",
     "Diagnostics",
+    "EarlierBounds",
     "Range",
     "SurrogateLoss",
+    "bounds_from_statistics",
     "clipped_surrogate_loss",
     "collect_clip_statistics",
     "diagnose",
+    "empty_clip_statistics",
     "find_clip_bounds",
+    "measure_clip_bounds",
+    "read_and_validate",
+    "read_scalars",
     "read_values",
     "search_clip_bounds",
 ]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of one optimizer update from first to last: collect, reduce, search, diagnose, and the one host read.
+"""The bounds of one optimizer update from its tokens, and the one transfer of the results to the host.
 
-``find_clip_bounds`` is for callers that hold the whole mini-batch at once; a verl run takes the same steps, micro-batch
-by micro-batch, in ``recipe.bapo.worker``. The loss and the worker rely on ``read_values`` being the only place in
-``bapo`` where the host waits for the device, and the only place that raises for non-finite input: on every rank alike,
-because the counts it looks at are those of all ranks.
+``find_clip_bounds`` is for callers that hold the whole mini-batch at once. A verl run collects its statistics
+micro-batch by micro-batch (``recipe.bapo.worker``) and calls ``bounds_from_statistics``. The loss and the worker rely
+on ``read_and_validate`` being the only place in ``bapo`` that raises for non-finite input. It raises on every rank
+alike, because it looks at counts that were added over all ranks.
 """
 
 import torch
 from torch import Tensor
 
+from bapo.clip_statistics import MAX_OLD_LOG_PROB, ClipStatistics, collect_clip_statistics
 from bapo.config import BAPOConfig
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.search import ClipBounds, search_clip_bounds
-from bapo.statistics import MAX_OLD_LOG_PROB, collect_clip_statistics
 
 
 def find_clip_bounds(
@@ -29,33 +29,42 @@ def find_clip_bounds(
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``.
-        config: the switches.
-        process_group: the ranks that share the mini-batch; None: no communication. All of them must call this once.
-        clip_ratio_c: verl's dual clip, which ``contribution="gradient"`` respects; None: no dual clip.
+        config: the options of the search.
+        process_group: the ranks that share the mini-batch; all of them must call this once. None: no communication.
+        clip_ratio_c: verl's dual clip, which ``contribution="gradient"`` respects. None: no dual clip.
 
     Returns:
-        The bounds, and the diagnostics of the same tokens; both stay on the device until ``read_values``.
+        The bounds, and the diagnostics of the same tokens. Both stay on the device until ``read_and_validate``.
 
     Raises:
-        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1. Non-finite input raises in ``read_values``.
+        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1. Non-finite input raises later, in
+            ``read_and_validate``.
     """
-    statistics = collect_clip_statistics(old_log_prob, log_prob, advantages, response_mask, config, clip_ratio_c)
+    stats = collect_clip_statistics(old_log_prob, log_prob, advantages, response_mask, config, clip_ratio_c)
+    return bounds_from_statistics(stats, config, process_group)
+
+
+def bounds_from_statistics(
+    stats: ClipStatistics, config: BAPOConfig, process_group=None
+) -> tuple[ClipBounds, Diagnostics]:
+    """Reduce the statistics over the ranks, search the bounds and diagnose them; see ``find_clip_bounds``."""
     if process_group is not None:
-        statistics = statistics.all_reduce(process_group)
-    bounds = search_clip_bounds(statistics, config)
-    return bounds, diagnose(statistics, bounds)
+        stats = stats.all_reduce(process_group)
+    bounds = search_clip_bounds(stats, config)
+    return bounds, diagnose(stats, bounds)
 
 
-def read_values(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) -> dict[str, float]:
-    """The fields of both, and ``others`` beside them, as Python numbers by name, in one transfer to the host.
+def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) -> dict[str, float]:
+    """Copy bounds, diagnostics and ``others`` (scalars) to the host in one transfer, and refuse invalid input.
+
+    Returns:
+        Python numbers by field name. The counts of invalid input are left out, because they are 0.
 
     Raises:
-        ValueError: names each tensor with a value on a response token that is not finite or, as an old log-prob,
-            above ``MAX_OLD_LOG_PROB``, and how many.
+        ValueError: names each tensor that is not finite on a response token, or that is an old log-prob above
+            ``MAX_OLD_LOG_PROB``, and on how many tokens.
     """
-    tensors = vars(bounds) | vars(diagnostics) | others
-    packed = torch.stack([tensor.detach().double() for tensor in tensors.values()])
-    values = dict(zip(tensors, packed.tolist(), strict=True))
+    values = read_scalars(vars(bounds) | vars(diagnostics) | others)
     counts = {
         "old_log_prob": values.pop("invalid_old_log_probs"),
         "log_prob": values.pop("invalid_log_probs"),
@@ -65,7 +74,16 @@ def read_values(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) 
     if invalid:
         raise ValueError(
             f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens of this mini-batch: "
-            f"{invalid}. No clip bounds were found and no update was made; look for a diverged model or a broken "
+            f"{invalid}. No clip bounds were found and no update was made. Look for a diverged model, or for a broken "
             "rollout or reward."
         )
     return values
+
+
+def read_scalars(scalars: dict[str, Tensor]) -> dict[str, float]:
+    """Copy 0-d tensors of any type to the host in one transfer, as Python numbers under the same names."""
+    packed = torch.stack([scalar.detach().double() for scalar in scalars.values()])
+    return dict(zip(scalars, packed.tolist(), strict=True))
+
+
+read_values = read_and_validate  # the name until version 0.1

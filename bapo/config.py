@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switches of BAPO and the ranges of its two bounds.
+"""BAPO's options, and the range in which each of the two clip bounds is searched.
 
-``BAPOConfig`` holds the defaults and refuses what is not usable; a new switch is added here first. The names of the
-fields are keys of the users' yaml files, and ``recipe/bapo/config/bapo_trainer.yaml`` repeats the defaults, which a
-test compares. Every other file of this folder takes the candidates of a bound from ``Range``.
+``BAPOConfig`` holds the defaults and refuses values that cannot be used. Add a new option here first. The field names
+are keys of the users' yaml files; ``recipe/bapo/config/bapo_trainer.yaml`` repeats the defaults, and a test compares
+the two. All other files of this folder take the candidates of a bound from ``Range.grid``.
 """
 
 import math
@@ -16,15 +16,15 @@ CHOICES = {
     "contribution": ("value", "gradient"),
     "token_weight": ("rollout_prob", "uniform"),
     "search_order": ("upper_first", "lower_first"),
-    "bound_scope": ("mini_batch", "micro_batch"),
+    "bound_scope": ("mini_batch", "previous_batch", "micro_batch"),
 }
-# The statistics grow with the number of candidates. A range with more than this is a mistyped step.
+# The statistics grow with the number of candidates. A range with more steps than this has a mistyped step.
 MAX_STEPS = 100_000
 
 
 @dataclass(frozen=True)
 class Range:
-    """The candidates of one bound: ``start + k * step`` for k = 0, 1, ..., and last ``maximum`` itself."""
+    """The candidates of one bound: ``start + k * step`` for k = 0, 1, ..., and finally ``maximum`` itself."""
 
     start: float
     maximum: float
@@ -32,31 +32,32 @@ class Range:
 
     @property
     def steps(self) -> int:
-        """Number of steps from the first candidate to the last one; there is one candidate more."""
+        """Number of steps from the first candidate to the last; there is one more candidate than steps."""
         # The tolerance keeps (0.9 - 0.6) / 0.02 = 15.000000000000002 at 15 steps.
         return math.ceil((self.maximum - self.start) / self.step - 1e-6)
 
     @property
     def fixed(self) -> bool:
-        """Whether there is one candidate only, so that the search cannot move the bound."""
+        """Whether there is only one candidate, so that the search cannot move the bound."""
         return self.steps == 0
 
-    def points(self, device: torch.device | None = None) -> Tensor:
+    def grid(self, device: torch.device | None = None) -> Tensor:
         """The candidates in ascending order, ``(steps + 1,)`` float64 on ``device``."""
-        # They are computed on the device, because a copy of them from the host would make the host wait.
+        # Computed on the device: copying them from the host would make the host wait.
         k = torch.arange(self.steps + 1, dtype=torch.float64, device=device)
         return torch.where(k < self.steps, self.start + k * self.step, self.maximum)
 
 
 @dataclass
 class BAPOConfig:
-    """What the search for the clip bounds aims at, measures and tries. Bounds are on the ratio itself (0.6, 1.2).
+    """Options of the clip-bound search: target, contribution measure, ranges. Bounds are on the ratio (0.6, 1.2).
 
     Args:
         positive_contribution_target: rho0, the share in (0, 1) of the loss that tokens with positive advantage should
-            reach. The default is that of the paper's experiments (0.45 for OctoThinker); the authors' README has 0.5.
+            reach. The default is the value of the paper's experiments (0.45 for OctoThinker); the authors' README
+            has 0.5.
         ratio_lower_start, ratio_lower_max, ratio_lower_step: a-, b-, delta2 of Algorithm 1, the range of ``c_low``.
-            Start equal to max fixes the bound.
+            Set start equal to max to fix the bound.
         ratio_upper_start, ratio_upper_max, ratio_upper_step: a+, b+, delta1 of Algorithm 1, the range of ``c_high``.
         contribution: ``value`` measures the surrogate's value (Eq. 8), ``gradient`` the size of the gradient with
             respect to the log-probs of the tokens that still carry one (Eq. 5).
@@ -64,8 +65,10 @@ class BAPOConfig:
             code).
         search_order: ``upper_first`` raises ``c_high`` first (Algorithm 1), ``lower_first`` raises ``c_low`` first (the
             authors' code).
-        bound_scope: ``mini_batch`` finds the bounds once per optimizer update, ``micro_batch`` once per forward (the
-            authors' code; the result then depends on how the mini-batch was cut).
+        bound_scope: which tokens the bounds of an optimizer update are found on. ``mini_batch``: all tokens of the
+            update itself (Algorithm 1). ``previous_batch``: all tokens of the same update on the rollout batch before,
+            which needs no forward of its own. ``micro_batch``: the tokens of each forward alone (the authors' code);
+            the result then depends on how the mini-batch is cut.
 
     Raises:
         ValueError: names the field, its value and the fix. Raised on construction.
@@ -104,17 +107,17 @@ class BAPOConfig:
 
     @property
     def lower(self) -> Range:
-        """The candidates of ``c_low``."""
+        """The range of ``c_low``."""
         return Range(self.ratio_lower_start, self.ratio_lower_max, self.ratio_lower_step)
 
     @property
     def upper(self) -> Range:
-        """The candidates of ``c_high``."""
+        """The range of ``c_high``."""
         return Range(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
 
     @property
     def fixed(self) -> bool:
-        """Whether both bounds are fixed, so that there is nothing to search."""
+        """Whether both bounds are fixed, so that the search has nothing to move."""
         return self.lower.fixed and self.upper.fixed
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tokens of an update say beside the bounds: metrics that no decision depends on, and the count of bad input.
+"""Per-update diagnostics: logged metrics that never affect the bounds, and counts of invalid inputs.
 
-``Diagnostics`` follow from ``TokenSums``, which travel with the sums of the search, and cost no pass, collective or
-host read of their own. A new metric gets a field of ``Diagnostics`` here, and where needed a sum in
-``bapo.statistics``. But for the counts of bad input the fields' names are those of metrics (``actor/bapo/...``) and of
-the bounds' record, which others read. The covariance is not among the sums: the loss computes it.
+They follow from ``TokenSums``, which are reduced together with the sums of the search, so that they cost no forward,
+collective or host read of their own. To add a metric, add a field to ``Diagnostics`` and, if needed, a sum to
+``bapo.clip_statistics``. Apart from the invalid-input counts, each field is logged as ``actor/bapo/<field>``; renaming
+one breaks its readers.
 """
 
 from dataclasses import dataclass
@@ -12,25 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapo.clip_statistics import ClipStatistics
 from bapo.search import ClipBounds
-from bapo.statistics import ClipStatistics
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Metrics of the response tokens of one optimizer update, 0-d float64 tensors.
+    """Metrics of the response tokens of one optimizer update: 0-d float64 tensors.
 
     Attributes:
-        positive_token_fraction: share of the response tokens with positive advantage.
-        clipfrac_positive: share of the tokens with positive advantage whose ratio is at or above ``high``.
-        clipfrac_negative: share of the tokens with negative advantage whose ratio is at or below ``low``.
-        length_positive, length_negative: mean number of tokens with positive advantage of the responses that have any,
-            and the same of negative advantage; 0 where there are none.
-        effective_sample_size: (sum r)^2 / (tokens * sum r^2) of the response tokens, a share.
-        negative_unbounded_share: share of tokens with negative advantage and a ratio above 3 in the sum of r*|A|, the
-            size of the gradient before clipping.
-        invalid_old_log_probs, invalid_log_probs, invalid_advantages: numbers of response tokens on which these are
-            unusable: not finite or, as an old log-prob, above ``MAX_OLD_LOG_PROB``.
+        positive_token_fraction: fraction of the response tokens with A > 0.
+        clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``.
+        clipfrac_negative: fraction of the tokens with A < 0 whose ratio is at or below ``low``.
+        length_positive: mean number of tokens with A > 0 in the responses that have such a token; 0 if none has.
+        length_negative: the same for A < 0.
+        effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
+        negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above
+            ``UNBOUNDED_RATIO``.
+        invalid_old_log_probs: number of response tokens whose old log-prob is not finite, or above
+            ``MAX_OLD_LOG_PROB``.
+        invalid_log_probs, invalid_advantages: numbers of response tokens where these are not finite.
     """
 
     positive_token_fraction: Tensor
@@ -46,12 +47,12 @@ class Diagnostics:
 
 
 @torch.no_grad()
-def diagnose(statistics: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
-    """The diagnostics of one optimizer update, from the sums that its bounds were found from."""
-    sums = statistics.token_sums
-    upper = statistics.config.upper.points(bounds.high.device)
-    lower = statistics.config.lower.points(bounds.low.device)
-    # Bucket b+1 of the positive tokens begins at point b of the range, bucket b of the negative tokens ends there.
+def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
+    """The diagnostics of one optimizer update that uses these bounds, from the statistics of all its tokens."""
+    sums = stats.token_sums
+    upper = stats.config.upper.grid(bounds.high.device)
+    lower = stats.config.lower.grid(bounds.low.device)
+    # Point b of the grid is where bucket b+1 of the positive tokens begins and bucket b of the negative tokens ends.
     clipped_positive = torch.where(upper >= bounds.high, sums.positive_tokens[1:], 0).sum()
     clipped_negative = torch.where(lower <= bounds.low, sums.negative_tokens[:-2], 0).sum()
     positive_tokens, negative_tokens = sums.positive_tokens.sum(), sums.negative_tokens.sum()
@@ -70,25 +71,5 @@ def diagnose(statistics: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """0 where there is nothing to divide by."""
+    """The quotient, or 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)
-
-
-@torch.no_grad()
-def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask: Tensor, clipped: Tensor) -> Tensor:
-    """The covariance of Eq. 6, of ``log_prob`` and ``A``, under the policy that is trained, 0-d, in nats.
-
-    Where it is positive, the update lowers the entropy. Tokens are weighted by their ratio, which turns a mean over the
-    old policy's tokens into one under the policy that is trained.
-
-    Args:
-        log_prob: ``(B, T)``; what is masked may hold anything.
-        advantages, ratio: ``(B, T)``, finite; the advantages are 0 where masked.
-        mask: ``(B, T)`` bool, true where a token counts.
-        clipped: ``(B, T)`` bool, true where the loss has no gradient; ``A`` counts as 0 there.
-    """
-    weighted = torch.where(clipped, 0, ratio * advantages).flatten()
-    ratio, log_prob = (torch.where(mask, values, 0).flatten().to(weighted.dtype) for values in (ratio, log_prob))
-    total = ratio.sum().clamp(min=torch.finfo(ratio.dtype).tiny)
-    mean_log_prob = ratio.dot(log_prob) / total
-    return (weighted.dot(log_prob) - weighted.sum() * mean_log_prob) / total

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped surrogate of PPO with given bounds on the ratio, and verl's dual clip.
+"""PPO's clipped surrogate with given bounds on the ratio, and verl's dual clip.
 
-With ``log_ratio_of`` this is all through which a gradient flows. At fixed bounds it has to stay equal to verl's
-``vanilla`` loss, and the loss of a token must not depend on the tokens beside it; tests hold both. How the bounds were
-found is not its business: it takes any two numbers.
+Gradients flow only through this module and ``log_ratio_of``. With fixed bounds the loss equals verl's ``vanilla`` loss,
+and the loss of a token does not depend on the other tokens; tests hold both. The loss accepts any pair of bounds.
 """
 
 import math
@@ -13,20 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.diagnostics import entropy_covariance
 from bapo.ratio import check_inputs, log_ratio_of
 
 
 @dataclass(frozen=True)
 class SurrogateLoss:
-    """The loss to minimise and what the response tokens say of it, all 0-d tensors.
+    """The loss to minimise and the metrics of its response tokens, all 0-d tensors.
 
     Attributes:
         loss: carries the graph.
-        pg_clipfrac: share of the tokens whose surrogate a bound clips.
+        pg_clipfrac: fraction of the tokens whose surrogate is clipped by a bound.
         ppo_kl: mean of ``old_log_prob - log_prob``.
-        pg_clipfrac_lower: share of the tokens that the dual clip clips.
-        entropy_covariance: that of ``bapo.diagnostics``, with the tokens that this loss clips.
+        pg_clipfrac_lower: fraction of the tokens whose surrogate is clipped by the dual clip.
+        entropy_covariance: see the function of this name; tokens that this loss clips count with A = 0.
     """
 
     loss: Tensor
@@ -70,13 +68,13 @@ def clipped_surrogate_loss(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    # What is masked is gone before exp, not only after it: infinity times 0 would be NaN.
+    # Masked positions are replaced before exp, not only after it: infinity times 0 would be NaN.
     mask = response_mask.bool()
     advantages = torch.where(mask, advantages.detach(), 0)
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)
     ratio = log_ratio.exp()
 
-    # One clamp a token, with bounds of its own.
+    # One clamp for each token: its floor and ceiling depend on the sign of its advantage.
     negative = advantages < 0
     low, high = (x.to(ratio.dtype) if isinstance(x, Tensor) else ratio.new_full((), x) for x in (low, high))
     floor = torch.where(negative, low, 0.0)
@@ -98,3 +96,23 @@ def clipped_surrogate_loss(
         pg_clipfrac_lower=dual_clipped / tokens,
         entropy_covariance=covariance,
     )
+
+
+@torch.no_grad()
+def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask: Tensor, clipped: Tensor) -> Tensor:
+    """The covariance of ``log_prob`` and ``A`` (Eq. 6) under the policy that is trained: a scalar in nats.
+
+    An update with a positive covariance lowers the entropy. Tokens are weighted by their ratio, which turns a mean over
+    the old policy's tokens into a mean under the policy that is trained.
+
+    Args:
+        log_prob: ``(B, T)``; what is masked may hold anything.
+        advantages, ratio: ``(B, T)``, finite; the advantages are 0 where masked.
+        mask: ``(B, T)`` bool, true where a token counts.
+        clipped: ``(B, T)`` bool, true where the loss has no gradient; ``A`` counts as 0 there.
+    """
+    weighted = torch.where(clipped, 0, ratio * advantages).flatten()
+    ratio, log_prob = (torch.where(mask, values, 0).flatten().to(weighted.dtype) for values in (ratio, log_prob))
+    total = ratio.sum().clamp(min=torch.finfo(ratio.dtype).tiny)
+    mean_log_prob = ratio.dot(log_prob) / total
+    return (weighted.dot(log_prob) - weighted.sum() * mean_log_prob) / total

@@ -1,35 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search of Algorithm 1: the first pair of bounds on its path that reaches the target, found without a loop.
+"""The search of Algorithm 1, without a loop: the first pair of bounds on its path that reaches the target.
 
-The path runs through the candidates of one bound and then through those of the other, so few that P and N are computed
-at all of them at once from ``ContributionSums``. The order of the path, the definitions of the contribution and the
-test for reaching the target may be changed here, together with the literal loop in ``tests/support/oracle.py``. Every
-rank of a run relies on this choosing the same bounds, bit for bit, from the same sums, and on nothing here reading the
-host.
+The path runs through the candidates of one bound and then through those of the other. These are so few that P and N
+are computed at all of them at once from ``ContributionSums``. The order of the path, the definitions of the
+contribution and the test for reaching the target may be changed here, together with the literal loop in
+``tests/support/oracle.py``. Every rank relies on the search choosing the same bounds, bit for bit, from the same sums,
+and on nothing here making the host wait for the device.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bapo.clip_statistics import ClipStatistics
 from bapo.config import BAPOConfig
-from bapo.statistics import ClipStatistics
 
-# Relative to P + N. With r = 1 and rho0 = 0.5 the start often is the tie P = N, which rounding must not decide.
+# Relative to P + N. With r = 1 and rho0 = 0.5 the start is often the tie P = N, which rounding must not decide.
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class ClipBounds:
-    """Clip bounds of one optimizer update and how they were found: 0-d tensors on the inputs' device.
+    """The bounds of one optimizer update and how the search went, 0-d tensors.
 
     Attributes:
         low, high: ``c_low`` and ``c_high``, bounds on the ratio itself, float64.
         positive_contribution: rho = P / (P + N) at these bounds; 0 where no token counts.
         positive_contribution_start: rho at the start of the search.
-        search_steps: candidates passed over before this one, int64.
+        search_steps: number of candidates that the search passed over, int64.
         saturated: whether no candidate reaches the target, bool; the bounds are then the last ones. Console and docs
             call such a target out of reach.
     """
@@ -41,9 +43,23 @@ class ClipBounds:
     search_steps: Tensor
     saturated: Tensor
 
+    @classmethod
+    def before_any_search(cls, config: BAPOConfig, device: torch.device | str | None = None) -> ClipBounds:
+        """The start of both ranges, for an update whose bounds no search has found; rho is 0, not measured."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        steps = zero.long()
+        return cls(
+            low=config.lower.grid(zero.device)[0],
+            high=config.upper.grid(zero.device)[0],
+            positive_contribution=zero,
+            positive_contribution_start=zero,
+            search_steps=steps,
+            saturated=steps.bool(),
+        )
 
-class Candidates(NamedTuple):
-    """All pairs of bounds in the order of the search and P and N at each (Eq. 8, Eq. 5): float64 ``(candidates,)``."""
+
+class SearchPath(NamedTuple):
+    """All pairs of bounds in the order of the search, with P and N at each (Eq. 8, Eq. 5): float64 ``(pairs,)``."""
 
     low: Tensor
     high: Tensor
@@ -57,26 +73,26 @@ class Candidates(NamedTuple):
 
 
 @torch.no_grad()
-def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBounds:
-    """Pick the first candidate on the path of Algorithm 1 that reaches the target, or the last one.
+def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
+    """Pick the first pair of bounds on the path of Algorithm 1 that reaches the target, or the last pair.
 
-    Non-finite input gives bounds without a meaning; ``bapo.read_values`` raises for it.
+    Non-finite input gives meaningless bounds; ``bapo.read_and_validate`` raises for it.
 
     Args:
-        statistics: of the whole mini-batch, collected with the same ranges and token weight.
+        stats: statistics of the whole mini-batch, collected with the same ranges and token weight.
         config: the target, the ranges, the order and the definition of the contribution.
 
     Raises:
         ValueError: the statistics were collected with other ranges or another token weight.
     """
-    tried = candidates(statistics, config)
-    reached = reaches_target(tried.p, tried.n, config.positive_contribution_target)
+    path = measure_search_path(stats, config)
+    reached = reaches_target(path.p, path.n, config.positive_contribution_target)
     saturated = ~reached.any()
     chosen = torch.where(saturated, len(reached) - 1, reached.int().argmax())  # argmax: the first that reaches it
-    rho = tried.positive_contribution
+    rho = path.positive_contribution
     return ClipBounds(  # take(chosen), because [chosen] would make the host wait for the index
-        low=tried.low.take(chosen),
-        high=tried.high.take(chosen),
+        low=path.low.take(chosen),
+        high=path.high.take(chosen),
         positive_contribution=rho.take(chosen),
         positive_contribution_start=rho[0],
         search_steps=chosen,
@@ -84,12 +100,29 @@ def search_clip_bounds(statistics: ClipStatistics, config: BAPOConfig) -> ClipBo
     )
 
 
-def candidates(statistics: ClipStatistics, config: BAPOConfig) -> Candidates:
-    """P and N at every candidate; see ``search_clip_bounds``."""
-    statistics.check_config(config)
-    sums = statistics.contribution_sums
-    high = config.upper.points(sums.positive_weight.device)
-    low = config.lower.points(sums.negative_weight.device)
+@torch.no_grad()
+def measure_clip_bounds(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> ClipBounds:
+    """The same bounds with rho measured on other tokens: bounds that came from an earlier update, on this update.
+
+    Args:
+        stats: statistics of the update that uses the bounds.
+        bounds: the result of an earlier search with the same config, or ``ClipBounds.before_any_search``.
+        config: as in ``search_clip_bounds``.
+
+    Returns:
+        ``bounds`` with both values of rho replaced. ``search_steps`` and ``saturated`` still describe the search that
+        found the bounds.
+    """
+    rho = measure_search_path(stats, config).positive_contribution
+    return replace(bounds, positive_contribution=rho.take(bounds.search_steps), positive_contribution_start=rho[0])
+
+
+def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
+    """P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
+    stats.check_config(config)
+    sums = stats.contribution_sums
+    high = config.upper.grid(sums.positive_weight.device)
+    low = config.lower.grid(sums.negative_weight.device)
 
     # Positive tokens below c_high and negative tokens above c_low keep their ratio. The others have that of the bound.
     p_inside = _sums_below(sums.positive_weighted_ratio)
@@ -101,18 +134,18 @@ def candidates(statistics: ClipStatistics, config: BAPOConfig) -> Candidates:
         p, n = p_inside, n_inside
 
     index_of_high, index_of_low = search_path(config, high.device)
-    return Candidates(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
+    return SearchPath(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
 
 
 def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:
-    """Whether P / (P + N) is ``target`` or more; where P + N is 0 it is. The arguments broadcast."""
+    """Whether P / (P + N) is at least ``target``; true where P + N is 0. The arguments broadcast."""
     return (1 - target) * p - target * n >= -TOLERANCE * (p + n)
 
 
 def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The candidates in the order of the search, as indices into the points of ``c_high`` and of ``c_low``.
+    """The order of the search, as indices into the grids of ``c_high`` and ``c_low``.
 
-    One bound runs through its range, then the other (Algorithm 1). Both are int64 ``(candidates,)``.
+    One bound runs through its range, then the other (Algorithm 1). Both results are int64 ``(pairs,)``.
     """
     step = torch.arange(config.upper.steps + config.lower.steps + 1, device=device)
     if config.search_order == "upper_first":
@@ -122,13 +155,13 @@ def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple
     return step - lower, lower
 
 
-# Both sums are added up from their own end: the difference to the total would leave the rounding of large ratios in
-# small sums.
+# Both sums are added up from their own end. Subtracting one from the total would leave the rounding error of large
+# ratios in small sums.
 def _sums_below(buckets: Tensor) -> Tensor:
-    """Of one sum by bucket, the sum of the buckets below each point of the range, ``(points,)``."""
+    """The sum of the buckets below each point of the grid, ``(points,)``."""
     return buckets.cumsum(0)[:-1]
 
 
 def _sums_above(buckets: Tensor) -> Tensor:
-    """Of one sum by bucket, the sum of the buckets above each point of the range, ``(points,)``."""
+    """The sum of the buckets above each point of the grid, ``(points,)``."""
     return buckets.flip(0).cumsum(0).flip(0)[1:]

@@ -15,8 +15,7 @@ bash scripts/setup.sh
 pytest() { .venv/bin/python -m pytest "$@"; }
 
 first() {
-    .venv/bin/ruff check .
-    .venv/bin/ruff format --check .
+    bash scripts/style.sh
     .venv/bin/mypy
     pytest -n 2 tests/unit
     pytest -n 2 --dist loadfile tests/actor  # what a file of them shares is made once

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings where the bounds of a run do nothing for it, from the metrics of some steps.
+"""Warnings for runs in which the search for bounds has no effect, from the metrics of some steps.
 
-Limits and texts may be changed here. Console and worker ask for the warnings after every ``WINDOW`` steps: this module
-imports neither verl nor torch. Of a search the target is *already met* (no bound had to move), *met by moving* the
-bounds, or *out of reach* at the widest bounds.
+In a search the target is *already met* (no bound had to move), *met by moving* the bounds, or *out of reach* at the
+widest bounds. Limits and texts may be changed here. Console and worker ask for warnings after every ``WINDOW`` steps.
+This module imports neither verl nor torch.
 """
 
+import logging
 from math import ceil, floor
-from statistics import mean, median
+from statistics import fmean, mean, median
+
+logger = logging.getLogger(__name__)
 
 WINDOW = 10  # steps
 ALREADY_MET = 0.95  # share of the updates in which the target was already met
@@ -48,3 +51,24 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
             "target would do: docs/choosing.md."
         )
     return warnings
+
+
+class HealthLog:
+    """Logs the warnings of a training process, the only ones in a run that has no console of ours.
+
+    Args:
+        bounds_can_move: as in ``health_warnings``.
+    """
+
+    def __init__(self, bounds_can_move: bool):
+        self.bounds_can_move = bounds_can_move
+        self.calls: list[dict[str, float]] = []  # metrics of the training calls since the last warnings
+
+    def add(self, metrics: dict) -> None:
+        """Add the metrics of a call of ``train_mini_batch``, one number or several by name; warn every ``WINDOW``."""
+        prefixes = ("actor/bapo/", "actor/pg_")
+        self.calls.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
+        if len(self.calls) == WINDOW:
+            for text in health_warnings(self.calls, self.bounds_can_move, "training calls"):
+                logger.warning("BAPO: %s", text)
+            self.calls.clear()

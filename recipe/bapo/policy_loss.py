@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy loss ``bapo`` and the configs that bring it into a verl run: the border between verl and ``bapo/``.
 
-verl builds the config that ``policy_loss._target_`` names in the actor's process, before it makes the actor's worker.
-There the config sets ``ActorRolloutRefWorker.actor_worker_cls``, which verl reads afterwards, to our worker
-(``recipe.bapo.worker``). The worker finds the bounds of each update and leaves them in the config, which verl hands to
-the loss.
-``bapo_trainer.yaml`` shows the config's keys with their defaults; a test holds the two equal.
+verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
+``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker (``recipe.bapo.worker``); this
+is a monkey patch, the only one. The worker finds the bounds of each update and leaves them in the config, which verl
+hands to the loss. ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test compares the two.
 """
 
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from functools import partial
 
 from torch import Tensor
 
-from bapo import BAPOConfig, clipped_surrogate_loss, read_values
+from bapo import BAPOConfig, clipped_surrogate_loss, read_and_validate, read_scalars
 from recipe.bapo import worker
+from recipe.bapo.records.metrics import bounds_metrics
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
@@ -35,8 +35,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
     bounds_record_dir: str | None = None
     token_dump_dir: str | None = None
 
-    # No switch: ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being computed, set by our worker. verl
-    # freezes every attribute of a config that is not named in ``_mutable_fields``.
+    # Not an option: our worker sets it to the ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being
+    # computed. verl freezes every attribute of a config that is not named in ``_mutable_fields``.
     current_bounds = None
     _mutable_fields = {"current_bounds"}
 
@@ -77,7 +77,7 @@ def compute_policy_loss_bapo(
     config=None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """verl's policy loss with the bounds that our worker found. One transfer to the host a call.
+    """verl's policy loss with the bounds that our worker found. Each call makes one transfer to the host.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: one micro-batch, ``(B, T)``.
@@ -86,7 +86,8 @@ def compute_policy_loss_bapo(
         rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
 
     Returns:
-        The loss, and the metrics, with the same keys on every call.
+        The loss, and metrics with the same keys on every call. With ``bound_scope=previous_batch`` the metrics of the
+        bounds are not among them: the worker adds them once an update.
 
     Raises:
         ValueError: the config is not ours, another worker than ours calls the loss, or input on response tokens is not
@@ -114,10 +115,10 @@ def compute_policy_loss_bapo(
         rollout_is_weights=rollout_is_weights,
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
-    of_verl = {name: getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    values = read_values(bounds, diagnostics, **of_verl, entropy_covariance=surrogate.entropy_covariance)
-    values["clip_low"], values["clip_high"] = values.pop("low"), values.pop("high")
-    values["met_at_once"] = float(values["search_steps"] == 0 and not values["saturated"])
-    return surrogate.loss, {
-        f"actor/{name}" if name in of_verl else f"actor/bapo/{name}": value for name, value in values.items()
-    }
+    measured = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
+    measured["actor/bapo/entropy_covariance"] = surrogate.entropy_covariance
+    if diagnostics is None:  # bound_scope=previous_batch: the worker validates and logs the whole update at its end
+        return surrogate.loss, read_scalars(measured)
+    values = read_and_validate(bounds, diagnostics, **measured)
+    metrics = {name: values.pop(name) for name in measured}
+    return surrogate.loss, metrics | bounds_metrics(values)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
 
-They make mini-batches of whole groups, mark batches whose ratios start at 1 (which saves the search its forward), and
-give a dump the versions of the weights. The worker that finds the bounds comes with the loss's config.
+They make mini-batches of whole groups, mark batches whose first update is on-policy (which saves the search a forward),
+and tell a dump the versions of the weights. The worker that finds the bounds comes with the loss's config.
 """
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
-from recipe.bapo.worker import FIRST_UPDATE, RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
+from recipe.bapo.micro_batches import ROLLOUT_VERSION
+from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_MADE
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -25,7 +26,7 @@ class _BAPOTrainer:
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
 
-    def _ratios_start_at_1(self) -> bool:
+    def _first_update_is_on_policy(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 
         They do not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local
@@ -38,13 +39,13 @@ class _BAPOTrainer:
 
     def _update_actor(self, batch, metrics):
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
-        batch.extra_info[RATIOS_START_AT_1] = self._ratios_start_at_1()
+        batch.extra_info[ON_POLICY_FIRST_UPDATE] = self._first_update_is_on_policy()
+        # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent. verl has
+        # padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
+        updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
+        batch.extra_info[UPDATES_MADE] = self.local_trigger_step * updates
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
-            # verl has padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
-            updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
-            # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent.
-            batch.extra_info[FIRST_UPDATE] = self.local_trigger_step * updates
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:

@@ -1,77 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's worker: finds the clip bounds once per optimizer update, the same for all micro-batches and ranks.
+"""The actor's worker: it finds the clip bounds of each optimizer update, the same for all micro-batches and ranks.
 
-verl makes it in the place of its own training worker wherever a config of ``recipe.bapo.policy_loss`` is used, in any
-trainer and with any entry point. Change here how an update comes to its bounds; the loss that uses them is in
-``policy_loss.py``. With any other policy loss it does what verl's worker does, bit for bit.
+verl makes this worker in place of its own ``TrainingWorker`` wherever a config of ``recipe.bapo.policy_loss`` is used,
+in any trainer and with any entry point. Change here how an update comes to its bounds; the loss that uses them is in
+``policy_loss.py``. With a policy loss that is not ours, the worker does what verl's worker does, bit for bit.
 """
 
-import json
-import logging
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
-from statistics import fmean
 
 import torch
-from tensordict import TensorDict
 
-from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_values, search_clip_bounds
-from recipe.bapo.health import WINDOW, health_warnings
-from recipe.bapo.records import keep_earlier
-from recipe.bapo.records.tokens import write_dump
+from bapo import (
+    BAPOConfig,
+    EarlierBounds,
+    bounds_from_statistics,
+    collect_clip_statistics,
+    diagnose,
+    empty_clip_statistics,
+    measure_clip_bounds,
+    read_and_validate,
+    search_clip_bounds,
+)
+from recipe.bapo.compatibility import refuse_unusable_settings
+from recipe.bapo.health import HealthLog
+from recipe.bapo.micro_batches import SEARCH_FIELDS, dump_micro_batch, tokens_of
+from recipe.bapo.records.bounds import BoundsRecord
+from recipe.bapo.records.metrics import bounds_metrics
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-logger = logging.getLogger(__name__)
-
-# Set on a batch by our trainer: its old log-probs were recomputed by the current weights, so that in the first update
-# every ratio is 1.
-RATIOS_START_AT_1 = "bapo_ratios_start_at_1"
-# Set by our trainer where tokens are dumped: the version of the weights that sampled each response, and of those that
-# the first update starts from.
-ROLLOUT_VERSION, TRAINER_VERSION = "bapo_sampled_by", "bapo_trained_from"
-# The number, on the whole rollout batch, of a batch's first update: above 0 where ``separate_async`` trains on parts.
-FIRST_UPDATE = "bapo_first_update"
-SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # what the search reads of a batch
-# What verl's losses read of ActorConfig, for the report's row of the run's own loss.
-LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+# Our trainer sets these on a batch. The worker needs none of them: without the first it makes a forward more, without
+# the second it counts updates from 0 in each call, and without the third a dump does not know the weights' version.
+ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # whether every ratio of the first update is 1
+UPDATES_MADE = "bapo_updates_made"  # updates made on this rollout batch before; above 0 only in ``separate_async``
+TRAINER_VERSION = "bapo_trained_from"  # version of the weights before the first update on this rollout batch
 
 
 class BAPOTrainingWorker(TrainingWorker):
-    """verl's training worker, which finds the bounds of each update before verl trains with them.
+    """verl's training worker with a search for the clip bounds of each update.
 
-    The statistics come from a forward without gradient over the mini-batch, and without a forward where every ratio is
-    known to be 1; where the mini-batch is one micro-batch, or with ``bound_scope=micro_batch``, from the training
-    forward itself.
+    ``bound_scope`` says which tokens the search sees, and hence when it runs:
+
+    * ``mini_batch``: the tokens of the update itself. They come from a forward without gradient before the first
+      training forward. No such forward is needed where every ratio is known to be 1, or where the mini-batch is one
+      micro-batch, whose training forward comes before its loss.
+    * ``previous_batch``: the tokens of the same update on the rollout batch before. Each update leaves them to the next
+      batch right before its optimizer step, when all its training forwards have been made.
+    * ``micro_batch``: the tokens of the micro-batch, from its training forward.
     """
 
     def __init__(self, config):
         super().__init__(config)
-        self.verl_update = self.engine.train_batch
-        self.actor_config = None  # verl's ActorConfig where its policy loss is one of ours
+        self.verl_train_batch = self.engine.train_batch
+        self.verl_optimizer_step = self.engine.optimizer_step
+        self.actor_config = None  # verl's ActorConfig, if its policy loss is one of ours
         self.bapo_config: BAPOConfig | None = None
-        self.update_bounds = None  # ``ClipBounds`` and ``Diagnostics``; None where the training forward finds them
         self.token_dump_dir = None
-        self.updates = self.updates_on_batch = 0
-        self.ratios_are_1 = False  # in the next update
-        self.trainer_version = self.record_file = None
-        self.recent_batches: list[dict[str, float]] = []  # metrics of the training calls since the last warnings
+        self.update_bounds = None  # bounds of the update that is being made; None if the training forward finds them
+        self.earlier_bounds: EarlierBounds | None = None  # set if bound_scope=previous_batch
+        self.collected = None  # statistics of the micro-batches of the update that is being made
+        self.logged: dict[str, list[float]] = {}  # metrics of the update that is being made, beside the loss's own
+        self.updates = 0  # since the process began
+        self.updates_on_batch = 0  # on the current rollout batch
+        self.on_policy_update = False  # whether every ratio of the next update is known to be 1
+        self.trainer_version = None
+        self.record = None
+        self.health = None
 
     def set_loss_fn(self, loss_fn):
-        """Take verl's loss function; where its config is one of ours, wrap it and put our search before each update.
+        """Take verl's loss function. If its config is one of ours, wrap it and add the search to each update.
 
         Raises:
-            ValueError: our config comes with another function than verl's ``ppo_loss``, or with settings under which
-                bounds or loss would be wrong, or the search would fail.
+            ValueError: our config comes with a function other than verl's ``ppo_loss``, or with settings under which
+                the bounds or the loss would be wrong or the search would fail.
         """
         config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss = getattr(config, "policy_loss", None)
         self.bapo_config = policy_loss if isinstance(policy_loss, BAPOConfig) else None
         self.token_dump_dir = getattr(policy_loss, "token_dump_dir", None)
+        self.engine.train_batch, self.engine.optimizer_step = self.verl_train_batch, self.verl_optimizer_step
         if self.bapo_config is None and self.token_dump_dir is None:
             super().set_loss_fn(loss_fn)
             return
@@ -83,114 +93,109 @@ class BAPOTrainingWorker(TrainingWorker):
         self.actor_config = config
         if self.bapo_config is not None:
             refuse_unusable_settings(config, self.model_config)
-        # verl's ``TrainingWorker.train_batch`` calls the engine's after it has set how the mini-batch is cut and has
-        # loaded the weights: there the search belongs.
-        self.engine.train_batch = self._search_and_update
+            self.record = BoundsRecord(self.bapo_config.bounds_record_dir, self.rank)
+            self.health = HealthLog(bounds_can_move=not self.bapo_config.fixed)
+            if self.bapo_config.bound_scope == "previous_batch":
+                self.earlier_bounds = EarlierBounds(self.bapo_config, get_device_id())
+                self.engine.optimizer_step = self._search_for_next_batch_and_step
+        # ``TrainingWorker.train_batch`` calls the engine's ``train_batch`` once it has loaded the weights and set how
+        # the mini-batch is cut, so this is where an update begins.
+        self.engine.train_batch = self._train_engine
         super().set_loss_fn(partial(self._compute_loss, loss_fn))
 
     def train_mini_batch(self, data):
         """All updates on one rollout batch or, in ``separate_async``, on a part of one."""
-        self.updates_on_batch = tu.pop(data, key=FIRST_UPDATE, default=0)
-        self.ratios_are_1 = tu.pop(data, key=RATIOS_START_AT_1, default=False)
+        self.updates_on_batch = tu.pop(data, key=UPDATES_MADE, default=0)
+        self.on_policy_update = tu.pop(data, key=ON_POLICY_FIRST_UPDATE, default=False)
         self.trainer_version = tu.pop(data, key=TRAINER_VERSION, default=None)
+        if self.earlier_bounds is not None and self.updates_on_batch == 0:
+            self.earlier_bounds.start_batch()
         output = super().train_mini_batch(data)
-        if self.bapo_config is not None and self.rank == 0:
-            self._warn(tu.get(output, "metrics"))
+        if self.bapo_config is not None and self._is_first_rank_with_outputs():
+            self.health.add(tu.get(output, "metrics"))
         return output
 
-    def _search_and_update(self, data, loss_function):
-        """One optimizer update by verl's engine, after the search for its bounds."""
+    def _train_engine(self, data, loss_function):
+        """One optimizer update by verl's engine, with its bounds."""
+        self.collected, self.logged = None, {}
         if self.bapo_config is not None:
             self.update_bounds = self._bounds_before_training(data)
-        output = self.verl_update(data, loss_function)
-        self.update_bounds, self.ratios_are_1 = None, False
+        output = self.verl_train_batch(data, loss_function)
+        if self.engine.is_mp_src_rank_with_outputs():
+            output["metrics"] |= self.logged
+        self.update_bounds, self.on_policy_update = None, False
         self.updates += 1
         self.updates_on_batch += 1
         return output
 
-    def _warn(self, metrics):
-        """Once in ``WINDOW`` calls of ``train_mini_batch``, log what their metrics say of the target and the bounds.
-
-        A run of ``verl.trainer.main_ppo`` has no console of ours: this is its only warning.
-        """
-        prefixes = ("actor/bapo/", "actor/pg_")
-        self.recent_batches.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
-        if len(self.recent_batches) == WINDOW:
-            for text in health_warnings(self.recent_batches, not self.bapo_config.fixed, "training calls"):
-                logger.warning("BAPO: %s", text)
-            self.recent_batches.clear()
-
     def _compute_loss(self, loss_fn, model_output, data, dp_group=None):
-        """verl's loss of one micro-batch, which finds the bounds of its update in its config."""
+        """verl's loss of one micro-batch. It finds the bounds of its update in its config."""
         entropy = model_output.get("entropy")
         if entropy is not None and self.actor_config.entropy_coeff == 0:
             # verl subtracts 0 times the entropy, whose backward would hold a (tokens, vocabulary) tensor.
             model_output = {**model_output, "entropy": entropy.detach()}
         if self.token_dump_dir is not None and self.engine.is_mp_src_rank_with_outputs():
-            self._dump(model_output, data)  # the other ranks of its parallel group have the same tokens
+            dump_micro_batch(model_output, data, self.actor_config, self.updates_on_batch, self.trainer_version)
         if self.bapo_config is not None:
-            self.bapo_config.current_bounds = self.update_bounds or self._bounds_from_training_forward(
-                model_output["log_probs"], data
-            )
+            log_probs = model_output["log_probs"].detach()
+            self.bapo_config.current_bounds = self._bounds_of_micro_batch(log_probs, data)
         return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
-    def _dump(self, model_output, data):
-        """Add a micro-batch to the dump of its tokens, whichever loss trains."""
-        tokens = _tokens_of(data, no_padding_2_padding(model_output["log_probs"].detach(), data))
-        optional = {}
-        if model_output.get("entropy") is not None:
-            optional["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
-        if ROLLOUT_VERSION in data.keys():
-            optional["version"] = data[ROLLOUT_VERSION].view(-1, 1).expand_as(tokens["log_prob"])
-        if "rollout_is_weights" in data.keys():
-            optional["rollout_is_weights"] = data.select("rollout_is_weights").to_padded_tensor()["rollout_is_weights"]
-        about = {name: data[name] for name in ("dp_size", "global_batch_size")}
-        about |= {name: getattr(self.actor_config, name) for name in LOSS_SETTINGS}
-        about["loss_mode"] = self.actor_config.policy_loss.loss_mode
-        if self.bapo_config is not None:
-            switches = {field.name: getattr(self.bapo_config, field.name) for field in fields(BAPOConfig)}
-            about |= {"bound_scope": self.bapo_config.bound_scope, "switches": json.dumps(switches)}
-        write_dump(
-            self.token_dump_dir,
-            **tokens,
-            **optional,
-            about=about,
-            update=self.updates_on_batch,
-            trainer_version=self.trainer_version,
-        )
-
     def _bounds_before_training(self, data):
-        """The bounds of this update; None where the training forward finds them."""
+        """Bounds and diagnostics of this update before its first training forward; None if that forward finds them."""
+        if self.earlier_bounds is not None:
+            # Validated and logged right before the optimizer step, when the tokens of this update are known.
+            return self.earlier_bounds.of_update(self.updates_on_batch), None
         if self.bapo_config.bound_scope == "micro_batch":
             return None
-        # Known ratios come first: on a tie a real forward rounds otherwise, and what is logged would depend on the
-        # micro-batch size.
-        if self.ratios_are_1:
-            statistics = self._statistics_of(_tokens_of(data.select(*SEARCH_FIELDS).to(get_device_id())))
-            source = "ratio 1"
+        # Known ratios come first: on a tie a real forward rounds differently, and the log would depend on how the
+        # mini-batch is cut.
+        if self.on_policy_update:
+            tokens = tokens_of(data.select(*SEARCH_FIELDS).to(get_device_id()))
+            stats, source = self._statistics_of(tokens), "on_policy"
         elif self._is_one_micro_batch(data):
             return None
         else:
-            statistics, source = self._collect_by_forward(data), "pass"
-        found = self._search(statistics)
-        # Non-finite input raises here: on all ranks together, before the first training forward.
-        values = read_values(*found)
-        self._record(values, source)
+            stats, source = self._collect_by_forward(data), "pass"
+        found = bounds_from_statistics(stats, self.bapo_config, self.engine.get_data_parallel_group())
+        # Invalid input raises here: on all ranks together, before the first training forward.
+        self.record.write(self.updates, source, read_and_validate(*found))
         return found
 
-    def _bounds_from_training_forward(self, log_probs, data):
-        """The bounds of a micro-batch, or of an update that is one micro-batch, from its training forward."""
-        tokens = _tokens_of(data, no_padding_2_padding(log_probs.detach(), data))
-        found = self._search(self._statistics_of(tokens))
-        # Without a record nothing is read here: the loss reads the bounds together with its metrics, in one transfer.
-        if self.bapo_config.bounds_record_dir is not None:
-            self._record(read_values(*found), "loss")
+    def _bounds_of_micro_batch(self, log_probs, data):
+        """Bounds and diagnostics for the loss of one micro-batch."""
+        if self.earlier_bounds is None and self.update_bounds is not None:
+            return self.update_bounds
+        if self.earlier_bounds is not None and not torch.is_grad_enabled():  # a loss that is evaluated, not trained
+            return self.earlier_bounds.latest, None
+        stats = self._statistics_of(tokens_of(data, no_padding_2_padding(log_probs, data)))
+        if self.earlier_bounds is not None:
+            self.collected = stats if self.collected is None else self.collected + stats
+            return self.update_bounds
+        found = bounds_from_statistics(stats, self.bapo_config, self.engine.get_data_parallel_group())
+        # Without a record nothing is read here: the loss reads bounds and metrics in one transfer.
+        if self.record.is_kept:
+            self.record.write(self.updates, "loss", read_and_validate(*found))
         return found
 
-    def _search(self, statistics):
-        statistics = statistics.all_reduce(self.engine.get_data_parallel_group())
-        bounds = search_clip_bounds(statistics, self.bapo_config)
-        return bounds, diagnose(statistics, bounds)
+    def _search_for_next_batch_and_step(self):
+        """Right before the optimizer step: validate and log this update, and search the bounds that it leaves.
+
+        Only one rank of each data-parallel share contributes its statistics, so that every token counts once. All ranks
+        of the world take part in the collective, including those that never call the loss: they all hold the same
+        bounds, and they all raise for invalid input while weights and optimizer state are unchanged.
+        """
+        stats = self.collected
+        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
+            stats = empty_clip_statistics(self.bapo_config, get_device_id())
+        stats = stats.all_reduce(torch.distributed.group.WORLD)
+        used = measure_clip_bounds(stats, self.update_bounds[0], self.bapo_config)
+        values = read_and_validate(used, diagnose(stats, used))
+        self.record.write(self.updates, "previous_batch", values)
+        # Lists of one element: verl's worker gathers a list of every metric from each rank.
+        self.logged = {name: [value] for name, value in bounds_metrics(values).items()}
+        self.earlier_bounds.keep(self.updates_on_batch, search_clip_bounds(stats, self.bapo_config))
+        return self.verl_optimizer_step()
 
     def _statistics_of(self, tokens):
         return collect_clip_statistics(**tokens, config=self.bapo_config, clip_ratio_c=self.actor_config.clip_ratio_c)
@@ -199,83 +204,25 @@ class BAPOTrainingWorker(TrainingWorker):
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
         return not dynamic and len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
 
+    def _is_first_rank_with_outputs(self):
+        return self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs()
+
     def _collect_by_forward(self, data):
+        """The statistics of a mini-batch from a forward without gradient over all its micro-batches."""
         collected = []
 
         def collect(model_output, data, dp_group=None):
             log_prob = no_padding_2_padding(model_output.pop("log_probs"), data)
-            collected.append(self._statistics_of(_tokens_of(data, log_prob)))
+            collected.append(self._statistics_of(tokens_of(data, log_prob)))
             return log_prob.new_zeros(()), {}
 
-        view = data.copy()  # shallow: what the pass sets does not reach the update
+        view = data.copy()  # shallow: what this forward sets does not reach the update
         tu.assign_non_tensor(view, calculate_entropy=False)
-        # With dropout the training forward draws its masks anew: from the same random state they are the same masks.
+        # With dropout, the training forward draws its masks from the same random state, and hence the same masks.
         devices = [] if self.device_name == "cpu" else [get_device_id()]
         with torch.random.fork_rng(devices, device_type=self.device_name):
             self.engine.infer_batch(view, loss_function=collect)
         return sum(collected[1:], start=collected[0])
-
-    def _record(self, values, source):
-        """Add a line to ``rank<N>.jsonl``: every value of ``read_values`` in hexadecimal, exactly.
-
-        ``update`` counts from the start of the process (with ``bound_scope=micro_batch`` several lines have the same);
-        ``source`` is "pass", "ratio 1" where ratios were known, or "loss" where the training forward found the bounds.
-        """
-        folder = self.bapo_config.bounds_record_dir
-        if folder is None:
-            return
-        if self.record_file is None:
-            self.record_file = keep_earlier(Path(folder) / f"rank{self.rank}.jsonl")
-        bits = {name: float(value).hex() for name, value in values.items()}
-        with open(self.record_file, "a") as file:
-            file.write(json.dumps({"update": self.updates, "source": source, **bits}) + "\n")
-
-
-def _tokens_of(data: TensorDict, log_prob=None) -> dict:
-    """What the search reads of a micro-batch, ``(B, T)`` each; ``log_prob`` is None where it equals the old one."""
-    padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
-    old_log_prob = padded["old_log_probs"]
-    return {
-        "old_log_prob": old_log_prob,
-        "log_prob": old_log_prob if log_prob is None else log_prob,
-        "advantages": padded["advantages"],
-        "response_mask": padded["response_mask"],
-    }
-
-
-def refuse_unusable_settings(actor_config, model_config) -> None:
-    """Refuse settings under which the bounds or the loss would be wrong, or the search would fail.
-
-    Args:
-        actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``, or the config's section of the model.
-
-    Raises:
-        ValueError: names the field, its value and the fix.
-    """
-    if actor_config.strategy not in ("fsdp", "fsdp2"):
-        raise ValueError(
-            f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
-            "fsdp or fsdp2. (In pipelines only the last stage calls the loss, and its collective would hang.)"
-        )
-    parallel = actor_config.engine.ulysses_sequence_parallel_size
-    attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
-    if parallel > 1 and not str(attention).startswith("flash_attention"):
-        raise ValueError(
-            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
-            f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
-            "each GPU would silently attend to its own part. Install flash-attn, or set it to 1."
-        )
-    if actor_config.loss_agg_mode == "seq-mean-token-sum-norm" and actor_config.loss_scale_factor is None:
-        raise ValueError(
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm is not usable with loss_scale_factor=null: "
-            "verl divides by each micro-batch's padded width, so the loss would depend on the cut. Set "
-            "actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
-        )
-    if actor_config.policy_loss.bound_scope == "mini_batch" and model_config.enable_activation_offload:
-        raise ValueError(
-            "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
-            "offloading counts on a backward after every forward, and the search makes one without. Set it to false."
-        )
 
 
 def make_verl_use_our_worker() -> None:

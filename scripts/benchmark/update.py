@@ -1,99 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finding the bounds adds to one optimizer update of the real actor (verl's FSDP2 engine).
+"""What finding the bounds costs in one optimizer update of the real actor (verl's FSDP2 engine), by ``bound_scope``.
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For several model sizes an update is timed in one process with the pass (a forward without gradient over the mini-batch)
-and, as the trainer marks a batch whose ratios are 1, without it. The search with its all-reduce and read is in both.
+For each model size the same mini-batch is trained with verl's ``vanilla`` loss and with BAPO in every scope, in one
+process and in turns: a round makes one update with each. The table has the median over the rounds of an update's time
+divided by that of ``vanilla`` in the same round, and the range that holds the middle half of the rounds.
 """
 
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median, quantiles
 
 from tests.support.actor import free_port, make_actor, make_mini_batch
 
 SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers x hidden size
 ROWS, LONGEST, MICRO = 32, 200, 8
+BAPO = {
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "bapo",
+    "actor_rollout_ref.actor.policy_loss._target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+}
+LOSSES = ("vanilla", "mini_batch", "previous_batch", "micro_batch")  # vanilla first, in verl's own worker
 
 
-def seconds_of(call, repeats):
-    """Median seconds of ``call`` after one call to warm up."""
+def seconds_of(call):
+    """Seconds of ``call`` until the device has done its work."""
     import torch
 
     def wait():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    wait()
+    begin = time.perf_counter()
     call()
-    times = []
-    for _ in range(repeats):
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    wait()
+    return time.perf_counter() - begin
 
 
-def seconds_of_updates(actor, data, repeats):
-    """Seconds of an update with the pass, and of one that is marked as at ratio 1, without it."""
+def seconds_of_updates(actor, data, rounds):
+    """Median seconds of an exact update with its extra forward, and of one that is marked as on-policy, without it."""
+    seconds = {"with the extra forward": [], "without": []}
+    for number in range(rounds + 1):
+        for name, of_name in seconds.items():
+            actor.on_policy_update = name == "without"
+            taken = seconds_of(lambda: actor.train_batch(data.copy()))
+            if number > 0:  # the first round warms up
+                of_name.append(taken)
+    return {name: median(of_name) for name, of_name in seconds.items()}
 
-    def update(ratios_are_1):
-        actor.ratios_are_1 = ratios_are_1
-        actor.train_batch(data)
 
-    return {
-        "with the pass": seconds_of(lambda: update(False), repeats),
-        "without": seconds_of(lambda: update(True), repeats),
-    }
-
-
-def measure(folder, layers, hidden, repeats, platform="cpu", longest=LONGEST):
-    """Seconds of one update of one model, with responses of up to ``longest`` tokens."""
+def make_actors(folder, layers, hidden, platform):
+    """An actor for each of ``LOSSES``, all from the same weights, by verl's own config and ours."""
     from scripts.example_task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
     make_task(task, steps=3, layers=layers, hidden=hidden)
-    actor = make_actor(
-        [
-            f"actor_rollout_ref.model.path={task}/model",
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO}",
-            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={MICRO}",
-        ],
-        port=free_port(),
-        platform=platform,
-    )
-    data = make_mini_batch(actor, seed=1, rows=ROWS, longest=longest)
+    common = [
+        f"actor_rollout_ref.model.path={task}/model",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={MICRO}",
+    ]
+    port, actors = free_port(), {}
+    for loss in LOSSES:
+        ours = [f"++{key}={value}" for key, value in BAPO.items()]
+        ours.append(f"++actor_rollout_ref.actor.policy_loss.bound_scope={loss}")
+        overrides = common if loss == "vanilla" else [*common, *ours]
+        actors[loss] = make_actor(overrides, port=port, platform=platform, stock=True)
+    return actors
 
+
+def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
+    """Seconds of the updates of one model by loss, round by round, with responses of up to ``longest`` tokens."""
+    actors = make_actors(folder, layers, hidden, platform)
+    data = make_mini_batch(actors["vanilla"], seed=1, rows=ROWS, longest=longest)
+    seconds = {loss: [] for loss in LOSSES}
+    for number in range(rounds + 1):
+        for loss, actor in actors.items():
+            taken = seconds_of(lambda actor=actor: actor.train_batch(data.copy()))
+            if number > 0:  # the first round warms up
+                seconds[loss].append(taken)
+    weights = sum(p.numel() for p in actors["vanilla"].engine.module.parameters())
+    return {"weights": weights, "seconds": seconds}
+
+
+def ratios_to_vanilla(seconds):
+    """For each loss the ratios of an update's time to that of ``vanilla``, round by round."""
     return {
-        "weights": sum(p.numel() for p in actor.engine.module.parameters()),
-        **seconds_of_updates(actor, data, repeats),
+        loss: [own / vanilla for own, vanilla in zip(of_loss, seconds["vanilla"], strict=True)]
+        for loss, of_loss in seconds.items()
     }
 
 
 def main():
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--platform", default="cpu", help="a file of recipe/bapo/config/platform")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the seconds of every update here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):  # what verl prints is not the table
-            found = {
-                name: measure(folder, *size, arguments.repeats, arguments.platform) for name, size in SIZES.items()
-            }
-    print("| model, layers x hidden | weights | update with the pass, s | update without, s | pass / update without |")
-    print("|---|---|---|---|---|")
+            found = {name: measure(folder, *size, arguments.rounds, arguments.platform) for name, size in SIZES.items()}
+    print(f"| model, layers x hidden | weights | vanilla, s | {' | '.join(LOSSES[1:])} |")
+    print("|---" * (3 + len(LOSSES) - 1) + "|")
     for name, row in found.items():
-        a, b = row["with the pass"], row["without"]
-        print(f"| {name} | {row['weights']:,} | {a:.2f} | {b:.2f} | {(a - b) / b:.2f} |")
+        cells = []
+        for loss, ratios in ratios_to_vanilla(row["seconds"]).items():
+            low, _, high = quantiles(ratios, n=4)
+            cells.append(f"{median(ratios):.2f} ({low:.2f} to {high:.2f})" if loss != "vanilla" else "")
+        print(f"| {name} | {row['weights']:,} | {median(row['seconds']['vanilla']):.2f} | {' | '.join(cells[1:])} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 

@@ -144,7 +144,7 @@ def config_of(method: str) -> BAPOConfig:
 def path_of(config: BAPOConfig) -> tuple[Tensor, Tensor]:
     """The candidates of the search in its order: lower and upper bounds, both ``(candidates,)`` float64."""
     upper, lower = search_path(config)
-    return config.lower.points()[lower], config.upper.points()[upper]
+    return config.lower.grid()[lower], config.upper.grid()[upper]
 
 
 def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
     P and N at every candidate of the path, then the first candidate that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
-    low, high = config.lower.points(), config.upper.points()
+    low, high = config.lower.grid(), config.upper.grid()
     p = torch.stack([_positive_sum(ratio, positive, bound, config.contribution) for bound in high])
     n = torch.stack([_negative_sum(ratio, negative, bound, config.contribution, dual_clip) for bound in low])
     upper, lower = search_path(config)

@@ -18,7 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipe" / "bapo"
 OWN = Path(__file__).parent
-TAKEN = ("policy_loss.py", "worker.py", "trainer.py", "health.py", "records/tokens.py")
+TAKEN = (
+    "policy_loss.py",
+    "worker.py",
+    "trainer.py",
+    "compatibility.py",
+    "health.py",
+    "micro_batches.py",
+    "records/bounds.py",
+    "records/metrics.py",
+    "records/tokens.py",
+)
 MARK = "    # The switches of BAPO, from the repository's bapo_trainer.yaml.\n"
 
 # As in the collection's pyproject.toml.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What larger models need of verl (docs/running.md): the same bounds with each setting, for both bound scopes."""
+"""Settings of verl that larger models need (docs/running.md): the bounds are the same with each, in every scope."""
 
 import json
 import re

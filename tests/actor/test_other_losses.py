@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe.bapo.report.dump import TENSORS, about_dump, read_dump
+from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
 
 ROWS = 8
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -45,14 +45,13 @@ def runs_of_a_loss(rank, loss_mode, task, folder):
 
     chosen = [f"{LOSS}.loss_mode={loss_mode}"]
     runs = {"verl": train(chosen, task)}
-    runs["plugin"] = train([*chosen, "actor_rollout_ref.model.external_lib=recipe.bapo.plugin"], task)
     make_verl_use_our_worker()
     runs["our worker"] = train(chosen, task)
     dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
     runs["our worker, dumping"] = train([*chosen, *dump], task)
     train([*chosen, dump[0], f"+{LOSS}.token_dump_dir={folder}/copies"], task, copies=True)
     workers = {name: isinstance(actor, BAPOTrainingWorker) for name, (actor, _, _) in runs.items()}
-    assert workers == {"verl": False, "plugin": False, "our worker": True, "our worker, dumping": True}
+    assert workers == {"verl": False, "our worker": True, "our worker, dumping": True}
     torch.save({name: weights for name, (_, _, weights) in runs.items()}, f"{folder}/weights.pt")
     metrics = {name: sorted(metrics) for name, (_, metrics, _) in runs.items()}
     Path(folder, "metrics.json").write_text(json.dumps(metrics))

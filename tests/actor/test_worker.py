@@ -14,56 +14,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
+from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, ROWS, CollectiveCounter, cut_of, read_record
 
 from bapo import BAPOConfig
-from recipe.bapo.report.dump import read_dump
-
-ROWS = 16
-ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
-MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
-DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]
-CUTS = {
-    "whole": [f"{MICRO_BATCH}={{whole}}"],
-    "halves": [f"{MICRO_BATCH}={{half}}"],
-    "single": [f"{MICRO_BATCH}=1"],
-    "dynamic": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
-    "dynamic, whole": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
-    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"{LOSS}.contribution=gradient"],
-    "gradient, quarters": [f"{MICRO_BATCH}=4", f"{LOSS}.contribution=gradient"],
-    "micro_batch scope": [f"{MICRO_BATCH}=4", f"{LOSS}.bound_scope=micro_batch"],
-}
-COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
-
-
-def cut_of(name, size):
-    """The overrides of a cut on each of ``size`` ranks."""
-    return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
-
-
-def read_record(folder, rank=0):
-    """The bounds record that a rank has written."""
-    return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
-
-
-class CollectiveCounter:
-    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
-
-    def __init__(self, actor):
-        self.collectives = self.passes = 0
-        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
-        torch.distributed.all_reduce = self.count_collective
-        actor.engine.infer_batch = self.count_pass
-
-    def count_collective(self, tensor, *args, **kwargs):
-        self.collectives += tensor.dtype == torch.float64
-        return self.all_reduce(tensor, *args, **kwargs)
-
-    def count_pass(self, *args, **kwargs):
-        self.passes += 1
-        return self.infer(*args, **kwargs)
-
-    def stop(self):
-        torch.distributed.all_reduce = self.all_reduce
+from recipe.bapo.records.tokens import read_dump
 
 
 def updates_of_rank(rank, size, port, task, folder):
@@ -125,7 +79,7 @@ def marked_updates(rank, size, port, task, folder):
         ]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
-        mark = {"bapo_ratios_start_at_1": True} if "marked" in name else {}
+        mark = {"bapo_on_policy_first_update": True} if "marked" in name else {}
         tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
         counter = CollectiveCounter(actor)
         actor.train_mini_batch(data)
@@ -140,7 +94,7 @@ def marked_updates(rank, size, port, task, folder):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
-    from recipe.bapo.worker import SEARCH_FIELDS
+    from recipe.bapo.micro_batches import SEARCH_FIELDS
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
@@ -167,7 +121,8 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """What a dump of this rank says of the weights' versions, update by update."""
-    from recipe.bapo.worker import FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION
+    from recipe.bapo.micro_batches import ROLLOUT_VERSION
+    from recipe.bapo.worker import TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +130,7 @@ def dump_of_versions(rank, size, port, task):
         actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, FIRST_UPDATE: 6})
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, UPDATES_MADE: 6})
         expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
         actor.train_mini_batch(data)
         files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
@@ -316,9 +271,9 @@ def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
         marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
-        assert [line["source"] for line in marked["record"]] == ["ratio 1", *3 * ["pass"]]
+        assert [line["source"] for line in marked["record"]] == ["on_policy", *3 * ["pass"]]
         assert [line["source"] for line in plain["record"]] == 4 * ["pass"]
-        assert [line["source"] for line in whole["record"]] == ["ratio 1", *3 * ["loss"]]
+        assert [line["source"] for line in whole["record"]] == ["on_policy", *3 * ["loss"]]
         assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
         assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
         assert len({line["positive_contribution_start"] for line in plain["record"]}) == 4  # a search for each update

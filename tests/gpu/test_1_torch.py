@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
+from bapo.clip_statistics import GPU_CHUNK
 from bapo.config import CHOICES
-from bapo.statistics import GPU_CHUNK
 from scripts.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
 
 SWITCHES = ("contribution", "token_weight", "search_order")
@@ -60,8 +60,8 @@ def test_the_bounds_are_those_of_the_cpu(dtype, device, tell):
         config = BAPOConfig(positive_contribution_target=target, **dict(zip(SWITCHES, choice, strict=True)))
         batch = make_batch(8, 512, DTYPES[dtype], "cpu", seed)
         here, there = (
-            read_values(*search(batch, config)),
-            read_values(*search([part.to(device) for part in batch], config)),
+            read_and_validate(*search(batch, config)),
+            read_and_validate(*search([part.to(device) for part in batch], config)),
         )
         for name in ("low", "high", "search_steps", "saturated"):
             assert there[name] == here[name], (choice, target, name)
@@ -100,7 +100,7 @@ def test_autocast_changes_neither_bounds_nor_loss(device):
 
 def test_two_searches_of_one_input_find_the_same(device, large, tell):
     batch = make_batch(*large, torch.float32, device)
-    first, second = read_values(*search(batch)), read_values(*search(batch))
+    first, second = read_and_validate(*search(batch)), read_and_validate(*search(batch))
     for name in ("low", "high", "search_steps"):
         assert first[name] == second[name], name
     off = abs(first["positive_contribution"] - second["positive_contribution"])  # atomic additions
@@ -118,7 +118,7 @@ def test_the_host_waits_once_for_the_device(device, large, on_gpu):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            read_values(*found)
+            read_and_validate(*found)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("called a synchronizing" in str(wait.message) for wait in waits) == 1

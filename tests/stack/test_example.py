@@ -38,7 +38,7 @@ def test_the_bounds_stay_in_their_ranges_and_move(example):
     _, output, steps, _ = example
     lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(10 * 24))  # 24 updates per rollout batch
-    assert [line["source"] for line in lines] == (["ratio 1"] + 23 * ["pass"]) * 10  # the trainer's mark arrives
+    assert [line["source"] for line in lines] == (["on_policy"] + 23 * ["pass"]) * 10  # the trainer's mark arrives
     low = [float.fromhex(line["low"]) for line in lines]
     high = [float.fromhex(line["high"]) for line in lines]
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0

@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from support.batches import values_of_dump
+from support.batches import batches_of_dump, values_of_dump
 from support.metrics import METRICS
+from support.oracle import sequential_search
 from support.stack_runs import ROOT, explain, removing_what_others_leave, run_example
 
 from bapo import BAPOConfig
@@ -18,6 +19,7 @@ from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.report.facts import report_on
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
+README = (ROOT / "README.md").read_text()
 SEARCHED = ("low", "high", "positive_contribution", "saturated")
 
 
@@ -56,7 +58,7 @@ def test_sample_replay_at_staleness_32(tmp_path):
     found = values_of_dump(dump, definition)
     assert len(found["low"]) == 64
     for update, record in enumerate(records):
-        if record["source"] != "ratio 1":
+        if record["source"] != "on_policy":
             assert (found["low"][update].hex(), found["high"][update].hex()) == (record["low"], record["high"])
         for key in ("positive_contribution_start", "positive_token_fraction"):
             assert found[key][update] == pytest.approx(float.fromhex(record[key]), abs=1e-5), key
@@ -95,10 +97,10 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     assert not (tmp_path / "run" / "bounds").exists()
 
 
-def run_verls_own(tmp_path, task, *overrides):
+def run_verls_own(tmp_path, task, *overrides, **environment):
     """Two steps of verl's own entry point, in whose environment the package is installed; returns their metrics.
 
-    Mini-batches of 16 sequences in micro-batches of 4.
+    Two mini-batches of 16 sequences in micro-batches of 4.
     """
     with removing_what_others_leave() as folders:
         run = subprocess.run(
@@ -131,7 +133,13 @@ def run_verls_own(tmp_path, task, *overrides):
                 *overrides,
             ],
             cwd=tmp_path,
-            env={**os.environ, **cpu_environment(), **folders, "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl"},
+            env={
+                **os.environ,
+                **cpu_environment(),
+                **folders,
+                "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl",
+                **environment,
+            },
             stdin=subprocess.DEVNULL,
             stdout=open(tmp_path / "train.log", "w"),
             stderr=subprocess.STDOUT,
@@ -157,9 +165,38 @@ def check_exact_bounds(tmp_path, data, ranks=1):
 
 
 def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
-    lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", (ROOT / "README.md").read_text(), re.M)
+    lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", README, re.M)
     assert tuple(lines) == TWO_LINES
     check_exact_bounds(tmp_path, run_verls_own(tmp_path, task, *lines, f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"))
+
+
+def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp_path, task):
+    lines = re.findall(r"^    (\+?actor_rollout_ref\.actor\.policy_loss\.bound_scope=\S+)", README, re.M)
+    assert lines == [f"+{LOSS}.bound_scope=previous_batch"]
+    passes = tmp_path / "passes.txt"
+    data = run_verls_own(
+        tmp_path,
+        task,
+        *TWO_LINES,
+        *lines,
+        f"+{LOSS}.bounds_record_dir={tmp_path}/bounds",
+        f"+{LOSS}.token_dump_dir={tmp_path}/dump",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.model.external_lib=tests.support.count_forwards",
+        FORWARDS_FILE=str(passes),
+        PYTHONPATH=str(ROOT),
+    )
+    # In each of two steps verl recomputes the old log-probs, and then there are four updates.
+    assert passes.read_text().split() == ["infer", *4 * ["train"]] * 2
+    assert all(set(metrics) >= METRICS for metrics in data)
+    lines = [json.loads(line) for line in (tmp_path / "bounds" / "rank0.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and {line["source"] for line in lines} == {"previous_batch"}
+    searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
+    used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
+    assert used == [(0.6, 1.2), *searched[:3], *searched[:4]]
+    for step, metrics in enumerate(data):
+        highs = [high for _, high in used[4 * step : 4 * step + 4]]
+        assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(highs) / 4)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from support.oracle import ratios, response_tokens
 
-from bapo import BAPOConfig, find_clip_bounds, read_values
-from recipe.bapo.report.dump import TENSORS, read_dump
+from bapo import BAPOConfig, find_clip_bounds, read_and_validate
+from recipe.bapo.records.tokens import TENSORS, read_dump
 
 
 @st.composite
@@ -95,7 +95,7 @@ def searches(draw):
     batch, config, clip_ratio_c = draw(batches()), draw(configs()), draw(st.sampled_from([None, 1.5, 3.0]))
     old, log_prob, _, mask = batch
     if draw(st.booleans()):  # the rounding of the logarithm decides on which side of a candidate a token is
-        points = torch.cat([config.lower.points(), config.upper.points()]).clamp(min=1e-3)
+        points = torch.cat([config.lower.grid(), config.upper.grid()]).clamp(min=1e-3)
         chosen = points[torch.arange(mask.numel()) % len(points)].reshape(mask.shape)
         old[mask] = 0.0
         batch[1] = with_one_ratio_each(old, torch.where(mask, chosen.log().to(old.dtype), log_prob))
@@ -114,13 +114,17 @@ def searches(draw):
 
 def values_found(*batch_and_config, **settings):
     """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
-    return read_values(*find_clip_bounds(*batch_and_config, **settings))
+    return read_and_validate(*find_clip_bounds(*batch_and_config, **settings))
+
+
+def batches_of_dump(dump):
+    """The tokens of each update of a dump as one row: old log-probs, log-probs, advantages and a mask of ones."""
+    for micro_batches in read_dump(dump):
+        rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
+        yield *rows, torch.ones_like(rows[0])
 
 
 def values_of_dump(dump, config):
     """``values_found`` of each update of a dump, by name."""
-    found = []
-    for micro_batches in read_dump(dump):
-        rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
-        found.append(values_found(*rows, torch.ones_like(rows[0]), config, clip_ratio_c=3.0))
+    found = [values_found(*batch, config, clip_ratio_c=3.0) for batch in batches_of_dump(dump)]
     return {name: [values[name] for values in found] for name in found[0]}

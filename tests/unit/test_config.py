@@ -47,5 +47,14 @@ def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
 def test_the_points_of_a_range_are_start_plus_steps_and_last_the_maximum(config):
     for part in (config.upper, config.lower):
         expected = [grid_point(part.start, part.maximum, part.step, k) for k in range(part.steps + 1)]
-        assert part.points().tolist() == expected and expected[-1] == part.maximum
+        assert part.grid().tolist() == expected and expected[-1] == part.maximum
         assert expected == sorted(set(expected))
+
+
+@pytest.mark.parametrize(
+    "sides, fixed", [((), False), (("lower",), False), (("upper",), False), (("lower", "upper"), True)]
+)
+def test_a_config_is_fixed_where_both_bounds_are(sides, fixed):
+    start = {"lower": 0.8, "upper": 1.3}
+    changes = {f"ratio_{side}_{end}": start[side] for side in sides for end in ("start", "max")}
+    assert BAPOConfig(**changes).fixed is fixed

@@ -46,6 +46,12 @@ def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1) | validation), (3, step_data(3, 3))]
 
 
+def test_of_many_starts_the_later_one_counts(tmp_path):
+    for start in range(1, 12):  # the tenth start comes after the second
+        (tmp_path / f"metrics.{start}.jsonl").write_text(record(1, **step_data(1, start)))
+    assert read_metrics(tmp_path) == [(1, step_data(1, 11))]
+
+
 def test_a_step_is_one_line_with_the_time_left():
     shown = "step  3/10  reward 0.250  rho 0.400 -> 0.500  bounds [0.700, 1.500]  6.0 s  left 0:00:42"
     assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown
@@ -61,7 +67,11 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert told["updates with the target already met"] == "50%"
     assert told["updates with the target met by moving bounds"] == "30%"  # the rest
     assert told["updates with the target out of reach"] == "20%"
-    assert told["positive contribution (rho)"] == "0.400 before, 0.500 after the search"
+    assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
+    assert "previous_batch" not in text
+    config = {"actor_rollout_ref": {"actor": {"policy_loss": {"bound_scope": "previous_batch"}}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert "an update uses what the search found on the batch before" in summary(tmp_path)
 
 
 def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
@@ -126,6 +136,13 @@ def test_what_deserves_a_warning(data, said):
     assert health_warnings(steps_with(data), bounds_can_move=False) == []  # nothing is searched
     warnings = health_warnings(steps_with(data), bounds_can_move=True)
     assert len(warnings) == bool(said) and all(said in text for text in warnings)
+
+
+def test_one_step_in_which_the_target_was_in_reach_is_enough_for_no_warning():
+    steps = steps_with(OUT_OF_REACH)
+    assert health_warnings(steps, bounds_can_move=True)
+    steps[4]["actor/bapo/saturated"] = 0.9
+    assert health_warnings(steps, bounds_can_move=True) == []
 
 
 def test_that_bounds_stand_still_is_no_news_where_they_cannot_move():

@@ -10,7 +10,7 @@ from support.actor import actor_config
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
 from scripts.benchmark.loss import find_bounds_for, make_batch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
@@ -33,7 +33,7 @@ def test_the_search_and_the_loss_never_read_the_host(contribution, dtype):
         loss = clipped_surrogate_loss(old, leaf, advantages, mask, bounds.low, bounds.high, 3.0, weights).loss
         loss.backward()
         with pytest.raises(DataDependentOutputException, match="aten._local_scalar_dense"):
-            read_values(bounds, diagnostics)
+            read_and_validate(bounds, diagnostics)
 
 
 def update(loss_fn, policy_loss, batch):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from support.batches import configs, values_found
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_values
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
 
 DUAL_CLIP = 3.0  # verl's default; verl refuses a run without one
 OLD_LOG_PROBS = [0.0, -1e-8, -0.7, -20.0, -1e4]
@@ -67,7 +67,7 @@ def test_bad_tokens_are_named_and_counted(batch, index, random, value, config):
     found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP)
     name = ("old_log_prob", "log_prob", "advantages")[index]
     with pytest.raises(ValueError, match=rf": {len(bad)} in {name}\. No clip bounds were found"):
-        read_values(*found)
+        read_and_validate(*found)
 
 
 def test_log_ratios_beyond_20_count_as_20_and_carry_no_gradient():

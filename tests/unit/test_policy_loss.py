@@ -15,9 +15,10 @@ from support.batches import make_batch
 from support.metrics import METRICS
 
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, DumpConfig, compute_policy_loss_bapo
-from recipe.bapo.worker import BAPOTrainingWorker, refuse_unusable_settings
+from recipe.bapo.worker import BAPOTrainingWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
@@ -67,8 +68,9 @@ def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
         assert found[2][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
-def metrics_of(target):
-    config = with_batch_info(actor_config(BAPOPolicyLossConfig(positive_contribution_target=target)), rows=5)
+def metrics_of(target, **options):
+    loss = BAPOPolicyLossConfig(positive_contribution_target=target, **options)
+    config = with_batch_info(actor_config(loss), rows=5)
     return run_loss(compute_policy_loss_bapo, config, make_batch(1))[2]
 
 
@@ -80,6 +82,27 @@ def test_the_metrics_say_how_the_target_was_met():
     for target, way in ((start - 0.01, [1, 0]), (start + 0.001, [0, 0]), (0.99, [0, 1])):
         metrics = metrics_of(target)
         assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")] == way
+
+
+def test_a_target_that_fixed_bounds_miss_is_not_already_met():
+    metrics = metrics_of(0.99, **FIXED)
+    assert metrics["actor/bapo/search_steps"] == 0
+    assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")] == [0, 1]
+
+
+@pytest.mark.parametrize("scope", ["mini_batch", "previous_batch"])
+def test_the_losss_own_metrics_are_those_of_the_surrogate(scope):
+    batch = make_batch(1)
+    config = with_batch_info(actor_config(BAPOPolicyLossConfig(bound_scope=scope, **FIXED)), rows=5)
+    bounds, diagnostics = find_clip_bounds(*batch, config.policy_loss, clip_ratio_c=config.clip_ratio_c)
+    config.policy_loss.current_bounds = bounds, None if scope == "previous_batch" else diagnostics
+    metrics = compute_policy_loss_bapo(*batch, config=config)[1]
+    surrogate = clipped_surrogate_loss(*batch, low=0.8, high=1.28, clip_ratio_c=config.clip_ratio_c)
+    expected = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
+    expected["actor/bapo/entropy_covariance"] = surrogate.entropy_covariance
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item()), name
+    assert set(metrics) == (set(expected) if scope == "previous_batch" else METRICS)
 
 
 def test_a_call_by_another_worker_than_ours_is_refused():
@@ -106,14 +129,6 @@ def test_the_loss_clips_with_the_bounds_that_the_worker_left_in_its_config():
     config.policy_loss.current_bounds = find_clip_bounds(*batch, BAPOConfig(**FIXED))
     metrics = compute_policy_loss_bapo(*batch, config=config)[1]
     assert metrics["actor/bapo/clip_low"] == 0.8 and metrics["actor/bapo/clip_high"] == 1.28
-
-
-def test_bounds_of_an_update_end_with_it():
-    worker, bounds = object.__new__(BAPOTrainingWorker), object()
-    worker.bapo_config, worker.updates, worker.updates_on_batch = BAPOConfig(), 0, 0
-    worker._bounds_before_training = lambda data: bounds
-    worker.verl_update = lambda data, loss_function: worker.update_bounds
-    assert worker._search_and_update(None, None) is bounds and worker.update_bounds is None
 
 
 def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):

@@ -197,6 +197,20 @@ def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
     assert verdict[3].startswith("The run found its bounds per micro-batch")
 
 
+def test_the_row_of_a_run_with_previous_batch_uses_the_bounds_of_the_batch_before(tmp_path):
+    # Its target is met in the first update, at ratio 1, and in the second by moving c_high to 1.35.
+    config = BAPOConfig(positive_contribution_target=0.4792, bound_scope="previous_batch")
+    metadata = {"bound_scope": "previous_batch", "switches": json.dumps(vars(config))}
+    report = report_on(plant(tmp_path, updates=[0, 1, 0, 1], **metadata))
+    assert report["verdict"][3].startswith("The run took the bounds of each update from the same update")
+    # Of 16 tokens with A > 0 and 16 with A < 0. In the second update c_high = 1.2 clips 4 + 2 tokens and 1.35 clips 2;
+    # c_low = 0.6 clips 8, and the dual clip 4. No search has been made before the first update.
+    used = [(0, 0), (6, 12), (0, 0), (2, 12)]
+    own = report["methods"][0]["without_gradient"]
+    assert own["positive"] == close(sum(positive for positive, _ in used) / 64)
+    assert own["negative"] == close(sum(negative for _, negative in used) / 64)
+
+
 def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
     plant(tmp_path, updates=[1], **EPSILONS)
     for path in tmp_path.iterdir():

@@ -13,9 +13,8 @@ from support.oracle import sequential_search
 from bapo import BAPOConfig
 from docs.examples.slime_dump import import_slime
 from recipe.bapo.records import tokens
-from recipe.bapo.records.tokens import write_dump
+from recipe.bapo.records.tokens import OPTIONAL, TENSORS, about_dump, read_dump, write_dump
 from recipe.bapo.report.__main__ import main
-from recipe.bapo.report.dump import PLANES, TENSORS, about_dump, read_dump
 from recipe.bapo.report.measure import measure
 from recipe.bapo.report.methods import Method, clipped
 
@@ -122,8 +121,8 @@ def test_rollout_data_of_slimes_have_nothing_to_compare(tmp_path):
 
 def test_a_dump_loses_nothing(tmp_path):
     *tensors, mask = make_batch(1)
-    names = (*TENSORS, *PLANES)
-    given = dict(zip(names, [*tensors, *(torch.rand(mask.shape) for _ in PLANES)], strict=True))
+    names = (*TENSORS, *OPTIONAL)
+    given = dict(zip(names, [*tensors, *(torch.rand(mask.shape) for _ in OPTIONAL)], strict=True))
     about = {"loss_mode": "vanilla", "clip_ratio_c": 1e9, "clip_ratio_low": None}
     write_dump(tmp_path, **given, response_mask=mask, about=about, update=1, trainer_version=7)
     ((found,),) = read_dump(tmp_path)

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from support import oracle
 from support.batches import batches, configs, make_batch, searches, values_found
 
-import bapo.statistics
 from bapo import (
     BAPOConfig,
+    clip_statistics,
     clipped_surrogate_loss,
     collect_clip_statistics,
     diagnose,
     find_clip_bounds,
-    read_values,
+    read_and_validate,
     search_clip_bounds,
 )
 from bapo.search import search_path
@@ -76,7 +76,7 @@ def test_the_search_is_algorithm_1_and_its_diagnostics_are_their_definitions(sea
     before = [tensor.clone() for tensor in batch]
     low, high, rho, start, steps, saturated = oracle.sequential_search(*batch, config, clip_ratio_c)
     expected = oracle.diagnostics(*batch, low, high)
-    with mock.patch.object(bapo.statistics, "CPU_CHUNK", chunk):
+    with mock.patch.object(clip_statistics, "CPU_CHUNK", chunk):
         found = values_found(*batch, config, clip_ratio_c=clip_ratio_c)
     assert [found.pop(name) for name in ("low", "high")] == [low, high]  # bit for bit
     assert [found.pop(name) for name in ("search_steps", "saturated")] == [steps, saturated]
@@ -147,7 +147,7 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
 def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
     # Eq. 8 has bars round both sums: |P| / |P - N| >= rho0. That is the share P / (P + N) >= rho0 / (1 + 2 * rho0).
     config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
-    high, low = config.upper.points(), config.lower.points()
+    high, low = config.upper.grid(), config.lower.grid()
     path = [(low[j].item(), high[i].item()) for i, j in zip(*search_path(config), strict=True)]
     steps = []
     for seed in range(40):
@@ -191,10 +191,10 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
     batch[0][batch[3]] = batch[0][batch[3]].index_fill(0, torch.tensor([1, 4]), value)
     found = find_clip_bounds(*batch, BAPOConfig())
     if not invalid:
-        read_values(*found)
+        read_and_validate(*found)
         return
     with pytest.raises(ValueError, match=r"above 0.5, on response tokens of this mini-batch: 2 in old_log_prob\."):
-        read_values(*found)
+        read_and_validate(*found)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_one_collection_serves_every_target_measure_and_order():
     statistics = collect_clip_statistics(*batch, config)
     other = BAPOConfig(positive_contribution_target=0.7, contribution="gradient", search_order="lower_first")
     bounds = search_clip_bounds(statistics, other)
-    assert read_values(bounds, diagnose(statistics, bounds)) == values_found(*batch, other)
+    assert read_and_validate(bounds, diagnose(statistics, bounds)) == values_found(*batch, other)
 
 
 @settings(max_examples=3 * settings.default.max_examples)

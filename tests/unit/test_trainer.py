@@ -9,8 +9,9 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
+from recipe.bapo.micro_batches import ROLLOUT_VERSION
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import FIRST_UPDATE, RATIOS_START_AT_1, ROLLOUT_VERSION, TRAINER_VERSION
+from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_MADE
 
 
 class Parent:
@@ -56,7 +57,7 @@ def make_batch():
 )
 def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):
     batch = Trainer(mode, bypass, local_trigger_step)._update_actor(make_batch(), {})
-    assert batch.extra_info[RATIOS_START_AT_1] is marked
+    assert batch.extra_info[ON_POLICY_FIRST_UPDATE] is marked
 
 
 def test_the_entropy_is_filled_where_verl_skipped_it():
@@ -84,7 +85,7 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
     assert ROLLOUT_VERSION in batch.fields
-    assert batch.extra_info[FIRST_UPDATE] == 3 * 2  # after three calls of a mini-batch in two epochs
+    assert batch.extra_info[UPDATES_MADE] == 3 * 2  # after three calls of a mini-batch in two epochs
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.checks import Concern, call, innermost, require, require_writable
 from recipe.bapo.checks.composing import verls_defaults
+from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.records.tokens import refuse_earlier
-from recipe.bapo.worker import refuse_unusable_settings
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config

@@ -10,10 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from recipe.bapo.health import WINDOW, health_warnings
-from recipe.bapo.records import METRICS
+from recipe.bapo.records import CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, each where its metric is logged.
@@ -124,12 +125,21 @@ def summary(run_dir: Path) -> str:
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
         lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
+        if uses_previous_batch(run_dir):
+            lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
     else:
         lines.append("No training step was recorded. Of n responses a problem, verl's mean and spread:")
         figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics, log and records: {run_dir}")
     return "\n".join(lines)
+
+
+def uses_previous_batch(run_dir: Path) -> bool:
+    """Whether the config in a run's folder says ``bound_scope=previous_batch``."""
+    path = run_dir / CONFIG
+    key = "actor_rollout_ref.actor.policy_loss.bound_scope"
+    return path.exists() and OmegaConf.select(OmegaConf.load(path), key) == "previous_batch"
 
 
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
@@ -146,7 +156,7 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
         "updates with the target already met": f"{already_met:.0%}",
         "updates with the target met by moving bounds": f"{max(0.0, 1 - already_met - out_of_reach):.0%}",
         "updates with the target out of reach": f"{out_of_reach:.0%}",
-        "positive contribution (rho)": f"{rho[0]:.3f} before, {rho[1]:.3f} after the search",
+        "positive contribution (rho)": f"{rho[0]:.3f} at the start, {rho[1]:.3f} at the bounds used",
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }
     return ["The search for bounds, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run, step by step, as verl's file logger writes them.
+"""The metrics of a run: the keys of ours, and a reader of the file that verl's file logger writes.
 
-Console, pictures and scripts read metrics through these functions alone; the keys are verl's and the loss's.
+Console, pictures and scripts read metrics only through these functions.
 """
 
 import json
@@ -42,6 +42,16 @@ def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
         (record["step"], {key: nan if value is None else value for key, value in record["data"].items()})
         for record in map(json.loads, lines)
     ]
+
+
+def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
+    """The values of ``bapo.read_and_validate`` under the keys by which verl logs them, ``actor/bapo/...``."""
+    named = {f"actor/bapo/{name}": value for name, value in values.items() if name not in ("low", "high")}
+    return named | {
+        "actor/bapo/clip_low": values["low"],
+        "actor/bapo/clip_high": values["high"],
+        "actor/bapo/met_at_once": float(values["search_steps"] == 0 and not values["saturated"]),
+    }
 
 
 def validation_reward(data: dict[str, float]) -> float | None:

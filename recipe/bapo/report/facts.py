@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from bapo import BAPOConfig, ClipStatistics
-from bapo.search import candidates, reaches_target
-from recipe.bapo.report.dump import about_dump
+from bapo.search import measure_search_path, reaches_target
+from recipe.bapo.records.tokens import about_dump
 from recipe.bapo.report.measure import Measured, measure
 from recipe.bapo.report.methods import Method, loss_of_run, methods_to_compare
 from recipe.bapo.report.verdict import OWN, staleness, verdict
@@ -110,7 +110,7 @@ def _by_sign(part, whole):
 
 def _rho(statistics: list[ClipStatistics], config: BAPOConfig) -> dict:
     """Rho by one contribution: before the search, how far bounds move it, and for each target how a search ends."""
-    tried = [candidates(update, config) for update in statistics]
+    tried = [measure_search_path(update, config) for update in statistics]
     rho = torch.stack([update.positive_contribution for update in tried])
     targets = torch.tensor(TARGETS, dtype=torch.float64)[:, None]
     reached = torch.stack([reaches_target(update.p, update.n, targets) for update in tried])

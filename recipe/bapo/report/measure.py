@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics
-from recipe.bapo.report.dump import read_dump
+from bapo import BAPOConfig, ClipStatistics, collect_clip_statistics, empty_clip_statistics
+from bapo.clip_statistics import UNBOUNDED_RATIO
+from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.methods import Method, Tokens, clipped
 
 CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
@@ -60,13 +61,13 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
         chunks = list(_chunks_of(micro_batches))
         if not chunks:  # every response is masked: such an update changes nothing
             continue
-        empty = torch.zeros(1, 0)
-        statistics = collect_clip_statistics(empty, empty, empty, empty, config, clip_ratio_c)
+        stats = empty_clip_statistics(config)
         for tokens, _ in chunks:
             rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, tokens.advantages)]
-            statistics += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
-        measured.statistics.append(statistics)
-        losses = [method.in_update(statistics) for method in methods]
+            stats += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
+        measured.statistics.append(stats)
+        position = int(micro_batches[0].get("update", torch.zeros(1)))
+        losses = [method.in_update(stats, position) for method in methods]
         for tokens, labels in chunks:
             _add_sums(measured, tokens, labels, losses)
     if not measured.statistics:
@@ -99,7 +100,7 @@ def _add_sums(
 ) -> None:
     ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
     positive, negative = signs = torch.stack([advantages > 0, advantages < 0]).double()
-    size, above = ratio * advantages.abs(), negative * (ratio > 3)
+    size, above = ratio * advantages.abs(), negative * (ratio > UNBOUNDED_RATIO)
     factors = torch.stack([loss(tokens) for loss in (PPO_CLIP, *losses)])
     without = (factors == 0).double()
     columns = {

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipStatistics, search_clip_bounds
+from bapo import BAPOConfig, ClipStatistics, EarlierBounds, search_clip_bounds
 from bapo.ratio import LOG_RATIO_LIMIT, log_ratio_of
 
 GSPO_LOG_RATIO_LIMIT = 10.0  # verl's
@@ -118,20 +118,32 @@ class Method:
     Attributes:
         loss: one of the functions above.
         settings: its keyword arguments.
-        search: of BAPO, whose bounds are found in each update; None: of any other.
+        search: the options of BAPO's search, which is made for each update; None for every other method.
+        earlier: with ``bound_scope=previous_batch``, the bounds that earlier updates left; None: an update uses the
+            bounds that its own search finds.
     """
 
     loss: Callable[..., Tensor]
     settings: dict[str, float]
     search: BAPOConfig | None = None
+    earlier: EarlierBounds | None = None
 
-    def in_update(self, statistics: ClipStatistics) -> Callable[[Tokens], Tensor]:
-        """The factors of the tokens of one update, whose statistics these are."""
-        found = {}
-        if self.search is not None:
-            bounds = search_clip_bounds(statistics, self.search)
-            found = {"low": bounds.low.item(), "high": bounds.high.item()}
-        return partial(self.loss, **found, **self.settings)
+    def in_update(self, stats: ClipStatistics, position: int) -> Callable[[Tokens], Tensor]:
+        """The method's factors of the tokens of one update.
+
+        Args:
+            stats: statistics of all tokens of the update.
+            position: number of the update on its rollout batch, from 0. Call this for all updates in their order.
+        """
+        if self.search is None:
+            return partial(self.loss, **self.settings)
+        bounds = found = search_clip_bounds(stats, self.search)
+        if self.earlier is not None:
+            if position == 0:
+                self.earlier.start_batch()
+            bounds = self.earlier.of_update(position)
+            self.earlier.keep(position, found)
+        return partial(self.loss, low=bounds.low.item(), high=bounds.high.item(), **self.settings)
 
     def description(self) -> str:
         """The settings as one line for the reader of the report."""
@@ -170,7 +182,8 @@ def loss_of_run(about: dict[str, str]) -> Method | None:
         config = BAPOConfig(**json.loads(about["switches"]))
         if config.fixed:
             return with_bounds(config.ratio_lower_start, config.ratio_upper_start, float(known["clip_ratio_c"]))
-        return Method(clipped, {"clip_ratio_c": float(known["clip_ratio_c"])}, config)
+        earlier = EarlierBounds(config) if config.bound_scope == "previous_batch" else None
+        return Method(clipped, {"clip_ratio_c": float(known["clip_ratio_c"])}, config, earlier)
     if about.get("loss_mode") == "vanilla" and {"clip_ratio_low", "clip_ratio_high"} <= known.keys():
         low, high = 1 - float(known["clip_ratio_low"]), 1 + float(known["clip_ratio_high"])
         return with_bounds(low, high, float(known["clip_ratio_c"]))

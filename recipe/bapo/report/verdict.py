@@ -37,6 +37,11 @@ def verdict(report: dict) -> list[str]:
     ]
     if report["dump"]["bound_scope"] == "micro_batch":
         sentences.append("The run found its bounds per micro-batch; this page is per update, so the run's own differ.")
+    if report["dump"]["bound_scope"] == "previous_batch":
+        sentences.append(
+            "The run took the bounds of each update from the same update of the rollout batch before, and so does its "
+            "row here; the other rows of BAPO search the tokens of each update itself."
+        )
     return sentences
 
 

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bound_scope=previous_batch`` on the real actor worker: no forward of its own, and bad input changes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.actor import free_port, make_actor, make_mini_batch, run_update
+from support.batches import values_of_dump
+from support.updates import COMMON, CUTS, LOSS, ROWS, CollectiveCounter, cut_of, read_record
+
+from bapo import BAPOConfig
+from recipe.bapo.records.tokens import read_dump
+
+SCOPE = f"{LOSS}.bound_scope=previous_batch"
+WHOLE_MINI_BATCH = [name for name in CUTS if name != "micro_batch scope"]
+BATCHES, UPDATES = 3, 4  # rollout batches, and updates on each: two mini-batches in two epochs
+BAD = ("old_log_prob", "log_prob", "advantages", "advantages of a clipped token")
+
+
+def updates_of_rank(rank, size, port, task, folder):
+    results = {
+        "again": {name: bounds_of_the_same_update_again(name, rank, size, port, task, folder) for name in CUTS},
+        "batches": three_batches(rank, size, port, task, f"{folder}/batches"),
+        "bad": {name: bad_update(name, rank, size, port, task) for name in BAD},
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
+
+
+def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
+    """The bounds that an exact update used, and those of a second update on the same mini-batch, one batch later."""
+    model, found = f"actor_rollout_ref.model.path={task}/model", []
+    if name == "micro_batch scope":
+        return found
+    for scope, count in (("mini_batch", 1), ("previous_batch", 2)):
+        record = f"{folder}/{name}/{scope}"
+        options = [f"{LOSS}.bounds_record_dir='{record}'", *cut_of(name, size), f"{LOSS}.bound_scope={scope}"]
+        actor = make_actor([model, *COMMON, *options], rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        for _ in range(count):
+            actor.updates_on_batch = 0
+            run_update(actor, data.copy())
+            if scope == "previous_batch":
+                actor.earlier_bounds.start_batch()
+        found.append([read_record(record, rank)[-1][side] for side in ("low", "high")])
+    return found
+
+
+def three_batches(rank, size, port, task, folder):
+    """Updates by ``train_mini_batch`` in a run of verl's own config plus three lines; forwards and collectives."""
+    from verl.utils import tensordict_utils as tu
+
+    options = {
+        "loss_mode": "bapo",
+        "_target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+        "bound_scope": "previous_batch",
+        "positive_contribution_target": 0.45,
+        "bounds_record_dir": f"'{folder}'",
+        "token_dump_dir": f"'{folder}/dump'",
+    }
+    actor = make_actor(
+        [
+            f"actor_rollout_ref.model.path={task}/model",
+            *(f"++{LOSS}.{name}={value}" for name, value in options.items()),
+            *(line for line in COMMON if LOSS not in line),
+        ],
+        rank,
+        size,
+        port,
+        stock=True,
+    )
+    data = [make_mini_batch(actor, seed, ROWS, rank, size, staleness=0.3) for seed in range(BATCHES)]
+    counter = CollectiveCounter(actor)
+    for batch in data:
+        tu.assign_non_tensor(batch, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=2)
+        output = actor.train_mini_batch(batch)
+    counter.stop()
+    logged = tu.get(output, "metrics")
+    return {
+        "passes": counter.passes,
+        "collectives": counter.collectives,
+        "record": read_record(folder, rank),
+        "logged": {side: logged[f"actor/bapo/clip_{side}"] for side in ("low", "high")},
+    }
+
+
+def bad_update(name, rank, size, port, task):
+    """The error of an update with one bad value on the last rank, and whether it changed weights or optimizer."""
+    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, SCOPE], rank, size, port)
+    data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+    run_update(actor, data.copy())  # the optimizer has a state
+    before = state_of(actor)
+    if rank == size - 1:
+        spoil(name, actor, data)
+    actor.updates_on_batch = 0
+    try:
+        actor.train_batch(data)
+        error = "none"
+    except ValueError as raised:
+        error = str(raised)
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, state_of(actor), strict=True))
+    return {"error": error, "unchanged": unchanged}
+
+
+def state_of(actor):
+    tensors = [*actor.engine.module.state_dict().values()]
+    states = actor.engine.optimizer.state_dict()["state"].values()
+    tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [getattr(tensor, "to_local", lambda tensor=tensor: tensor)().detach().clone() for tensor in tensors]
+
+
+def spoil(name, actor, data):
+    """One value on one token that is not finite, in a tensor of the batch or in what the model gives."""
+    if name == "log_prob":
+        loss_fn = actor.loss_fn
+
+        def with_nan(model_output, data, dp_group=None):
+            log_probs = model_output["log_probs"]
+            poison = torch.zeros_like(log_probs.values())
+            poison[int(data["prompts"].offsets()[1]) + 1] = torch.nan  # of the first response
+            model_output["log_probs"] = torch.nested.nested_tensor_from_jagged(
+                log_probs.values() + poison, log_probs.offsets()
+            )
+            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+
+        actor.loss_fn = with_nan
+        return
+    rows = {field: [row.clone() for row in data[field].unbind()] for field in ("old_log_probs", "advantages")}
+    if name == "old_log_prob":
+        rows["old_log_probs"][1][1] = torch.nan
+    else:
+        rows["advantages"][1][1] = torch.inf
+    if "clipped" in name:
+        rows["old_log_probs"][1][1] -= 5  # a ratio of about 150, far above the upper bound
+    for field, parts in rows.items():
+        data[field] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request, task, tmp_path_factory):
+    size = request.param
+    folder = tmp_path_factory.mktemp(f"previous{size}")
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    return [result | {"folder": folder} for result in results]
+
+
+@pytest.mark.parametrize("name", WHOLE_MINI_BATCH)
+def test_the_bounds_are_those_that_an_exact_search_found_on_the_same_tokens(ranks, name):
+    (exact, later), *others = [rank["again"][name] for rank in ranks]
+    assert later == exact and all(other == [exact, exact] for other in others)
+
+
+def test_no_forward_and_one_collective_an_update(ranks):
+    for rank in ranks:
+        assert (rank["batches"]["passes"], rank["batches"]["collectives"]) == (0, BATCHES * UPDATES)
+
+
+def test_all_ranks_hold_the_bits_of_a_search_over_the_dumped_tokens_of_the_batch_before(ranks):
+    record = ranks[0]["batches"]["record"]
+    assert all(rank["batches"]["record"] == record for rank in ranks)
+    assert {line["source"] for line in record} == {"previous_batch"} and len(record) == BATCHES * UPDATES
+    dump = ranks[0]["folder"] / "batches" / "dump"
+    assert len(list(read_dump(dump))) == BATCHES * UPDATES
+    found = values_of_dump(dump, BAPOConfig(positive_contribution_target=0.45))
+    used = [[float.fromhex(line[side]) for line in record] for side in ("low", "high")]
+    for side, of_side in zip(("low", "high"), used, strict=True):
+        start = {"low": 0.6, "high": 1.2}[side]
+        assert of_side[:UPDATES] == [start, *found[side][: UPDATES - 1]]  # no batch before: the latest search
+        assert of_side[UPDATES:] == found[side][:-UPDATES]
+    assert len(set(zip(*used, strict=True))) > 2  # the searches differ
+    for position, line in enumerate(record):  # rho is this update's own
+        start = found["positive_contribution_start"][position]
+        assert float.fromhex(line["positive_contribution_start"]) == pytest.approx(start, abs=1e-9)
+
+
+def test_what_verl_gathers_of_the_bounds_is_one_number_for_each_update_and_rank(ranks):
+    for rank in ranks:
+        record, logged = rank["batches"]["record"][-UPDATES:], rank["batches"]["logged"]
+        for side in ("low", "high"):
+            expected = [float.fromhex(line[side]) for line in record for _ in ranks]
+            assert logged[side] == expected
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_one_bad_value_on_one_rank_raises_on_all_and_changes_nothing(ranks, name):
+    count = ROWS // len(ranks) // 2 if name == "log_prob" else 1  # a log-prob of each of that rank's micro-batches
+    for rank in ranks:
+        found = rank["bad"][name]
+        assert f"of this mini-batch: {count} in {name.split()[0]}. No clip bounds" in found["error"]
+        assert found["unchanged"]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of the real actor worker: how a mini-batch is cut, the bounds record, and a count of forwards."""
+
+import json
+from pathlib import Path
+
+import torch
+
+ROWS = 16
+ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
+MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]
+CUTS = {
+    "whole": [f"{MICRO_BATCH}={{whole}}"],
+    "halves": [f"{MICRO_BATCH}={{half}}"],
+    "single": [f"{MICRO_BATCH}=1"],
+    "dynamic": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
+    "dynamic, whole": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
+    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"{LOSS}.contribution=gradient"],
+    "gradient, quarters": [f"{MICRO_BATCH}=4", f"{LOSS}.contribution=gradient"],
+    "micro_batch scope": [f"{MICRO_BATCH}=4", f"{LOSS}.bound_scope=micro_batch"],
+}
+COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
+
+
+def cut_of(name, size):
+    """The overrides of a cut on each of ``size`` ranks."""
+    return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
+
+
+def read_record(folder, rank=0):
+    """The bounds record that a rank has written."""
+    return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
+
+
+class CollectiveCounter:
+    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
+
+    def __init__(self, actor):
+        self.collectives = self.passes = 0
+        self.all_reduce, self.infer = torch.distributed.all_reduce, actor.engine.infer_batch
+        torch.distributed.all_reduce = self.count_collective
+        actor.engine.infer_batch = self.count_pass
+
+    def count_collective(self, tensor, *args, **kwargs):
+        self.collectives += tensor.dtype == torch.float64
+        return self.all_reduce(tensor, *args, **kwargs)
+
+    def count_pass(self, *args, **kwargs):
+        self.passes += 1
+        return self.infer(*args, **kwargs)
+
+    def stop(self):
+        torch.distributed.all_reduce = self.all_reduce

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our worker on a stand-in engine: where the bounds of an update come from, and what an update leaves behind."""
+
+import json
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import oracle
+from support.actor import actor_config
+from support.batches import make_batch
+from support.metrics import METRICS
+from support.stand_in import make_micro_batch, make_worker
+
+import verl  # noqa: F401  loads the plugin
+from bapo import BAPOConfig
+from recipe.bapo.health import WINDOW
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig
+from recipe.bapo.records.tokens import read_dump
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine_workers import TrainingWorker
+
+TARGET = 0.47
+MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
+
+
+def batch_of_pairs(seed, masked=0.3):
+    """Twelve responses with advantages of 1 and -1 in turn, for which searches stop at many places."""
+    old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked)
+    signs = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
+    return old, log_prob, signs.expand_as(advantages).clone(), mask
+
+
+def worker_with(monkeypatch, scope="previous_batch", clip_ratio_c=3.0, **options):
+    loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET, **options)
+    # verl reads the device of Metric's tensors; the loss returns numbers.
+    return make_worker(actor_config(loss, clip_ratio_c=clip_ratio_c), monkeypatch, model_config=MODEL)
+
+
+def update(worker, batch, cut=4):
+    """One update on a padded batch, cut into micro-batches of ``cut`` rows; the engine's metrics."""
+    parts = zip(*(tensor.split(cut) for tensor in batch), strict=True)
+    return worker.engine.train_batch([make_micro_batch(*part) for part in parts], worker.loss_fn)["metrics"]
+
+
+def start_batch(worker, **marks):
+    """Begin a rollout batch or, with ``bapo_updates_made``, go on with one, as verl's trainer does."""
+    worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
+
+
+def bounds_of(metrics):
+    (low,), (high,) = metrics["actor/bapo/clip_low"], metrics["actor/bapo/clip_high"]
+    return low, high
+
+
+def literal_bounds(batch):
+    return oracle.sequential_search(*batch, BAPOConfig(positive_contribution_target=TARGET), 3.0)[:2]
+
+
+def test_previous_batch_takes_the_bounds_of_the_same_update_of_the_batch_before(monkeypatch):
+    worker = worker_with(monkeypatch)
+    batches = [[batch_of_pairs(10 * number + k) for k in range(count)] for number, count in enumerate((3, 2, 3))]
+    found = []
+    for updates in batches:
+        start_batch(worker)
+        found.append([bounds_of(update(worker, batch)) for batch in updates])
+    literal = [[literal_bounds(batch) for batch in updates] for updates in batches]
+    assert len({bounds for updates in literal for bounds in updates}) > 4  # the searches differ
+    assert found[0] == [(0.6, 1.2), *literal[0][:2]]  # no batch before: the start of the ranges, then the latest search
+    assert found[1] == literal[0][:2]
+    assert found[2] == [*literal[1], literal[2][1]]  # no third update on the batch before: the latest search
+
+
+def test_a_rollout_batch_in_several_calls_is_one_batch(monkeypatch):
+    """As in ``separate_async`` with our trainer, which says how many updates came before on the batch."""
+    worker = worker_with(monkeypatch)
+    found = []
+    for seed in (0, 10):
+        start_batch(worker)
+        update(worker, batch_of_pairs(seed))
+        start_batch(worker, bapo_updates_made=1)
+        found.append(bounds_of(update(worker, batch_of_pairs(seed + 1))))
+    first, second = (literal_bounds(batch_of_pairs(seed)) for seed in (0, 1))
+    assert found == [first, second] and first != second
+
+
+def test_previous_batch_does_not_depend_on_the_cut(monkeypatch):
+    whole, cut = worker_with(monkeypatch), worker_with(monkeypatch)
+    for seed in range(4):
+        start_batch(whole), start_batch(cut)
+        expected, found = update(whole, batch_of_pairs(seed), 12), update(cut, batch_of_pairs(seed), 1)
+        assert bounds_of(found) == bounds_of(expected)
+        for name in METRICS - {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}:
+            if name != "actor/bapo/entropy_covariance":  # of each micro-batch
+                assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_what_is_logged_describes_the_update_and_the_search_that_gave_its_bounds(monkeypatch):
+    worker = worker_with(monkeypatch)
+    first, second = batch_of_pairs(1), batch_of_pairs(2)
+    start_batch(worker)
+    metrics = update(worker, first)
+    assert metrics.keys() >= METRICS and len(metrics["actor/pg_clipfrac"]) == 3
+    assert metrics["actor/bapo/search_steps"] == [0] and metrics["actor/bapo/saturated"] == [0]
+    start_batch(worker)
+    metrics = update(worker, second)
+    config = BAPOConfig(positive_contribution_target=TARGET)
+    low, high, _, _, steps, saturated = oracle.sequential_search(*first, config, 3.0)
+    assert steps > 0
+    ratio, advantages, old, _ = oracle.response_tokens(*second)
+    p, n = oracle.contribution(ratio, advantages, old.exp(), low, high, "value", 3.0)
+    expected = {
+        "clip_low": low,
+        "clip_high": high,
+        "search_steps": steps,
+        "saturated": float(saturated),
+        "met_at_once": 0,
+        "positive_contribution": p / (p + n),
+        "positive_contribution_start": oracle.sequential_search(*second, config, 3.0)[3],
+        **oracle.diagnostics(*second, low, high),
+    }
+    for name, value in expected.items():
+        assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
+
+
+def test_one_collective_over_the_world_and_one_read_of_its_own(monkeypatch):
+    worker = worker_with(monkeypatch)
+    groups, reads = [], []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
+    start_batch(worker)
+    parts = zip(*(tensor.split(4) for tensor in batch_of_pairs(1)), strict=True)
+    data = [make_micro_batch(*part) for part in parts]
+    reads.clear()
+    worker.engine.train_batch(data, worker.loss_fn)
+    assert groups == [torch.distributed.group.WORLD]
+    assert len([count for count in reads if count > 1]) == 3 + 1  # each micro-batch's loss, and the update
+
+
+def test_a_rank_that_is_no_source_adds_nothing_and_logs_nothing(monkeypatch):
+    worker = worker_with(monkeypatch)
+    worker.engine.source = False
+    start_batch(worker)
+    metrics = update(worker, batch_of_pairs(1))
+    assert "actor/bapo/clip_low" not in metrics
+    assert worker.earlier_bounds.latest.search_steps == 0  # of no token: the target counts as met
+
+
+BAD = {"old_log_prob": 0, "log_prob": 1, "advantages": 2}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_bad_input_raises_before_the_optimizer_step_and_leaves_nothing_behind(monkeypatch, name, value):
+    worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
+    batch = batch_of_pairs(1, masked=0)
+    bad = [tensor.clone() for tensor in batch]
+    bad[BAD[name]][4, 3] = value
+    start_batch(worker), start_batch(other)
+    with pytest.raises(ValueError, match=f"of this mini-batch: 1 in {name}"):
+        update(worker, bad)
+    assert worker.engine.steps == 0
+    for seed in (2, 3):
+        assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
+
+
+def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeypatch):
+    worker = worker_with(monkeypatch)
+    old, log_prob, advantages, mask = batch_of_pairs(1, masked=0)
+    log_prob[0, 0], advantages[0, 0] = old[0, 0] + 2, math.inf  # a ratio of 7.4, far above the upper bound
+    start_batch(worker)
+    with pytest.raises(ValueError, match="1 in advantages"):
+        update(worker, (old, log_prob, advantages, mask))
+    assert worker.engine.steps == 0
+
+
+def test_a_loss_that_is_only_evaluated_does_not_enter_the_statistics(monkeypatch):
+    worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
+    start_batch(worker), start_batch(other)
+    data, model_output = make_micro_batch(*make_batch(5))
+    with torch.no_grad():
+        worker.loss_fn(model_output=dict(model_output), data=data)
+    for seed in (2, 3):
+        assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
+
+
+@pytest.mark.parametrize("scope", ["mini_batch", "micro_batch"])
+def test_bounds_of_an_update_end_with_it(monkeypatch, scope):
+    worker, bounds = worker_with(monkeypatch, scope), object()
+    worker._bounds_before_training = lambda data: bounds
+    seen = []
+    worker.verl_train_batch = lambda data, loss_function: seen.append(worker.update_bounds) or {"metrics": {}}
+    worker.engine.train_batch([], worker.loss_fn)
+    assert seen == [bounds] and worker.update_bounds is None
+    assert worker.engine.optimizer_step == worker.verl_optimizer_step
+
+
+def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
+    config = actor_config(BAPOPolicyLossConfig(), loss_agg_mode="seq-mean-token-sum-norm")
+    with pytest.raises(ValueError, match="sum-norm is not usable with loss_scale_factor=null"):
+        make_worker(config, monkeypatch, model_config=MODEL)
+
+
+@pytest.mark.parametrize("source, share, warned", [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_only_the_first_rank_with_outputs_warns(monkeypatch, caplog, source, share, warned):
+    worker = worker_with(monkeypatch)
+    worker.engine.source, worker.engine.data_parallel_rank = source, share
+    out_of_reach = {"actor/bapo/saturated": [1.0, 1.0], "actor/bapo/positive_contribution": [0.3, 0.3]}
+    output = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": out_of_reach})
+    monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda worker, data: output)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(WINDOW):
+            worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict={"epochs": 1}))
+    assert ("out of reach in every update of the last 10 training calls" in caplog.text) == warned
+
+
+def test_the_record_and_the_dump_number_the_updates(monkeypatch, tmp_path):
+    worker = worker_with(monkeypatch, bounds_record_dir=str(tmp_path), token_dump_dir=str(tmp_path / "dump"))
+    for _ in range(2):
+        start_batch(worker)
+        logged = [update(worker, batch_of_pairs(seed)) for seed in (1, 2)]
+    lines = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [0, 1, 2, 3]
+    assert {line["source"] for line in lines} == {"previous_batch"}
+    recorded = tuple(float.fromhex(lines[-1][side]) for side in ("low", "high"))
+    assert recorded == bounds_of(logged[-1])
+    dumped = [int(tokens["update"]) for micro_batches in read_dump(tmp_path / "dump") for tokens in micro_batches]
+    assert dumped == [0, 0, 0, 1, 1, 1] * 2
