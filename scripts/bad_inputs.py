@@ -25,8 +25,8 @@ import pandas as pd
 from hydra import initialize_config_dir
 
 import recipe.bapo.config
-from recipe.bapo.checks import composing
-from recipe.bapo.checks.preflight import lines_of
+from recipe.bapo.checks import config_errors
+from recipe.bapo.checks.preflight import run_preflight
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence" / "bad_inputs.md"
@@ -100,7 +100,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
                 overrides.append(word)
     with tempfile.TemporaryDirectory() as copy:
         ours = Path(copy, "bapo_trainer.yaml")
-        shutil.copytree(composing.OURS.parent, copy, dirs_exist_ok=True)
+        shutil.copytree(config_errors.OURS.parent, copy, dirs_exist_ok=True)
         if typed.startswith(SLIP):
             old, new = (part.encode().decode("unicode_escape") for part in typed.removeprefix(SLIP).split(" => "))
             text = ours.read_text()
@@ -108,7 +108,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
             ours.write_text(text.replace(old, new))
         with (
             patch.dict(os.environ, environment),
-            patch.object(composing, "OURS", ours),
+            patch.object(config_errors, "OURS", ours),
             patch.object(
                 recipe.bapo.config,
                 "initialize_config_module",
@@ -118,7 +118,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
             redirect_stdout(nowhere),
             redirect_stderr(nowhere),
         ):
-            lines = lines_of([*OF_THE_RUN_SCRIPT, *overrides], str(ROOT / "configs"))
+            lines = run_preflight([*OF_THE_RUN_SCRIPT, *overrides], str(ROOT / "configs"))
     wrong = [line for line in lines if line.status != "ok" and not line.detail.startswith(OF_THE_MACHINE)]
     texts = [line.detail if line.status == "failed" else f"warning: {line.detail}" for line in wrong]
     places = {str(folder): "X", copy: "recipe/bapo/config", f"{ROOT}/": ""}

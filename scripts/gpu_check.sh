@@ -41,7 +41,9 @@ done
 [ ${#stages[@]} -gt 0 ] || stages=(1 2 3)
 cd "$(dirname "$0")/.."
 out=${out:-$PWD/runs/gpu_check}
-if [ ${#rehearse[@]} = 0 ] && [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" = 0 ]; then
+source scripts/gpus.sh
+[ ${#rehearse[@]} != 0 ] || count_gpus
+if [ ${#rehearse[@]} = 0 ] && [ "$gpus" = 0 ]; then
     echo "There is no GPU here, so nothing was checked. To try the check itself on a CPU: --rehearse." >&2
     exit 2
 fi

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned: one list
-# each for x86_64 Linux and Python 3.11 and 3.12. Nothing of it is installed.
+# each for x86_64 Linux with glibc 2.31 (scripts/setup.sh checks that it is no older) and Python 3.11 and 3.12. Nothing
+# of it is installed.
 #   bash scripts/lock.sh             takes up what changed in the .in files and keeps every other version
 #   bash scripts/lock.sh --upgrade   takes the newest versions that the .in files admit (or another option of uv pip
 #                                    compile, such as --upgrade-package NAME)
@@ -19,7 +20,7 @@ trap 'rm -r "$new"' EXIT
 
 compile() {  # compile SOURCE OPTIONS...
     .venv/bin/uv pip compile -q --no-annotate --custom-compile-command "bash scripts/lock.sh" \
-        --python-platform x86_64-manylinux_2_28 "$@" >/dev/null
+        --python-platform x86_64-manylinux_2_31 "$@" >/dev/null
 }
 
 lock() {  # lock NAME.txt SOURCE OPTIONS...
@@ -40,6 +41,6 @@ lock() {  # lock NAME.txt SOURCE OPTIONS...
 }
 lock requirements.txt $sources/cpu.in --overrides $sources/cpu-overrides.txt --excludes $sources/cpu-excludes.txt
 lock requirements-cuda.txt $sources/cuda.in
-flash_attn=$(grep -om1 'flash-attn==[0-9.]*' scripts/setup.sh)
+flash_attn=$(grep -om1 'flash-attn==[0-9.]*' scripts/flash_attn.sh)
 compile --no-deps --python-version 3.11 - <<<"$flash_attn"
 echo "$flash_attn resolves"

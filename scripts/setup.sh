@@ -7,7 +7,8 @@
 #   BAPO_TORCH_INDEX       a package index for torch, such as the CPU builds' (default: pip's own configuration; where
 #                          that offers only the CUDA build, it works on a CPU too, at several GB)
 #   BAPO_FLASH_ATTN_WHEEL  path or address of a flash-attn wheel for this Python and torch, in place of the build from
-#                          source. The build needs nvcc 13 and heeds MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
+#                          source. The build needs g++ and takes MAX_JOBS and FLASH_ATTN_CUDA_ARCHS (scripts/flash_attn.sh);
+#                          its wheel is kept in .venv-wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
@@ -23,16 +24,26 @@ find_python() {
 }
 
 cuda=
-if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" != 0 ] && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
+source scripts/gpus.sh
+count_gpus
+if [ "$gpus" != 0 ] && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
 venv=.venv
 requirements=requirements.txt
 [ -z "$cuda" ] || { venv=.venv-cuda; requirements=requirements-cuda.txt; }
 log=$venv/setup.log
-wanted=$(cat $requirements pyproject.toml scripts/setup.sh | sha256sum)
+wanted=$(cat $requirements pyproject.toml scripts/setup.sh ${cuda:+scripts/flash_attn.sh} | sha256sum)
 pin() { grep "^$1==" $requirements; }
 is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
 if is_complete; then exit 0; fi
 
+check_glibc() {  # llguidance, which vLLM needs, has wheels for this version and newer ones alone
+    local needed=2.31 here
+    here=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed -n 's/^glibc //p' || true)
+    [ "$(printf '%s\n' "$needed" "${here:-0}" | sort -V | head -n 1)" = $needed ] || fail \
+        "glibc here is ${here:-another C library}, and glibc $needed or newer is needed (Debian 11, Ubuntu 20.04, RHEL 9 or" \
+        "newer): use a container with a newer system. Nothing was installed."
+}
+check_glibc
 check_driver() {  # its number, or what the CUDA libraries here (a compatibility package, say) make of it
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
@@ -73,50 +84,7 @@ step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the ou
     fi
 }
 
-install_flash_attn() {
-    local flash_attn=flash-attn==2.8.3 archs nvcc release
-    if [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ]; then
-        echo "  flash-attn ($BAPO_FLASH_ATTN_WHEEL)"
-        "${uv[@]}" --no-deps "$BAPO_FLASH_ATTN_WHEEL" >>"$log" 2>&1 || return
-    else
-        nvcc=$(PATH=${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin command -v nvcc || true)
-        release=$("${nvcc:-false}" --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p' || true)
-        if [ "$release" != 13 ]; then
-            echo "torch is built for CUDA 13, so nvcc of CUDA 13 is needed; here: ${nvcc:-none}${release:+ of CUDA $release}" >>"$log"
-            return 1
-        fi
-        # 2.8.3 has kernels for these architectures; a GPU runs those of its own major version (8.6 those of 80).
-        archs=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sed 's/\..*/0/' |
-            grep -xE '80|90|100|120' | sort -un | paste -sd ';' || true)
-        export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-$archs}
-        if [ -z "$FLASH_ATTN_CUDA_ARCHS" ]; then
-            echo "$flash_attn has no kernels for GPUs of compute capability below 8.0, nor for 11.0" >>"$log"
-            return 1
-        fi
-        export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-        export FLASH_ATTENTION_FORCE_BUILD=TRUE  # else it may take a ready wheel of CUDA 12
-        echo "  flash-attn (from source for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS files at a time: up to an hour)"
-        # The setting changes nothing but the key of uv's cache: a build for other GPUs or another torch is not taken.
-        "${uv[@]}" --no-deps --no-build-isolation --config-setting "built-for=$(pin torch) $FLASH_ATTN_CUDA_ARCHS" \
-            $flash_attn >>"$log" 2>&1 || return
-    fi
-    # One built for another torch or CUDA installs, and transformers and verl would choose it by its name.
-    $venv/bin/python -c 'import flash_attn' >>"$log" 2>&1 || {
-        $venv/bin/uv pip uninstall -q --python $venv/bin/python flash-attn >>"$log" 2>&1
-        return 1
-    }
-}
-
-compile_jobs() {  # one for each core, but no more than one for each 9 GB of memory: flash-attn's own reckoning
-    local cores bytes jobs
-    cores=$(env -u OMP_NUM_THREADS nproc)
-    bytes=$({ awk '/^MemAvailable/ {printf "%.0f\n", $2 * 1024}' /proc/meminfo
-        cat /sys/fs/cgroup/memory.max 2>/dev/null || true; } | grep -x '[0-9]*' | sort -n | head -n 1)
-    jobs=$((bytes / 9000000000))
-    [ $jobs -lt $cores ] || jobs=$cores
-    echo $((jobs > 0 ? jobs : 1))
-}
-
+source scripts/flash_attn.sh
 python=$(find_python)
 [ -z "$cuda" ] || check_compiler "$python"
 echo "Setting up $venv (a minute or two)"
@@ -139,7 +107,7 @@ if [ -n "$cuda" ] && ! install_flash_attn; then
         tail -n 30 "$log"
         echo "WARNING: flash-attn could not be installed; above are the last lines of $log."
         echo "Runs then need platform=gpu_without_flash_attn: sdpa attention with smaller token limits."
-        echo "To try again, with nvcc of CUDA 13 or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
+        echo "To try again, once that is mended or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
         echo "    rm $venv/complete; bash scripts/setup.sh"
         echo "=============================================================================="
     } >&2

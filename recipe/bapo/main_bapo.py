@@ -18,10 +18,9 @@ import hydra
 import ray
 from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.checks.composing import ERRORS, explain
-from recipe.bapo.checks.preflight import run as run_checks
-from recipe.bapo.checks.preflight import table
-from recipe.bapo.launch import send, wait_for_final_check
+from recipe.bapo.checks.config_errors import ERRORS, explain
+from recipe.bapo.checks.preflight import run_checks, table
+from recipe.bapo.launch import demands, send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
 from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster
 from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
@@ -110,6 +109,7 @@ def train(config) -> None:
 
     def start(**options):  # verl calls it once Ray is up
         send("ray", ray.get_runtime_context().get_job_id())
+        demands.follow(Path(config.run_dir) / METRICS, lambda *found: send("demands", found))
         return ray.remote(RecordingTaskRunner).options(**options).remote()
 
     # What verl calls of a Ray class.

@@ -3,7 +3,7 @@
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
 ``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker (``recipe.bapo.worker``); this
-is a monkey patch, the only one. The worker finds the bounds of each update and leaves them in the config, which verl
+is a monkey patch. The worker finds the bounds of each update and leaves them in the config, which verl
 hands to the loss. ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test compares the two.
 """
 

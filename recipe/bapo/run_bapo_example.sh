@@ -51,7 +51,8 @@ for name in NNODES GPUS_PER_NODE ROLLOUT_GPUS_PER_NODE; do
 done
 [[ ${OUTPUT_DIR:-} != *'${'* ]] || fail "OUTPUT_DIR=$OUTPUT_DIR is not usable: name a folder without \${."
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+source scripts/gpus.sh
+count_gpus
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever it says
     visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -vc -e '^ *$' -e '^ *-' || true)
     gpus=$((visible < gpus ? visible : gpus))
@@ -134,7 +135,7 @@ export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"
     trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$GPUS_PER_NODE")
 if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
-    ! "$python" -c 'import flash_attn' 2>/dev/null; then
+    ! "$python" -c 'import torch, flash_attn_2_cuda' 2>/dev/null; then  # flash-attn-4 alone is a package flash_attn, too
     echo "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
     arguments+=(platform=gpu_without_flash_attn)
 fi

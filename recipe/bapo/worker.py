@@ -21,6 +21,7 @@ from bapo import (
     read_and_validate,
     search_clip_bounds,
 )
+from recipe.bapo import fused_head  # noqa: F401  lets verl's fused kernels train models with untied embeddings
 from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.health import HealthLog
 from recipe.bapo.micro_batches import SEARCH_FIELDS, dump_micro_batch, tokens_of

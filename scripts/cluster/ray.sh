@@ -23,7 +23,9 @@ fail() { echo "Error: $*" >&2; exit 1; }
 usage() { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 2; }
 
 platform=()
-if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then
+source scripts/gpus.sh
+count_gpus
+if [ "$gpus" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then
     venv=.venv
     [ "${VERL_PLATFORM:-}" != cpu ] || platform=(--num-cpus=16 --num-gpus="${GPUS_PER_NODE:-1}")
 else

@@ -17,11 +17,12 @@ if ! cmp -s requirements-cuda.txt "$folder/requirements.txt"; then
     rm -rf "$folder"
     "${BAPO_PYTHON:-python3}" -m venv "$folder"
     "$python" -m pip install -q "$(pin uv)"
-    "$folder/bin/uv" pip install -q --no-deps --python "$python" -r requirements-cuda.txt
+    "$folder/bin/uv" pip install -q --no-deps --python "$python" --python-platform x86_64-manylinux_2_31 \
+        -r requirements-cuda.txt  # as scripts/lock.sh resolved it
     "$folder/bin/uv" pip check -q --python "$python"
     # Not installed: without its kernels it cannot be imported.
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip wheel -q --no-deps \
-        --no-build-isolation --wheel-dir "$folder/wheels" "$(grep -om1 'flash-attn==[0-9.]*' scripts/setup.sh)"
+        --no-build-isolation --wheel-dir "$folder/wheels" "$(grep -om1 'flash-attn==[0-9.]*' scripts/flash_attn.sh)"
     cp requirements-cuda.txt "$folder/requirements.txt"
 fi
 "$folder/bin/uv" pip install -q --no-deps --python "$python" -e .

@@ -23,6 +23,7 @@ TAKEN = (
     "worker.py",
     "trainer.py",
     "compatibility.py",
+    "fused_head.py",
     "health.py",
     "micro_batches.py",
     "records/bounds.py",

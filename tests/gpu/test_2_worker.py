@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("verl", reason="needs verl; stage 1 does not")
 
-from tests.support.gpu_update import ROOT, look_at_update  # noqa: E402
+from tests.support.gpu_update import ROOT, look_at_update, write_llama  # noqa: E402
 
 ROWS = 16
 ACTOR, MODEL, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
@@ -104,6 +104,16 @@ def test_the_bounds_of_an_update_are_those_of_the_cpu(name, task, folder, platfo
     tell("rho is off by", distance_of_rho(seen, expected))
 
 
+def test_a_llama_of_the_same_weights_finds_the_same_bounds(task, folder, platform, reference, tell):
+    model = write_llama(task / "model", folder / "model of a Llama")
+    (seen,) = look_at_update(
+        folder / "Llama", [f"{MODEL}.path='{model}'", *COMMON, *FLOAT32, PLAIN], platform, rows=ROWS
+    )
+    assert bounds_of(seen) == bounds_of(reference("four micro-batches"))
+    assert distance_of_rho(seen, reference("four micro-batches")) <= 1e-4
+    tell("rho is off by", distance_of_rho(seen, reference("four micro-batches")))
+
+
 def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, rehearsal):
     if not rehearsal and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -114,8 +124,9 @@ def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, reh
 
 
 def has_flash_attn():
+    """flash-attn 2: ``import flash_attn`` succeeds with flash-attn-4 alone."""
     try:
-        importlib.import_module("flash_attn")
+        importlib.import_module("flash_attn_2_cuda")
     except (ImportError, OSError):
         return False
     return True

@@ -25,6 +25,7 @@ class Case(NamedTuple):
     model: str
     gpus: int
     setting: str = ""  # of the actor
+    platform: str = "gpu"
 
 
 CASES = [
@@ -46,6 +47,9 @@ CASES = [
     Case("paper_32b", "32B", 64),
     Case("paper_r1_32b", "32B", 64),
     Case("partial_rollout", "7B", 8, "entropy_coeff=0.001"),
+    Case("example", "1.5B", 1, platform="gpu_without_flash_attn"),
+    Case("example", "7B", 8, platform="gpu_without_flash_attn"),
+    Case("example", "32B", 64, platform="gpu_without_flash_attn"),
 ]
 
 
@@ -54,7 +58,7 @@ def config_of(case, folder):
     files = {"TRAIN_FILE": str(FILES / "train.parquet"), "TEST_FILE": str(FILES / "test.parquet")}
     files["MODEL_PATH"] = str(write_model(FILES, folder / case.model, case.model))
     nodes, gpus = max(1, case.gpus // 8), min(8, case.gpus)
-    groups = [f"experiment={case.experiment}", "size=gpu", "platform=gpu"]
+    groups = [f"experiment={case.experiment}", "size=gpu", f"platform={case.platform}"]
     settings = [f"actor_rollout_ref.actor.{case.setting}"] if case.setting else []
     with patch.dict(os.environ, files):
         config = compose_in_groups(*groups, f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}", *settings)
@@ -71,6 +75,7 @@ def works_of(case, config):
         "shards": case.gpus,
         "temperature": rollout.temperature,
         "sequence_parallel": sequence_parallel(config)[1],
+        "without_flash_attn": case.platform == "gpu_without_flash_attn",
     }
     gradient = actor.entropy_coeff != 0
     measured = actor.calculate_entropy or gradient
@@ -105,7 +110,8 @@ def test_preflight_is_near_the_tracker_for_a_small_model(tmp_path):
 def test_preflight_is_near_the_tracker_and_the_table_says_so(case, tmp_path):
     row = row_of(case, tmp_path)
     cells = [f"{gibibytes:.1f}" for phase in ("log-probs", "update") for gibibytes in row.get(phase, ())]
-    name = f"{case.experiment}, {case.setting}" if case.setting else case.experiment
+    platform = "" if case.platform == "gpu" else f"platform={case.platform}"
+    name = ", ".join(filter(None, (case.experiment, case.setting, platform)))
     line = " | ".join([name, case.model, str(case.gpus), *["-"] * (4 - len(cells)), *cells])
     print(f"| {line} |")  # pytest -rP shows the table
     assert f"| {line} |" in (ROOT / "docs" / "evidence" / "memory.md").read_text().splitlines()

@@ -34,6 +34,14 @@ class BrokenExtension(CPUWorkerExtension):
         super().update_weights_from_ipc(*args, **kwargs)
 """
 
+# Python imports this module in every process; preflight would refuse a Ray with too few CPUs.
+WITHOUT_CHECKS = """
+import sys
+if "recipe.bapo.main_bapo" in sys.orig_argv:
+    from recipe.bapo.checks import preflight
+    preflight.CHECKS = ()
+"""
+
 
 def ends_cleanly(run, code=1):
     """The run's end after a fault; returns the last lines that it printed."""
@@ -123,6 +131,24 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     folder = can_go_on(last)
     if moment is in_a_checkpoint:  # the second was not complete
         assert folder.endswith("global_step_1") and (run.output / "checkpoints" / "global_step_2").exists()
+
+
+@pytest.mark.parametrize(
+    "cpus, waits_for",
+    [
+        # The controller of TransferQueue has it: none is left for the queue's storage.
+        (1, "1 x TransferQueueStorageUnit#0:SimpleStorageUnit (1 CPU)"),
+        pytest.param(4, "a placement group global_poolverl_group_1:0 of 1 x (3 CPU, 1 GPU)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_ray_with_too_few_cpus_is_named_and_ends_the_run(start, tmp_path, cpus, waits_for):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_CHECKS)
+    limits = ("watchdog.pending_notice_s=5", "watchdog.max_pending_s=20")
+    run = start(f"ray_kwargs.ray_init.num_cpus={cpus}", *limits, PYTHONPATH=str(tmp_path))
+    run.wait_for(lambda: "Warning: Ray has waited" in run.text(), "what Ray waits for")
+    last = ends_cleanly(run)
+    assert f"place {waits_for} (free: " in run.text() and f" of {cpus} CPU, 16 of 16 GPU)" in run.text()
+    assert "Error: Training failed: Ray (watchdog.max_pending_s=20) has waited 2" in last
 
 
 @pytest.mark.slow

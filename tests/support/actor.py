@@ -81,6 +81,21 @@ def actor_config(policy_loss, **changes):
     return FSDPActorConfig(strategy="fsdp2", policy_loss=policy_loss, **sizes, **changes)
 
 
+def untie_embeddings(source, folder):
+    """Write the model in ``source`` to ``folder`` with an output layer of its own weights; returns ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    weight = model.lm_head.weight.detach()
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    model.lm_head.weight = torch.nn.Parameter(weight + 0.02 * noise)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
 def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
     """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
     ``staleness`` (standard deviation)."""

@@ -17,6 +17,28 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 900  # seconds of one update, its process's start included
 
 
+def write_llama(qwen2, folder):
+    """The Llama that computes what a Qwen2 does, with its weights and tokenizer; returns ``folder``.
+
+    vLLM serves the two by different model runners on a GPU. A Llama's attention has one bias more than a Qwen2's, zero
+    here.
+    """
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
+
+    source = Qwen2ForCausalLM.from_pretrained(qwen2, dtype="auto")
+    config = {key: value for key, value in source.config.to_dict().items() if key in LlamaConfig().to_dict()}
+    config |= {"attention_bias": True, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    model = LlamaForCausalLM(LlamaConfig(**config)).to(source.dtype)
+    absent, unknown = model.load_state_dict(source.state_dict(), strict=False)
+    if unknown or not all(name.endswith("o_proj.bias") for name in absent):
+        raise ValueError(f"{qwen2} is no Qwen2 that a Llama can stand in for: {absent} are absent, {unknown} unknown")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(qwen2).save_pretrained(folder)
+    return folder
+
+
 def look_at_update(folder, overrides, platform, ranks=1, **about):
     """What each rank saw of one update with a setting: a list of the dictionaries of ``run``.
 

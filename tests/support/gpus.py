@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+from pathlib import Path
 
 from recipe.bapo.checks import machine
 
@@ -16,6 +17,7 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
 
+DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # by which a driver is seen
 NVIDIA_SMI = """#!/bin/sh
 chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
 case "$*" in
@@ -35,6 +37,13 @@ def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0):
     names = [f"GPU {n}: NVIDIA H100 (UUID: GPU-{n}a)" for n in range(gpus)]
     (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
     (folder / "nvidia-smi").chmod(0o755)
+
+
+def write_driver_file(root, name):
+    """One of ``DRIVER_FILES`` below ``root`` in place of ``/``; returns ``root``."""
+    (root / name).parent.mkdir(parents=True)
+    (root / name).touch()
+    return root
 
 
 def pretend_gpus(monkeypatch, folder, gpus=8, **listed):

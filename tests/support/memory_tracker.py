@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of FSDP2 updates of any size, without a GPU and without the memory: torch's own tracker on fake tensors.
 
-The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a process group that only pretends, and its
-logits go through verl's own ``prepare_model_outputs``. Only flash-attn's two kernels are replaced, by autograd
-functions that allocate and keep what the kernels allocate and keep.
+The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a process group that only pretends. Its logits
+go through verl's own ``prepare_model_outputs``, or its hidden states through verl's fused kernels. Only the kernels of
+flash-attn, and of torch's attention, are replaced, by autograd functions that allocate and keep what the kernels
+allocate and keep.
 
 Not in the figures: fragments of the CUDA allocator, CUDA's contexts, NCCL's buffers, workspaces of cuBLAS and
 flash-attn, what verl holds of the batch, and the temporaries of AdamW's step, which takes place when activations and
@@ -24,10 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2.modeling_qwen2 import repeat_kv
 
+import recipe.bapo.fused_head  # noqa: F401  as our worker does
 import verl.utils.torch_functional as verl_F
+from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import apply_fsdp2
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -42,6 +46,7 @@ class Work:
         shards: GPUs over which FSDP shards the model.
         tokens: of the micro-batch on this GPU.
         sequence_parallel: GPUs that share a sequence (Ulysses).
+        without_flash_attn: torch's attention and verl's fused kernels, as ``platform=gpu_without_flash_attn`` does.
         entropy: whether the entropy is measured, by chunks and checkpointed, as ``size=gpu`` does.
         entropy_gradient: whether the backward runs through the entropy.
     """
@@ -54,6 +59,7 @@ class Work:
     entropy: bool = False
     entropy_gradient: bool = False
     sequence_parallel: int = 1
+    without_flash_attn: bool = False
 
 
 class FlashAttention(torch.autograd.Function):
@@ -74,6 +80,24 @@ class FlashAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+class MaskedAttention(torch.autograd.Function):
+    """The memory of torch's efficient attention: the backward keeps what flash-attn's does, and the mask."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        mask = query.new_empty(query.shape[1], query.shape[1])  # the boolean mask as numbers to add
+        ctx.save_for_backward(query, key, value, output, log_sums, mask)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, _, log_sums, _ = ctx.saved_tensors
+        torch.empty_like(log_sums)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
 class CrossEntropy(torch.autograd.Function):
     """The memory of flash-attn's cross-entropy: the backward keeps the logits, and writes into them if it may."""
 
@@ -90,21 +114,24 @@ class CrossEntropy(torch.autograd.Function):
         return (logits if ctx.inplace_backward else torch.empty_like(logits)), None, None
 
 
-def _attention(sequence_parallel):
+def _attention(work):
     def forward(module, query, key, value, attention_mask, **_):
+        if work.without_flash_attn:  # transformers repeats keys and values for the heads that share them
+            key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
         parts = [states.transpose(1, 2) for states in (query, key, value)]
-        if sequence_parallel > 1:  # each is exchanged: other heads of more tokens, as many numbers
+        if work.sequence_parallel > 1:  # each is exchanged: other heads of more tokens, as many numbers
             parts = [states.clone() for states in parts]
-        output = FlashAttention.apply(*parts)
-        return (output.clone() if sequence_parallel > 1 else output), None
+        output = (MaskedAttention if work.without_flash_attn else FlashAttention).apply(*parts)
+        return (output.clone() if work.sequence_parallel > 1 else output), None
 
     return forward
 
 
 @contextlib.contextmanager
-def _replaced_kernels(sequence_parallel):
+def _replaced_kernels(work):
     before = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = _attention(sequence_parallel)
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = _attention(work)
+    forward = Qwen2ForCausalLM.forward  # which verl replaces in the class, for fused kernels
     available = verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     kernel = getattr(verl_F, "cross_entropy_loss", None)
     verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = True
@@ -116,6 +143,7 @@ def _replaced_kernels(sequence_parallel):
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = before
+        Qwen2ForCausalLM.forward = forward
         verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE, verl_F.cross_entropy_loss = available, kernel
 
 
@@ -135,6 +163,7 @@ def _make_model(work, mesh):
     model.config._attn_implementation = "flash_attention_2"  # after from_config, which looks for the package
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train(work.update)
+    patch_forward_with_backends(model, use_fused_kernels=work.without_flash_attn, fused_kernels_backend="torch")
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}, {})
     return model
@@ -160,15 +189,19 @@ def _forward(model, work):
     )
     offsets = torch.arange(0, work.tokens + 1, work.tokens // 2)
     data = TensorDict({"input_ids": torch.nested.nested_tensor_from_jagged(ids[0], offsets)}, batch_size=[])
-    tu.assign_non_tensor(data, calculate_entropy=work.entropy)
+    tu.assign_non_tensor(data, calculate_entropy=work.entropy, use_fused_kernels=work.without_flash_attn)
     arguments = {
         "temperature_is_one": work.temperature == 1,
         "temperature_rmpad": torch.ones(work.tokens),
         "input_ids_rmpad_rolled": ids[0],
         "pad_size": 0,
     }
+    inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False}
+    if work.without_flash_attn:
+        inputs |= {"temperature": work.temperature, "return_dict": True, "shift_labels": ids}
+        mask = torch.empty(work.tokens, work.tokens, dtype=torch.bool)  # noqa: F841  there while the model is called
     with torch.autocast("cpu", torch.bfloat16):
-        output = model(input_ids=ids, position_ids=ids, use_cache=False)
+        output = model(**inputs)
         found = FSDPEngineWithLMHead.prepare_model_outputs(engine, output, arguments, data, None)
         return found["log_probs"].values(), found["entropy"].values() if work.entropy else None
 
@@ -184,7 +217,7 @@ def peak_gibibytes(work: Work) -> float:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
     try:
         mesh = init_device_mesh("cpu", (work.shards,), mesh_dim_names=["fsdp"])
-        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), _replaced_kernels(work.sequence_parallel):
+        with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), _replaced_kernels(work):
             model = _make_model(work, mesh)
             optimizer = _make_optimizer(model, work.update)
             with FSDPMemTracker(model, optimizer) as tracker:

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.checks import Concern, composing
+from recipe.bapo.checks import CheckWarning, config_errors
 from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
-from recipe.bapo.checks.preflight import lines_of, run
+from recipe.bapo.checks.preflight import run_checks, run_preflight
 from recipe.bapo.config import compose_config
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -46,12 +46,12 @@ def files(task, tmp_path_factory):
 def failures(task, files):
     """What preflight says of the example with these overrides, leaving out this machine's own lines."""
 
-    def of(*overrides):
+    def failures_of(*overrides):
         config = composed(task, *(override.format(files=files) for override in overrides))
-        lines = run(config)
+        lines = run_checks(config)
         return [line.detail for line in lines if line.status == "failed" and line.name != "other runs"]
 
-    return of
+    return failures_of
 
 
 @pytest.mark.parametrize(
@@ -165,17 +165,17 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     from hydra import initialize_config_dir
 
     folder = tmp_path / "config"
-    shutil.copytree(composing.OURS.parent, folder)
+    shutil.copytree(config_errors.OURS.parent, folder)
     path = folder / "bapo_trainer.yaml"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
     compose = "recipe.bapo.config.initialize_config_module"
     monkeypatch.setattr(compose, lambda name, version_base: initialize_config_dir(str(folder), version_base=None))
-    monkeypatch.setattr(composing, "OURS", path)
+    monkeypatch.setattr(config_errors, "OURS", path)
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
-    (line,) = lines_of(["experiment=example", "size=cpu"], str(ROOT / "configs"))
+    (line,) = run_preflight(["experiment=example", "size=cpu"], str(ROOT / "configs"))
     assert line.status == "failed" and message in line.detail and "bapo_trainer.yaml, line " in line.detail
 
 
@@ -187,7 +187,7 @@ def test_a_slip_in_the_yaml_is_named_by_file_line_and_column(old, new, message, 
     ],
 )
 def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(override, missing, meant):
-    (line,) = lines_of([override], None)
+    (line,) = run_preflight([override], None)
     assert line.detail == f"{override} is not usable: the config has no key {missing}: use {meant}."
 
 
@@ -203,8 +203,8 @@ def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(ove
 def test_against_which_policy_the_ratio_is(task, overrides, said):
     try:
         found = check_ratio(composed(task, *overrides))
-    except Concern as concern:
-        assert said in str(concern) and not said.startswith("against")
+    except CheckWarning as warning:
+        assert said in str(warning) and not said.startswith("against")
     else:
         assert found == said
 
@@ -247,7 +247,7 @@ def test_what_is_taken_away_has_no_size(task):
 )
 def test_what_verl_reads_without_listing_it_passes(override, task):
     config = composed(task, override)
-    assert composing.problems(config) == []
+    assert config_errors.problems(config) == []
     assert check_values(config) and check_batches(config) and check_ratio(config)
 
 
@@ -257,4 +257,4 @@ def test_the_groups_may_lie_in_a_folder_of_any_name(tmp_path, task, monkeypatch)
     groups = shutil.copytree(ROOT / "configs", tmp_path / "a (copy), of mine" / "configs")
     (groups / "size" / "broken.yaml").write_text("a: {")  # and no other config minds it
     config = compose_config(["experiment=example", "size=cpu", "+nope=1"], groups)
-    assert composing.problems(config)[0].startswith("nope=1 is not usable: the config has no key nope")
+    assert config_errors.problems(config)[0].startswith("nope=1 is not usable: the config has no key nope")

@@ -3,6 +3,7 @@
 
 import copy
 import re
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import Concern, machine, memory, preflight
+from recipe.bapo.checks import CheckWarning, machine, memory, preflight
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -54,7 +55,7 @@ def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine,
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
     overrides = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}"]
-    (line,) = preflight.lines_of(overrides, ROOT / "configs")
+    (line,) = preflight.run_preflight(overrides, ROOT / "configs")
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
 
 
@@ -84,12 +85,12 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
     with pytest.raises(ValueError, match="of the 8 GPUs .* finds 0"):
         machine.check_devices(apart)
     monkeypatch.setattr(machine, "gpus", lambda: [])  # the head of a cluster
-    with pytest.raises(Concern, match="of the 0 GPUs .* finds 0"):
+    with pytest.raises(CheckWarning, match="of the 0 GPUs .* finds 0"):
         machine.check_devices(apart)
 
 
 def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch, tmp_path):
-    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
+    (tmp_path / "flash_attn_2_cuda.py").write_text("raise ImportError('undefined symbol: _ZN3c105ErrorC2')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ValueError, match="flash_attention_2 is not .* undefined symbol.*platform=gpu_without_flash_attn"
@@ -97,6 +98,14 @@ def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch
         machine.check_attention(config())
     sdpa = {"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}
     assert machine.check_attention(config(changes=sdpa)) == "sdpa"
+
+
+def test_flash_attn_4_alone_is_not_flash_attn_2(config, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # the only folder of its wheel
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("flash_attn")
+    with pytest.raises(ValueError, match="No module named 'flash_attn_2_cuda'.*platform=gpu_without_flash_attn"):
+        machine.check_attention(config())
 
 
 def test_what_the_worker_refuses_is_refused_before_the_run(config):
@@ -164,7 +173,7 @@ def on(gpus, nodes=1, **changes):
     return {"trainer.n_gpus_per_node": gpus, "trainer.nnodes": nodes, **changes}
 
 
-NO_LAYERS = SimpleNamespace(num_hidden_layers=0, hidden_size=0, vocab_size=0)
+NO_LAYERS = SimpleNamespace(num_hidden_layers=0, hidden_size=0, vocab_size=0, tie_word_embeddings=True)
 
 
 def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
@@ -230,7 +239,7 @@ CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
         ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
         ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
         ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
-        ({"actor_rollout_ref.model.use_fused_kernels": True}, 0, 0),
+        ({"actor_rollout_ref.model.use_fused_kernels": True}, 10, 6),  # of 512 tokens: float32 planes
     ],
 )
 def test_planes_of_logits(config, changes, update, log_probs):
@@ -265,7 +274,7 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
         )
         try:
             said = "fits", re.search(r"at least ([\d.]+) left", memory.check_memory(chosen))[1]
-        except Concern as error:
+        except CheckWarning as error:
             said = "tight", re.search(r"([\d.]+) left beside", str(error))[1]
         except ValueError as error:
             said = "fails", " ".join(re.search(r"([\d.]+) too few for ([\w-]+)", str(error)).groups())
@@ -296,7 +305,7 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # of the task's data
     groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
     chosen = compose_in_groups(*groups, *reward, *nodes)
-    lines = {line.name: line for line in preflight.run(chosen)}
+    lines = {line.name: line for line in preflight.run_checks(chosen)}
     assert list(lines) == ["values", *(check for check, _, _ in preflight.CHECKS)]
     unusual = {line for line in lines if lines[line].status != "ok"}
     # Half of the GPUs of the node train: 7 billion weights just fit.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import Concern, __main__, machine, preflight
+from recipe.bapo.checks import CheckWarning, __main__, machine, preflight
 from recipe.bapo.launch import locks
 
 
@@ -19,12 +19,12 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
 
 
-def lines_of(config):
-    return {line.name: line for line in preflight.run(config)}
+def results_of(config):
+    return {line.name: line for line in preflight.run_checks(config)}
 
 
 def test_the_example_passes_and_nothing_is_written(task, tmp_path):
-    lines = lines_of(composed(task, f"run_dir={tmp_path}/run"))
+    lines = results_of(composed(task, f"run_dir={tmp_path}/run"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     assert lines["batches"].detail == (
         "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
@@ -38,15 +38,16 @@ def test_several_failures_are_all_shown_and_each_once(task):
     config = composed(
         task, "data.train_files=/no.parquet", "data.train_batch_size=7", "reward.reward_manager.name=nope"
     )
-    assert {name for name, line in lines_of(config).items() if line.status == "failed"} == {"data", "batches", "reward"}
-    lines = lines_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
+    failed = {name for name, line in results_of(config).items() if line.status == "failed"}
+    assert failed == {"data", "batches", "reward"}
+    lines = results_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
     assert [name for name, line in lines.items() if line.status == "failed"] == ["model"] and "memory" not in lines
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
     broken = ("broken", lambda config: config.no_such_key.x, ())
     monkeypatch.setattr(preflight, "CHECKS", (broken, *preflight.CHECKS[:2]))
-    lines = lines_of(composed(task))
+    lines = results_of(composed(task))
     assert lines["broken"].status == "failed" and "no_such_key" in lines["broken"].detail
     assert lines["versions"].status == "ok"
 
@@ -85,7 +86,7 @@ def test_a_config_that_does_not_come_together_is_one_line_of_json(monkeypatch, t
 def test_another_verl_and_a_missing_package(task, monkeypatch, replaced, said):
     for name, value in replaced.items():
         monkeypatch.setattr(machine.metadata, name, value)
-    with pytest.raises((Concern, ValueError), match=said):
+    with pytest.raises((CheckWarning, ValueError), match=said):
         machine.check_versions(composed(task))
 
 
@@ -100,7 +101,9 @@ def test_few_open_files_are_refused(task, monkeypatch):
 def test_little_shared_memory_is_a_warning_on_a_cpu_and_a_failure_on_gpus(task, monkeypatch):
     config = composed(task)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    with pytest.raises(Concern, match="/dev/shm has 0.06 GiB free, and Ray, NCCL and .*: docker run --shm-size=16g"):
+    with pytest.raises(
+        CheckWarning, match="/dev/shm has 0.06 GiB free, and Ray, NCCL and .*: docker run --shm-size=16g"
+    ):
         machine.check_limits(config)
     config.trainer.device = "cuda"
     with pytest.raises(ValueError, match="/dev/shm has 0.06 GiB free"):

@@ -32,9 +32,10 @@ import json, os, subprocess, sys, time
 from pathlib import Path
 from recipe.bapo.launch import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
-def train(cluster=False, bounds_can_move=True, run_dir=folder):
+def train(cluster=False, bounds_can_move=True, run_dir=folder, **limits):
     print("ERROR in no worker")
     watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
+    watchdog |= {"pending_notice_s": 300, "max_pending_s": 900, **limits}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
     config.write_text(json.dumps({"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer}))
@@ -219,6 +220,21 @@ watchdog.INTERVAL, watchdog.Watchdog.silence = 0.2, lambda self: "it hangs"
     code, _, err = run.end()
     assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
     assert (run.folder / "run" / "stacks.txt").exists()
+
+
+def test_a_run_for_which_ray_has_no_place_says_so_and_is_ended(launch):
+    before = """
+from recipe.bapo.launch import watchdog
+watchdog.INTERVAL = 0.2
+"""
+    code = """
+train(pending_notice_s=0.5, max_pending_s=1.5)
+send("demands", (["a placement group"], "1 of 2 CPU"))
+time.sleep(60)
+"""
+    code, out, err = launch(code, before=before).end()
+    assert "Warning: Ray has waited 1 s to place a placement group (free: 1 of 2 CPU). Give the run" in out
+    assert code == 1 and "Error: Training failed: Ray (watchdog.max_pending_s=1.5) has waited 2 s to place a" in err
 
 
 def test_a_failure_is_explained_while_training_still_lives(launch):

@@ -38,16 +38,26 @@ def test_the_cpu_list_has_nothing_of_cuda():
 
 
 STAND_INS = {
-    "python": """echo "python $*" >>"$CALLS"
+    "python": r"""echo "python $*" >>"$CALLS"
 case "$*" in
-    "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin" ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin"
+        [ -z "${TOOLKIT:-}" ] || (cd "$3"; sh "$STAND_INS/nvcc_of_the_list") ;;
     *get_paths*) echo "${INCLUDE:-$STAND_INS}" ;;
-    *"import flash_attn"*) exit "${IMPORT_FAILS:-0}" ;;
+    *cp%d%d*) echo cp312 ;;
+    *" pip wheel "*)
+        echo "build archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" \
+            "home=${CUDA_HOME:-} flags=${NVCC_APPEND_FLAGS:-}" >>"$CALLS"
+        [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; }
+        folder=$(echo "$*" | sed 's/.*--wheel-dir \([^ ]*\) .*/\1/')
+        mkdir -p "$folder"
+        touch "$folder/flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl" ;;
+    *flash_attn_2_cuda*) exit "${IMPORT_FAILS:-0}" ;;
 esac""",
-    "uv": """echo "uv $* archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" >>"$CALLS"
-case "$*" in
-    *flash-attn==*) [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; } ;;
-esac""",
+    "uv": """echo "uv $*" >>"$CALLS" """,
+    "nvcc_of_the_list": """cu=lib/python3.12/site-packages/nvidia/cu13
+mkdir -p $cu/bin $cu/include $cu/nvvm $cu/lib
+cp "$STAND_INS/nvcc" $cu/bin
+touch $cu/lib/libcudart.so.13""",
     "nvidia-smi": """case "$*" in
     -L) [ -z "${DRIVER:-}" ] || echo "GPU 0: NVIDIA H100" ;;
     *driver_version*) echo "$DRIVER" ;;
@@ -55,6 +65,7 @@ esac""",
     *) echo "| NVIDIA-SMI $DRIVER   Driver Version: $DRIVER   CUDA Version: ${CUDA_VERSION:-12.4} |" ;;
 esac""",
     "nvcc": """echo "Cuda compilation tools, release ${NVCC:-13.0}, V${NVCC:-13.0}.88" """,
+    "getconf": """echo "${GLIBC:-glibc 2.31}" """,
     "flock": """exit "${FLOCK:-0}" """,
 }
 
@@ -63,7 +74,7 @@ esac""",
 def set_up(tmp_path):
     """Runs scripts/setup.sh in a copy and installs nothing; gives what it printed and the commands that it ran."""
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "pyproject.toml", *LOCKS.values()):
+    for name in ("scripts/setup.sh", "scripts/gpus.sh", "scripts/flash_attn.sh", "pyproject.toml", *LOCKS.values()):
         shutil.copy(ROOT / name, tmp_path / name)
     stand_ins = tmp_path / "stand-ins"
     stand_ins.mkdir()
@@ -80,6 +91,7 @@ def set_up(tmp_path):
             "BAPO_PYTHON": str(stand_ins / "python"),
             "STAND_INS": str(stand_ins),
             "CALLS": str(calls),
+            "BAPO_DEVICE_ROOT": str(tmp_path),
         }
         done = subprocess.run(
             ["bash", "scripts/setup.sh"],
@@ -91,8 +103,8 @@ def set_up(tmp_path):
             timeout=60,
         )
         assert done.returncode == code, done.stdout
-        # Without those that ask whether the Python will do, and where its headers are.
-        questions = ("ensurepip", "get_paths")
+        # Without those that ask whether the Python will do, which it is, and where its headers are.
+        questions = ("ensurepip", "get_paths", "cp%d%d")
         return done.stdout, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
 
     return run
@@ -127,19 +139,39 @@ def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_pa
     "capabilities, given, archs",
     [("9.0 9.0", None, "90"), ("10.3 8.6 8.0 7.5", None, "80;100"), ("9.0", "80", "80")],
 )
-def test_flash_attn_is_built_for_the_gpus_that_are_here(set_up, capabilities, given, archs):
+def test_flash_attn_is_built_for_the_gpus_that_are_here_and_kept(set_up, tmp_path, capabilities, given, archs):
     given = {"FLASH_ATTN_CUDA_ARCHS": given} if given else {}
     output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities}, **given)
     (build,) = [call for call in calls if "flash-attn==" in call]
-    assert "--no-build-isolation" in build and re.search(rf" archs={archs} jobs=[1-9]\d* force=TRUE$", build)
+    assert "--no-build-isolation" in build
+    (seen,) = [call for call in calls if call.startswith("build ")]
+    assert re.fullmatch(rf"build archs={archs} jobs=[1-9]\d* force=TRUE home= flags=", seen)
+    assert "WARNING" not in output and re.search(r"about [1-9]\d* minutes", output)
+    folder = f"{tmp_path}/.venv-wheels/torch=={locked('cuda')['torch']}-cp312-sm_{archs.replace(';', '_')}"
+    wheel = f"{folder}/flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl"
+    assert f"BAPO_FLASH_ATTN_WHEEL={wheel}\n" in output and any(f"--no-deps {wheel}" in call for call in calls)
+    # It is kept: a new environment is set up without another build.
+    shutil.rmtree(tmp_path / ".venv-cuda")
+    output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities, "BUILD_FAILS": "1"}, **given)
+    assert "WARNING" not in output and any(f"--no-deps {wheel}" in call for call in calls)
+
+
+def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, tmp_path):
+    output, calls = set_up(**GPUS, NVCC="12.8", TOOLKIT="1", NVCC_APPEND_FLAGS="-lineinfo")
     assert "WARNING" not in output
+    home, flags = f"{tmp_path}/.venv-cuda/cuda", "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK -lineinfo"
+    assert [call for call in calls if call.endswith(f" force=TRUE home={home} flags={flags}")]
+    for name in ("bin/nvcc", "include", "nvvm", "lib64/libcudart.so.13", "lib64/libcudart.so"):
+        assert Path(home, name).exists(), name  # and not a link to nothing
 
 
 @pytest.mark.parametrize(
     "variables, reason",
     [
         ({"BUILD_FAILS": "1"}, "the compiler's own words"),
-        ({"NVCC": "12.8"}, "nvcc of CUDA 13 is needed"),
+        ({"NVCC": "12.8"}, "nvcc of CUDA 13 is needed, for which torch is built; here: "),
+        ({"CXX": "no-such-c++"}, "no C++ compiler (no-such-c++)"),
+        ({"IMPORT_FAILS": "1"}, ""),
         ({"CAPABILITIES": "7.5"}, "no kernels for GPUs"),
         ({**WHEEL, "IMPORT_FAILS": "1"}, ""),
     ],
@@ -149,15 +181,31 @@ def test_without_flash_attn_it_says_why_and_what_follows(set_up, tmp_path, varia
     assert reason in output and "WARNING: flash-attn could not be installed" in output
     assert "platform=gpu_without_flash_attn" in output and "rm .venv-cuda/complete" in output
     # One that cannot be imported is taken away: transformers and verl would choose it by its name.
-    assert any("uninstall" in call and " flash-attn " in call for call in calls) == ("IMPORT_FAILS" in variables)
+    assert any("uninstall" in call and " flash-attn" in call for call in calls) == ("IMPORT_FAILS" in variables)
     assert set_up(**GPUS)[0] == ""  # not tried for an hour at every start
+    assert not list(tmp_path.glob(".venv-wheels/*/*"))  # no wheel is kept that cannot be imported
     (tmp_path / ".venv-cuda" / "complete").unlink()
     assert "WARNING" not in set_up(**GPUS)[0]
 
 
 def test_a_ready_wheel_of_flash_attn_needs_no_compiler(set_up):
-    output, calls = set_up(**GPUS, NVCC="12.8", **WHEEL)
-    assert any(" --no-deps /wheels/flash_attn.whl " in call for call in calls) and "WARNING" not in output
+    output, calls = set_up(**GPUS, NVCC="12.8", CXX="no-such-c++", **WHEEL)
+    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in calls) and "WARNING" not in output
+
+
+@pytest.mark.parametrize("glibc", ["glibc 2.28", "musl"])
+def test_a_c_library_for_which_there_are_no_wheels_ends_it_before_anything_is_made(set_up, tmp_path, glibc):
+    output, calls = set_up(code=1, GLIBC=glibc)
+    here = glibc.removeprefix("glibc ") if "glibc" in glibc else "another C library"
+    assert f"Error: glibc here is {here}, and glibc 2.31 or newer is needed" in output
+    assert calls == [] and not list(tmp_path.glob(".venv*"))
+    set_up(GLIBC="glibc 2.31")
+
+
+def test_the_lists_are_resolved_for_the_glibc_that_set_up_asks_for():
+    needed = re.search(r"needed=(\d+)\.(\d+) ", (ROOT / "scripts" / "setup.sh").read_text()).groups()
+    for name in ("lock.sh", "requirements/try_cuda.sh"):
+        assert f"x86_64-manylinux_{'_'.join(needed)} " in (ROOT / "scripts" / name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 
 import json
 import os
+import shutil
+import subprocess
 
 import pytest
-from support.commands import run_script
-from support.gpus import write_nvidia_smi
+from support.commands import ROOT, run_script
+from support.gpus import DRIVER_FILES, write_driver_file, write_nvidia_smi
 
 MODEL_MISSING = "Error: MODEL_PATH is not set: Hugging Face folder or hub name."
 ASYNC = {"CONFIG": "separate_async"}
@@ -50,9 +52,63 @@ def test_what_is_missing_or_wrong_is_named_in_a_line(gpus, environment, message,
         (tmp_path / "rocm-smi").chmod(0o755)
     write_nvidia_smi(tmp_path, 0 if gpus == "AMD" else gpus)
     default = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "OUTPUT_DIR": f"{tmp_path}/run"}
+    default["BAPO_DEVICE_ROOT"] = str(tmp_path)  # a tree without a driver's files, whatever this machine has
     run = run_script(**default | environment)
     assert run.returncode == 1 and message in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) == 1 and "Starting Ray" not in run.stdout
+
+
+SCRIPTS = (
+    "recipe/bapo/run_bapo_example.sh",
+    "scripts/setup.sh",
+    "scripts/cluster/ray.sh head",
+    "scripts/gpu_check.sh",
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(script, tmp_path):
+    """Otherwise it would set up the CPU stack and train there, beside idle GPUs."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'; exit 255\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "OUTPUT_DIR": f"{tmp_path}/run"}
+    for sign in DRIVER_FILES:
+        root = write_driver_file(tmp_path / sign.name, sign)
+        run = subprocess.run(
+            ["bash", *script.split()],
+            cwd=ROOT,
+            env={**os.environ, **environment, "BAPO_DEVICE_ROOT": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        message = f"Error: /{sign} is here, and nvidia-smi lists no GPU (Failed to initialize NVML: Unknown Error)."
+        assert run.returncode == 1 and message in run.stderr and not run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "platform, tool, driver, said",
+    [
+        ("", None, True, "no GPU (nvidia-smi: command not found). Mend or install nvidia-smi (in a container"),
+        ("cpu", None, True, "0 GPUs"),
+        ("", None, False, "0 GPUs"),
+        ("", 8, True, "8 GPUs"),
+    ],
+)
+def test_gpus_are_counted_or_the_driver_is_named(platform, tool, driver, said, tmp_path):
+    (tmp_path / "grep").symlink_to(shutil.which("grep"))
+    if tool:
+        write_nvidia_smi(tmp_path, tool)
+        for name in ("sed", "tr", "cat", "cut"):
+            (tmp_path / name).symlink_to(shutil.which(name))
+    if driver:
+        write_driver_file(tmp_path, DRIVER_FILES[0])
+    code = 'fail() { echo "Error: $*"; exit 1; }; source scripts/gpus.sh; count_gpus; echo "$gpus GPUs"'
+    environment = {"PATH": str(tmp_path), "VERL_PLATFORM": platform, "BAPO_DEVICE_ROOT": str(tmp_path)}
+    run = subprocess.run(
+        [shutil.which("bash"), "-euc", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert said in run.stdout and run.returncode == ("Error" in run.stdout), run.stdout + run.stderr
 
 
 def test_nothing_in_the_environment_is_run_and_json_stays_json(tmp_path):

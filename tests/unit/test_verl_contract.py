@@ -4,11 +4,16 @@
 import inspect
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
 import verl
-from recipe.bapo import policy_loss, trainer
+from recipe.bapo import fused_head, policy_loss, trainer
 from recipe.bapo.checks.machine import VERL
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+from verl.utils import fsdp_utils
 from verl.workers.utils import losses
 
 ROOT = Path(__file__).parents[2]
@@ -43,3 +48,16 @@ def test_each_mode_gets_our_trainer_on_top_of_its_own(monkeypatch):
     assert registry.keys() == of_verl.keys()
     for mode, ours in registry.items():
         assert issubclass(ours, of_verl[mode]) and ours is not of_verl[mode] and get_trainer_cls(mode) is ours
+
+
+@pytest.mark.parametrize("backend, is_a_unit", [(None, True), ("torch", False), ("triton", False)])
+def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_unit):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, vocab_size=16, **sizes))
+    model._verl_fused_kernels_backend = backend
+    selected = fused_head._select_of_verl(model, model._no_split_modules)
+    assert any(module is model.lm_head for module in selected)
+    ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 looks it up there
+    assert any(module is model.lm_head for module in ours) == is_a_unit
+    assert len(selected) - len(ours) == (not is_a_unit)

@@ -10,19 +10,22 @@ import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from ray.util import state as ray_state
 from support.commands import until
 
 from recipe.bapo.checks.machine import check_other_runs
-from recipe.bapo.launch import cleanup, locks, watchdog
+from recipe.bapo.launch import cleanup, demands, locks, watchdog
 from recipe.bapo.launch.watchdog import Watchdog
 
 
 def watch(folder, on_cluster=False, **limits):
     """A watchdog that looks whenever it is asked, over a run in ``folder``."""
     defaults = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 60, "grace_s": 0}
+    defaults |= {"pending_notice_s": 300, "max_pending_s": 900}
     return Watchdog(folder, OmegaConf.create({**defaults, **limits}), on_cluster)
 
 
@@ -69,8 +72,93 @@ def test_a_server_that_was_there_and_is_gone_is_named_and_what_it_held_is_noted(
     assert dog.dead_server() is None and block in dog.shared_memory
     there[9] = "VLLM::Worker"
     assert dog.dead_server() is None
-    del there[os.getpid()], there[8]
+    del there[os.getpid()], there[8], there[9]
     assert dog.dead_server() == f"VLLM::EngineCore (process {os.getpid()}) of a vLLM server has died"
+
+
+def test_a_process_that_was_seen_once_is_no_server(tmp_path, monkeypatch):
+    """Between vfork and exec a child of an engine shows the engine's title, for some microseconds."""
+    there = {8: "VLLM::EngineCore"}
+    dog = watch(tmp_path)
+    monkeypatch.setattr(dog, "processes", lambda: dict(there))
+    for child in (20, 21, 20):
+        there[child] = "VLLM::EngineCore"
+        assert dog.dead_server() is None
+        del there[child]
+        assert dog.dead_server() is None
+    there.clear()
+    assert dog.dead_server() == "VLLM::EngineCore (process 8) of a vLLM server has died"
+
+
+GROUP = "a placement group global_pool of 1 x (3 CPU, 1 GPU)"
+
+
+def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys):
+    dog = watch(tmp_path)
+    dog.demands_since -= 1e6
+    assert dog.unmet_demand() is None  # nothing is waited for
+    dog.set_demands([GROUP], "1 of 2 CPU")
+    assert dog.unmet_demand() is None and not capsys.readouterr().out
+    dog.demands_since -= 301
+    assert dog.unmet_demand() is None and dog.unmet_demand() is None
+    told = f"Warning: Ray has waited 301 s to place {GROUP} (free: 1 of 2 CPU)."
+    assert capsys.readouterr().out.count(told) == 1
+    dog.demands_since -= 600
+    assert f"Ray (watchdog.max_pending_s=900) has waited 901 s to place {GROUP}" in dog.unmet_demand()
+    dog.set_demands(["1 x vLLMHttpServer (1 GPU)"], "")  # another demand, so the first was met: from the beginning
+    assert dog.unmet_demand() is None
+    dog.set_demands([], "")
+    dog.demands_since -= 1e6
+    assert dog.unmet_demand() is None
+
+
+def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
+    """Ray's own records, as its state API gives them; tests/stack/test_faults.py asks a real Ray."""
+
+    def task(name, kind="ACTOR_CREATION_TASK", **resources):
+        return SimpleNamespace(name=name, type=kind, required_resources=resources)
+
+    bundles = [{"unit_resources": {"GPU": 1.0, "CPU": 3.0}}] * 2
+    groups = [SimpleNamespace(name="pool", bundles=bundles), SimpleNamespace(name="", bundles=[bundles[0]])]
+    tasks = [task("Unit.__init__", CPU=1.0), task("Unit.__init__", CPU=1.0), task("work", "NORMAL_TASK", CPU=5.0)]
+    tasks.append(task("Unit.call", "ACTOR_TASK"))  # it waits for its actor
+    asked = []
+    monkeypatch.setattr(ray_state, "list_placement_groups", lambda **options: asked.append(options) or groups)
+    monkeypatch.setattr(ray_state, "list_tasks", lambda **options: asked.append(options) or tasks)
+    assert demands.pending("01000000") == [
+        "1 x work (5 CPU)",
+        "2 x Unit (1 CPU)",
+        "a placement group of 1 x (3 CPU, 1 GPU)",
+        "a placement group pool of 2 x (3 CPU, 1 GPU)",
+    ]
+    assert all("01000000" in [value for _, _, value in options["filters"]] for options in asked)  # not other jobs'
+
+
+def test_ray_is_asked_until_the_first_step_and_each_change_is_sent(monkeypatch, tmp_path):
+    answers, sent = [["one"], ["one"], OSError("the dashboard is not up"), ["two"]], []
+
+    def pending(job):
+        answer = answers.pop(0)
+        if not answers:
+            (tmp_path / "metrics.jsonl").touch()
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(demands, "INTERVAL", 0.01)
+    monkeypatch.setattr(demands, "pending", pending)
+    monkeypatch.setattr(demands, "free", lambda: "nothing")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    demands.follow(tmp_path / "metrics.jsonl", lambda *found: sent.append(found))
+    until(lambda: len(sent) == 3, 10, "the last change")
+    assert sent == [(["one"], "nothing"), (["two"], "nothing"), ([], "nothing")]
+
+
+def test_a_run_on_a_cluster_goes_on_waiting(tmp_path, capsys):
+    dog = watch(tmp_path, on_cluster=True)
+    dog.set_demands([GROUP], "")
+    dog.demands_since -= 1e6
+    assert dog.unmet_demand() is None and GROUP in capsys.readouterr().out
 
 
 def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 
 verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them; rules of our own
 are only for what verl accepts and should not. Each message names the field, the value and the fix: a check returns what
-is fine, and raises ``ValueError`` for a failure or ``Concern`` for a warning. Its place is in ``preflight.py``.
+is fine, and raises ``ValueError`` for a failure or ``CheckWarning`` for a warning. Its place is in ``preflight.py``.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 
-class Concern(Exception):
+class CheckWarning(Exception):
     """A warning: it will run, and may do something that was not wanted. A ``ValueError`` is a failure."""
 
 
@@ -23,8 +23,8 @@ def require(config, field: str, usable, fix: str) -> None:
         raise ValueError(f"{field}={value!r} is not usable: set it to {fix}.")
 
 
-def call(field: str, value, fix: str, function, *arguments):
-    """What ``function`` returns; what it raises becomes a ValueError that names the field, the value and the fix."""
+def blame_field(field: str, value, fix: str, function, *arguments):
+    """Call ``function`` and return its result; an exception becomes a ValueError that names field, value and fix."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -45,4 +45,4 @@ def require_writable(field: str, folder: Path) -> None:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         tempfile.TemporaryDirectory(dir=existing).cleanup()
 
-    call(field, folder, "choose another folder", write)
+    blame_field(field, folder, "choose another folder", write)

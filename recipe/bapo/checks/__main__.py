@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 if __name__ == "__main__":
     logging.disable(logging.INFO)  # verl announces its platform on import
-from recipe.bapo.checks.preflight import lines_of, table  # noqa: E402
+from recipe.bapo.checks.preflight import run_preflight, table  # noqa: E402
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")  # verl names the engines that are not installed
     with redirect_stdout(sys.stderr):  # verl prints while it validates
-        lines = lines_of(arguments.overrides, arguments.config_dir)
+        lines = run_preflight(arguments.overrides, arguments.config_dir)
     print(json.dumps([asdict(line) for line in lines], indent=1) if arguments.json else table(lines))
     return int(any(line.status == "failed" for line in lines))
 

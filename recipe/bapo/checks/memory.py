@@ -7,7 +7,7 @@ lies there is counted, because a run that fits must not be refused.
 
 import torch
 
-from recipe.bapo.checks import Concern
+from recipe.bapo.checks import CheckWarning
 from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
 from recipe.bapo.checks.inputs import model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
@@ -16,6 +16,7 @@ from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
+FUSED_CHUNK = 512  # tokens (verl/utils/experimental/torch_functional.py:221)
 FSDP, FUSED = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.use_fused_kernels"
 REMEDY = (
     f"Use more GPUs, a smaller {ROLLOUT}.gpu_memory_utilization, {ROLLOUT}.log_prob_max_token_len_per_gpu or {ACTOR}."
@@ -56,23 +57,47 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
     asleep = 0.0 if rollout.free_cache_engine else serving
     tokens, log_prob_tokens = tokens_of_a_gpu(config)
     checkpoints = 2 * tokens * text.num_hidden_layers * text.hidden_size / GIB  # gradient checkpointing keeps them
+    output_layer = 2 * text.vocab_size * text.hidden_size / GIB  # in bfloat16
     logits = logits_of(config, text.vocab_size, tokens, update=True)
-    # A layer's activations and their gradients, of which torch's tracker finds 9 planes of the feed-forward's width for
-    # Qwen2 (tests/memory); and the output layer's gradient in float32, which FSDP reduces meanwhile.
-    output_layer = text.vocab_size * text.hidden_size
-    layer = (9 * 2 * tokens * getattr(text, "intermediate_size", 0) + 4 * output_layer) / GIB
-    gathered = 2 * output_layer / GIB  # FSDP's copy of the largest tensor, in bfloat16
+    at_once = {"logits": logits, "the backward of a layer": layer_backward_of(config, count, text, tokens, shards)}
+    later = max(at_once, key=at_once.get)  # one comes after the other
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
         "log-probs": {"weights": weights, "AdamW": kept, "vLLM": asleep}
-        | {"gathered": gathered, "logits": logits_of(config, text.vocab_size, log_prob_tokens, update=False)},
+        | log_probs_of(config, text, log_prob_tokens, shards),
         "update": {"weights and gradients": weights + gradients, "AdamW": adamw, "vLLM": asleep}
-        | {"activations": checkpoints, "gathered": gathered}
-        | ({"logits": logits} if logits > layer else {"the backward of a layer": layer}),  # one after the other
+        | {"activations": checkpoints, "gathered": output_layer, later: at_once[later]},
     }
     if bypasses(config):
         del phases["log-probs"]
     return phases
+
+
+def layer_backward_of(config, count, text, tokens, shards) -> float:
+    """GiB of a layer's backward: 9 planes of the feed-forward's width (Qwen2), and what FSDP holds meanwhile.
+
+    Held against torch's memory tracker in ``tests/memory``.
+    """
+    planes = 9 * 2 * tokens * getattr(text, "intermediate_size", 0)
+    output_layer = text.vocab_size * text.hidden_size
+    if not config.actor_rollout_ref.model.use_fused_kernels:
+        return (planes + 4 * output_layer) / GIB  # the output layer's gradient, which FSDP reduces in float32
+    # Its gradient in bfloat16 is reduced at the end (fused_head.py). Of a layer FSDP has the weights, those of the next
+    # one, and on several GPUs the gradient in float32.
+    weights = (count - (1 if text.tie_word_embeddings else 2) * output_layer) / max(1, text.num_hidden_layers)
+    return (planes + 2 * output_layer + (8 if shards > 1 else 2) * weights) / GIB
+
+
+def log_probs_of(config, text, tokens, shards) -> dict[str, float]:
+    """GiB of a pass for log-probs beside the weights: FSDP's copy of the largest tensor in bfloat16, and the logits."""
+    output_layer = 2 * text.vocab_size * text.hidden_size / GIB
+    parts = {"gathered": output_layer, "logits": logits_of(config, text.vocab_size, tokens, update=False)}
+    if not config.actor_rollout_ref.model.use_fused_kernels:
+        return parts
+    # At the start, with fused kernels, the output layer and an embedding of its own are gathered, on several GPUs each
+    # in FSDP's buffer and as a copy.
+    start = (1 if text.tie_word_embeddings else 2) * (2 if shards > 1 else 1) * output_layer
+    return parts if sum(parts.values()) > start else {"gathered": start}
 
 
 def tokens_of_a_gpu(config) -> tuple[int, int]:
@@ -97,8 +122,8 @@ def logits_of(config, vocabulary, tokens, *, update) -> float:
     Held against torch's memory tracker in ``tests/memory``.
     """
     actor = config.actor_rollout_ref.actor
-    if config.actor_rollout_ref.model.use_fused_kernels:
-        return 0.0  # a chunk of 512 tokens at a time
+    if config.actor_rollout_ref.model.use_fused_kernels:  # 3 float32 planes of a chunk, and 5 in its backward
+        return (20 if update else 12) * min(tokens, FUSED_CHUNK) * vocabulary / GIB
     planes = 1 + (config.actor_rollout_ref.rollout.temperature != 1)  # verl divides into a copy
     backward, chunk = planes, 0.0
     if not update or actor.calculate_entropy or actor.entropy_coeff != 0:
@@ -145,5 +170,5 @@ def check_memory(config) -> str:
     if left < 0:
         raise ValueError(f"{text}{-left:.1f} too few for {largest}. {REMEDY}")
     if left < TIGHT * total:
-        raise Concern(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
+        raise CheckWarning(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
     return f"{text}at least {left:.1f} left"

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import Concern, innermost, inputs, machine, memory
+from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory
 from recipe.bapo.checks import config as config_checks
-from recipe.bapo.checks.composing import explain, problems
+from recipe.bapo.checks.config_errors import explain, problems
 from recipe.bapo.config import compose_config
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckResult:
     """One line of the table; ``status`` is ``ok``, ``warning`` or ``failed``."""
 
     name: str
@@ -26,7 +26,7 @@ class Line:
 
 
 # Name, check, and the checks after whose failure this one is left out, because it would only say the same again. A
-# check takes the resolved config and returns what is fine, or raises Concern or ValueError.
+# check takes the resolved config and returns what is fine, or raises CheckWarning or ValueError.
 CHECKS = (
     ("versions", machine.check_versions, ()),
     ("attention", machine.check_attention, ()),
@@ -48,11 +48,11 @@ CHECKS = (
 )
 
 
-def run(config) -> list[Line]:
+def run_checks(config) -> list[CheckResult]:
     """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others."""
     unusable = problems(config)
     if unusable:
-        return [Line("config", "failed", problem) for problem in unusable]
+        return [CheckResult("config", "failed", problem) for problem in unusable]
     OmegaConf.resolve(config)
     migrate_legacy_reward_impl(config)  # its old keys, of which verl's V1 trainer reads none
     lines = {"values": _line("values", config_checks.check_values, config)}
@@ -66,21 +66,21 @@ def run(config) -> list[Line]:
 
 def _line(name, check, config):
     try:
-        return Line(name, "ok", check(config))
-    except Concern as concern:
-        return Line(name, "warning", str(concern))
+        return CheckResult(name, "ok", check(config))
+    except CheckWarning as warning:
+        return CheckResult(name, "warning", str(warning))
     except Exception as error:  # a check that breaks must not hide the others
-        return Line(name, "failed", str(error) if isinstance(error, ValueError) else innermost(error))
+        return CheckResult(name, "failed", str(error) if isinstance(error, ValueError) else innermost(error))
 
 
-def table(lines: list[Line]) -> str:
+def table(lines: list[CheckResult]) -> str:
     """For people."""
     return "\n".join(f"{line.status:<8} {line.name:<16} {line.detail}" for line in lines)
 
 
-def lines_of(overrides: list[str], groups: str | None) -> list[Line]:
+def run_preflight(overrides: list[str], groups: str | None) -> list[CheckResult]:
     """All checks; a config that cannot be composed is the only line."""
     try:
-        return run(compose_config(overrides, groups))
+        return run_checks(compose_config(overrides, groups))
     except Exception as error:
-        return [Line("config", "failed", explain(error))]
+        return [CheckResult("config", "failed", explain(error))]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a run: its parent process, what the parent shows and watches, what keeps runs apart, what is cleaned up.
 
-``__main__`` is the command and the parent's view of training, ``watchdog`` finds a run that would hang, ``cleanup``
-leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two runs from each other. The parent imports
-neither verl nor torch: it starts at once, and is none of the processes that die.
+``__main__`` is the command and the parent's view of training, ``watchdog`` finds a run that would hang, ``demands``
+asks Ray what it waits for, ``cleanup`` leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two
+runs from each other. The parent imports neither verl nor torch: it starts at once, and is none of the processes that
+die.
 
 Here is training's end of the pipe to its parent. It is a pipe and not a file, because a file in the run's folder would
 be lost where its disk is full. ``Supervisor.handle_message`` has to know every kind of message that is sent.
@@ -11,6 +12,7 @@ be lost where its disk is full. ``Supervisor.handle_message`` has to know every 
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -18,6 +20,7 @@ from multiprocessing.connection import Connection
 PIPE = "BAPO_LAUNCH_PIPE"  # environment variable with the pipe's descriptor, which Ray's workers do not inherit
 _descriptor = os.environ.pop(PIPE, None)
 _parent = Connection(int(_descriptor), readable=False) if _descriptor else None
+_one_at_a_time = threading.Lock()
 
 
 def send(kind: str, content=None) -> None:
@@ -31,11 +34,12 @@ def send(kind: str, content=None) -> None:
             - ``checked``: the checks have passed; the path of the run's config, whether Ray is a cluster's, and whether
               the bounds can move.
             - ``ray``: Ray is up; the job's id in it.
+            - ``demands``: what Ray has no place for, a list of texts, and what of it is free.
             - ``trained``: training is done, and the process is about to end.
         content: what belongs to the kind.
     """
     if _parent is not None:
-        with suppress(OSError):  # the parent is gone
+        with suppress(OSError), _one_at_a_time:  # the parent is gone
             _parent.send((kind, content))
     elif kind == "info":
         print(content)

@@ -146,6 +146,8 @@ class Supervisor:
             self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, bounds_can_move)
         elif kind == "ray":
             self.watchdog.job = content
+        elif kind == "demands":
+            self.watchdog.set_demands(*content)
         elif kind == "trained":
             self.trained_at = time.monotonic()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds why a run would hang: vLLM has died, weights do not reach it, or no step has ended for too long.
+"""Finds why a run would hang: Ray has too few CPUs, vLLM has died, weights do not reach it, or no step ends.
 
 verl waits for an answer from a server that is gone or has failed, in some cases for ever; a worker of Ray's that dies
 ends the run without us. A further reason is one more method, called by ``check``; ``tests/stack/test_faults.py``
@@ -33,7 +33,12 @@ class Watchdog:
         self.last_check = time.monotonic()
         self.reason: str | None = None
         self.job: str | None = None  # its id in Ray, once Ray is up
-        self.servers: dict[int, str] = {}  # the titles of vLLM's processes, by id
+        self.demands: list[str] = []  # what Ray has no place for; recipe.bapo.launch.demands
+        self.resources = ""  # what of Ray is free
+        self.demands_since = 0.0  # when they last changed, by the monotonic clock
+        self.demands_told = False
+        self.servers: dict[int, str] = {}  # the titles of vLLM's processes that were seen twice, by id
+        self.seen: set[int] = set()  # the ids of those that the last check saw
         self.shared_memory: set[Path] = set()  # what they held, which nobody holds any more once they are killed
 
     def should_end(self) -> bool:
@@ -46,7 +51,7 @@ class Watchdog:
 
     def check(self) -> None:
         """Look for a reason to end the run; the first one stays."""
-        self.reason = self.reason or self.silence() or self.dead_server() or self.stuck_weights()
+        self.reason = self.reason or self.silence() or self.unmet_demand() or self.dead_server() or self.stuck_weights()
 
     def silence(self) -> str | None:
         """The reason if no step has ended for too long, else None."""
@@ -61,13 +66,43 @@ class Watchdog:
             f"{self.run_dir / STACKS}"
         )
 
+    def set_demands(self, demands: list[str], resources: str) -> None:
+        """Take what Ray has no place for now, and what of it is free; training sends each change."""
+        self.demands, self.resources = demands, resources
+        self.demands_since, self.demands_told = time.monotonic(), False
+
+    def unmet_demand(self) -> str | None:
+        """The reason if Ray has too long had no place for what the run asks for, else None; says so once before that.
+
+        On a cluster another job may give its resources back, so the run is not ended there.
+        """
+        waited = time.monotonic() - self.demands_since
+        if not self.demands or waited <= self.limits.pending_notice_s:
+            return None
+        waits = (
+            f"has waited {waited:.0f} s to place {'; '.join(self.demands)} (free: {self.resources}). Give the run "
+            "more, or let it ask for less: docs/troubleshooting.md, 'Ray waits for CPUs or GPUs'"
+        )
+        if not self.demands_told:
+            with suppress(OSError):  # the terminal is gone
+                print(f"Warning: Ray {waits}.")
+            self.demands_told = True
+        if self.on_cluster or waited <= self.limits.max_pending_s:
+            return None
+        return f"Ray (watchdog.max_pending_s={self.limits.max_pending_s:g}) {waits}"
+
     def dead_server(self) -> str | None:
-        """The reason if a process of a vLLM server on this node has gone, else None; notes what those there hold."""
+        """The reason if a process of a vLLM server on this node has gone, else None; notes what those there hold.
+
+        A server is believed at its second sighting: between vfork and exec a child shows the title of its parent, so
+        that any command which an engine runs is, for some microseconds, one more engine.
+        """
         there = {pid: title for pid, title in self.processes().items() if title.startswith("VLLM::")}
         gone = [f"{title} (process {pid})" for pid, title in self.servers.items() if pid not in there]
         if there.keys() - self.servers.keys():
             self.shared_memory |= cleanup.shared_memory(there)
-        self.servers.update(there)
+        self.servers.update({pid: title for pid, title in there.items() if pid in self.seen})
+        self.seen = set(there)
         return f"{gone[0]} of a vLLM server has died" if gone else None
 
     def stuck_weights(self) -> str | None:

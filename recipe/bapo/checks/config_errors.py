@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import recipe.bapo.config
 import verl
-from recipe.bapo.checks import call, require
+from recipe.bapo.checks import blame_field, require
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 # verl ships its default config in one file as well.
@@ -157,7 +157,7 @@ def _hints_of(section, values):
     """The types that verl's dataclass of a section declares: of its ``_target_``, or as its parent's declares it."""
     target = values[section].get("_target_")
     if target:
-        return _hints(call(f"{section}._target_", target, "name a class of verl or ours", get_class, target))
+        return _hints(blame_field(f"{section}._target_", target, "name a class of verl or ours", get_class, target))
     parent, _, name = section.rpartition(".")
     classes = _kinds(_hints_of(parent, values).get(name)) if section else ()
     return next((_hints(kind) for kind in classes if is_dataclass(kind)), {})

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let verl's fused kernels train models whose embeddings are not tied: a patch of one function of verl 0.9.1.
+
+With ``model.use_fused_kernels=true`` verl's forward reads ``self.lm_head.weight`` and does not call ``lm_head``
+(``verl/models/transformers/dense_common.py:125``). FSDP2 gathers the weight of a unit when the unit's module is called,
+and verl makes ``lm_head`` a unit unless the embeddings are tied (``verl/utils/fsdp_utils.py:559``). The kernels then
+get a shard, and the first log-probs fail: ``aten.mm.default got mixed torch.Tensor and DTensor``.
+
+With this patch ``lm_head`` belongs to the unit of the whole model, as it does with tied embeddings. That unit is
+gathered while the model's forward runs, and again for the backward. Without fused kernels nothing changes. The same
+change was proposed to verl (pull request #7427, ``docs/upstream/fused_lm_head.md``).
+
+Importing this module applies the patch. ``recipe.bapo.worker`` does so; a reference model, which verl builds before the
+actor's config, needs ``model.external_lib=recipe.bapo.fused_head`` as well.
+"""
+
+from verl.utils import fsdp_utils
+
+_select_of_verl = fsdp_utils._select_fsdp2_wrap_targets
+
+
+def select_fsdp2_wrap_targets(model, layer_classes):
+    """Select the modules that verl makes FSDP2 units, without ``lm_head`` if fused kernels read its weight."""
+    modules = _select_of_verl(model, layer_classes)
+    if getattr(model, "_verl_fused_kernels_backend", None) is None:  # verl sets it when it patches the model's forward
+        return modules
+    heads = {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"}
+    return [module for module in modules if id(module) not in heads]
+
+
+fsdp_utils._select_fsdp2_wrap_targets = select_fsdp2_wrap_targets

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's fused kernels with a model whose embeddings are not tied: the same update as from the logits."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.actor import free_port, make_actor, make_mini_batch, run_update, untie_embeddings
+
+ROWS = 16
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FUSED = f"{MODEL}.use_fused_kernels=true"
+# verl's default for its dataclass: gradients are reduced after the last micro-batch alone.
+DEFERRED = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
+UPDATES = {"logits": [], "fused": [FUSED], "fused, gradients reduced once": [FUSED, DEFERRED]}
+KINDS = {
+    "padded": [],
+    "remove-padding": [f"{MODEL}.use_remove_padding=true"],
+    "LoRA": [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"],
+}
+CASES = [("padded", 1), ("padded", 2), ("remove-padding", 1), ("remove-padding", 2), ("LoRA", 1)]
+
+
+def make_updates(rank, size, ports, kind, model, folder):
+    """One update for each of ``UPDATES``, the fused ones last: verl patches the model's class for them."""
+    torch.set_num_threads(1)
+    for port, (name, setting) in zip(ports, UPDATES.items(), strict=True):
+        actor = make_actor(
+            [
+                f"{MODEL}.path={model}",
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+                *KINDS[kind],
+                *setting,
+            ],
+            rank,
+            size,
+            port,
+        )
+        metrics, gradient = run_update(actor, make_mini_batch(actor, seed=3, rows=ROWS, rank=rank, size=size))
+        if rank == 0:
+            torch.save({"grad_norm": metrics["grad_norm"], "gradient": gradient}, folder / f"{name}.pt")
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def untied(task, tmp_path_factory):
+    """The path of the example's model with an output layer of its own weights."""
+    return untie_embeddings(task / "model", tmp_path_factory.mktemp("untied") / "model")
+
+
+@pytest.mark.parametrize("kind, ranks", CASES)
+def test_the_gradient_is_that_of_an_update_from_the_logits(kind, ranks, untied, tmp_path):
+    ports = [free_port() for _ in UPDATES]
+    mp.spawn(make_updates, args=(ranks, ports, kind, str(untied), tmp_path), nprocs=ranks)
+    logits, *others = (torch.load(tmp_path / f"{name}.pt") for name in UPDATES)
+    assert logits["grad_norm"] > 0.1
+    for fused in others:
+        assert fused["grad_norm"] == pytest.approx(logits["grad_norm"], rel=1e-6)
+        assert (fused["gradient"] - logits["gradient"]).norm() <= 1e-5 * logits["gradient"].norm()
