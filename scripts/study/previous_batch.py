@@ -8,6 +8,8 @@ docs/results/plan_previous_batch.md gives the reasons and the rules. Both were w
 .venv/bin/python -m scripts.study.previous_batch tables     the tables alone, from the parquet file
 .venv/bin/python -m scripts.study.previous_batch list       the planned cells and which of them are there
 .venv/bin/python -m scripts.study.previous_batch again CELL ..   run cells again and compare them with the table
+
+All but `tables` take --follow-up, for the test on the hard task that was added after the data (the plan has its date).
 """
 
 import argparse
@@ -55,6 +57,19 @@ LARGER = replace(plan.LARGER, rates=(1e-3,))
 DESCRIBED = [*((place, "bapo@0.38") for place in HARD), (LARGER, "bapo@0.47")]  # a place and its exact method
 
 
+# The follow-up: the hard task with epochs, whose 20 seeds above left the margin.
+FOLLOW_UP_TABLE = plan.RESULTS / "previous_batch_hard.parquet"
+FOLLOW_UP_DONE = ROOT / "runs" / "study" / "previous_batch_hard"
+FOLLOW_UP_SEEDS = list(range(2401, 2461))
+FOLLOW_UP_FAILING_MARGIN = 0.05
+HARD_EXACT, HARD_LAGGED = "bapo@0.38", "previous_batch:bapo@0.38"
+
+
+def follow_up_cells() -> list[Cell]:
+    """The cells of the follow-up in the order in which they run."""
+    return HARD[0].cells([HARD_EXACT, HARD_LAGGED])
+
+
 def cells() -> list[Cell]:
     """All cells in the order in which they run: first those of the declared tests."""
     declared = [cell for place in (*PLACES, PARTIAL_128) for cell in place.cells([EXACT, LAGGED])]
@@ -79,22 +94,27 @@ def main():
     parser.add_argument("part", nargs="?", default="all", choices=["all", "gather", "tables", "list", "again"])
     parser.add_argument("cells", nargs="*", help="of `again`")
     parser.add_argument("--workers", type=int, default=1, help="cells at a time")
+    parser.add_argument("--follow-up", action="store_true", help="the test on the hard task that was added")
     arguments = parser.parse_args()
+    planned, table, folder, seeds = cells(), TABLE, DONE, seeds_of
+    if arguments.follow_up:
+        planned, table, folder = follow_up_cells(), FOLLOW_UP_TABLE, FOLLOW_UP_DONE
+        seeds = lambda cell: FOLLOW_UP_SEEDS  # noqa: E731
     if arguments.part == "all":
-        run.run_missing(cells(), arguments.workers, TABLE, DONE, seeds_of)
+        run.run_missing(planned, arguments.workers, table, folder, seeds)
     if arguments.part in ("all", "gather"):
-        run.gather(cells(), TABLE, DONE)
+        run.gather(planned, table, folder)
     if arguments.part in ("all", "tables"):
         from scripts.study.previous_batch_tables import print_tables
 
         print_tables()
     if arguments.part == "list":
-        there = run.finished(TABLE, DONE)
-        for cell in cells():
+        there = run.finished(table, folder)
+        for cell in planned:
             print("there  " if cell.name in there else "missing", cell.name)
     if arguments.part == "again":
-        planned = {cell.name: cell for cell in cells()}
-        if not run.run_again([planned[name] for name in arguments.cells], TABLE, DONE):
+        by_name = {cell.name: cell for cell in planned}
+        if not run.run_again([by_name[name] for name in arguments.cells], table, folder):
             raise SystemExit(1)
 
 

@@ -115,3 +115,10 @@ def test_seeds_in_parts_are_the_same_runs(monkeypatch):
         [row["weights"] for row in rows] for rows in together
     ]
     assert [row["seed"] for row in together[0]] == SEEDS
+
+
+def test_the_follow_up_has_seeds_of_its_own():
+    others = {seed for cell in previous_batch.cells() for seed in previous_batch.seeds_of(cell)}
+    assert not others & set(previous_batch.FOLLOW_UP_SEEDS)
+    assert len(previous_batch.follow_up_cells()) == 8 and len(previous_batch.FOLLOW_UP_SEEDS) == 60
+    assert set(previous_batch.follow_up_cells()) <= set(previous_batch.cells())
