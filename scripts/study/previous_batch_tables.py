@@ -19,6 +19,11 @@ from scripts.study.previous_batch import (
     EXACT,
     FAILING_MARGIN,
     FAILING_SEEDS,
+    FOLLOW_UP_FAILING_MARGIN,
+    FOLLOW_UP_TABLE,
+    HARD,
+    HARD_EXACT,
+    HARD_LAGGED,
     LABELS,
     LAGGED,
     OTHER_SEED,
@@ -54,10 +59,10 @@ def within_margin(differences: np.ndarray) -> bool:
     return bool(np.exp(interval(differences)[1]) < SPEED_MARGIN)
 
 
-def failing_verdicts(differences: np.ndarray) -> dict[str, bool]:
-    """The plan's two answers to the test of failing; both, one or neither can hold."""
+def failing_verdicts(differences: np.ndarray, margin: float = FAILING_MARGIN) -> dict[str, bool]:
+    """The plan's two answers to a test of failing; both, one or neither can hold."""
     low, high = interval(differences)
-    return {"fails more": low > 0, "not much more": high < FAILING_MARGIN}
+    return {"fails more": low > 0, "not much more": high < margin}
 
 
 def what_the_task_tells(within: dict[str, bool]) -> str:
@@ -211,6 +216,33 @@ def described_table(frame: pd.DataFrame) -> list[str]:
     )
 
 
+def follow_up_lines(path: Path = FOLLOW_UP_TABLE) -> list[str]:
+    """The test on the hard task that was added after the data; nothing while its cells are not all there."""
+    if not path.exists():
+        return []
+    frame, place = read_table(path), HARD[0]
+    speed, failing = (against(frame, place, HARD_LAGGED, HARD_EXACT, measure) for measure in ("speed", "failing"))
+    if not len(speed):
+        return []
+    there = analysis.conditional(frame, Comparison(place, HARD_LAGGED, HARD_EXACT))
+    counts = [analysis.at_place(frame, place, method)["failed"] for method in (HARD_LAGGED, HARD_EXACT)]
+    failed = " : ".join(str(part.sum()) for part in counts) + f" of {len(counts[0])}"
+    verdicts = ["yes" if holds else "no" for holds in failing_verdicts(failing, FOLLOW_UP_FAILING_MARGIN).values()]
+    row = [place.name, str(len(speed)), ratio(speed), "yes" if within_margin(speed) else "no"]
+    row += [f"{there['both']:.3f}", f"{np.exp(there['conditional']):.3f}", failed, signed(failing), *verdicts]
+    head = [
+        "place",
+        "seeds",
+        "ratio of updates",
+        f"upper end below {SPEED_MARGIN:.2f}",
+        "both got there",
+        "ratio there",
+    ]
+    head += ["failed, batch before : exact", "difference of shares", "fails more", "not much more"]
+    lines = ["## The follow-up on the hard task", "", *markdown(head, [row])]
+    return [*lines, *means_table(frame, place, [HARD_EXACT, HARD_LAGGED])]
+
+
 def missing(frame: pd.DataFrame, planned: list[Cell]) -> list[str]:
     """Names of planned cells that are not in the table with all their seeds."""
     sizes = frame.groupby("cell").size()
@@ -246,4 +278,4 @@ def print_tables(path: Path = TABLE) -> None:
         lines += ["## Description: the hard task and the larger model", "", *described]
         for place, exact in DESCRIBED:
             lines += [f"### {place.name}", "", *means_table(frame, place, [exact, PREVIOUS_BATCH + exact])]
-    print("\n".join(lines))
+    print("\n".join(lines + follow_up_lines()))
