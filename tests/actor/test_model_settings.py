@@ -12,6 +12,7 @@ from support.actor import free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+SCOPES = ("mini_batch", "previous_batch", "micro_batch")
 PADDED = {  # the same micro-batches as without any setting
     "none": [],
     "offload": [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
@@ -27,7 +28,7 @@ SETTINGS = {**PADDED, "dynamic batch size": DYNAMIC, "dynamic, remove-padding": 
 
 def update_with_settings(_, names, task, folder):
     for name, setting in ((name, SETTINGS[name]) for name in names):
-        for scope in ("mini_batch", "micro_batch"):
+        for scope in SCOPES:
             actor = make_actor(
                 [
                     f"{MODEL}.path={task}/model",
@@ -41,13 +42,18 @@ def update_with_settings(_, names, task, folder):
                 ],
                 port=free_port(),
             )
-            run_update(actor, make_mini_batch(actor, seed=3, rows=ROWS))
+            data = make_mini_batch(actor, seed=3, rows=ROWS)
+            run_update(actor, data.copy())
+            if scope == "previous_batch":  # the same mini-batch once more, which gets the bounds of its tokens
+                actor.updates_on_batch = 0
+                actor.earlier_bounds.start_batch()
+                run_update(actor, data)
             torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def records(task, tmp_path_factory):
-    """The bounds record of one update by setting and scope."""
+    """The bounds record by setting and scope: of one update, and with ``previous_batch`` of two."""
     folder = tmp_path_factory.mktemp("settings")
     # verl patches the model's class for remove-padding and fused kernels: a process for each kind.
     patched = {name: [word for word in ("remove-padding", "fused") if word in name] for name in SETTINGS}
@@ -57,7 +63,7 @@ def records(task, tmp_path_factory):
     return {
         (name, scope): [json.loads(line) for line in (folder / name / scope / "rank0.jsonl").read_text().splitlines()]
         for name in SETTINGS
-        for scope in ("mini_batch", "micro_batch")
+        for scope in SCOPES
     }
 
 
@@ -69,6 +75,14 @@ def test_the_mini_batchs_bounds_are_the_same_with_every_setting(records, name):
         assert found[field] == plain[field]
     for field in ("positive_contribution_start", "positive_contribution"):
         assert float.fromhex(found[field]) == pytest.approx(float.fromhex(plain[field]), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_next_batch_gets_the_same_bounds_with_every_setting(records, name):
+    (plain,), (first, second) = records["none", "mini_batch"], records[name, "previous_batch"]
+    assert [float.fromhex(first[side]) for side in ("low", "high")] == [0.6, 1.2]
+    for field in ("low", "high", "search_steps"):
+        assert second[field] == plain[field]
 
 
 @pytest.mark.parametrize("name", PADDED)
