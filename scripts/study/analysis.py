@@ -49,7 +49,7 @@ def with_failures(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_place(frame: pd.DataFrame, place: Place, method: str | None = None) -> pd.DataFrame:
-    """The rows of a place, of one method or of all, at the learning rates where fresh data are stable."""
+    """The rows of a place, of one method or of all, at its learning rates where fresh data are stable."""
     rows = frame[
         (frame["task"] == place.task)
         & (frame["source"] == place.source)
@@ -57,6 +57,8 @@ def at_place(frame: pd.DataFrame, place: Place, method: str | None = None) -> pd
         & (frame["dual_clip"] == (place.dual_clip or 0))
         & frame["stable"]
     ]
+    if place.rates:
+        rows = rows[rows["learning_rate"].isin(place.rates)]
     return rows if method is None else rows[rows["method"] == method]
 
 

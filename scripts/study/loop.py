@@ -21,7 +21,7 @@ from bapo import BAPOConfig
 from recipe.bapo.example.reward import compute_score
 from scripts.example_task import MAX_RESPONSE, PAIRS, prompt_of
 from scripts.study.measures import summaries, token_measures
-from scripts.study.methods import Tokens, find_bounds, loss_of, search
+from scripts.study.methods import PREVIOUS_BATCH, Tokens, find_bounds, loss_of, previous_batch_bounds, search
 from scripts.study.train import TARGETS, Cell, table_rows
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
@@ -127,7 +127,8 @@ def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Set
     for _ in range(settings.updates // (settings.mini_batches * settings.epochs)):
         batches = sample_mini_batches(model, tokenizer, settings, generator)
         for _ in range(settings.epochs):
-            updates += [update(model, optimizer, batch, method, settings) for batch in batches]
+            for batch in batches:
+                updates.append(update(model, optimizer, batch, method, settings, updates))
     final = sample(model, tokenizer, PAIRS * FINAL_SAMPLES, generator).rewards.mean().item()
     weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return Result(updates, final, hashlib.sha256(weights).hexdigest())
@@ -153,13 +154,19 @@ def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list
     return batches
 
 
-def update(model, optimizer, batch: tuple, method: str | BAPOConfig, settings: Settings) -> dict[str, float]:
-    """One optimizer update and its measures."""
+def update(
+    model, optimizer, batch: tuple, method: str | BAPOConfig, settings: Settings, earlier: list[dict[str, float]]
+) -> dict[str, float]:
+    """One optimizer update and its measures; ``earlier``: those of all updates before it."""
     rows, old_log_prob, advantages = batch
     log_prob, entropy = log_probs_of(model, rows)
     tokens = Tokens(old_log_prob[None], log_prob[None], advantages[None], rows.mask[None])
     if isinstance(method, BAPOConfig):
         bounds, method = search(tokens, method, settings.dual_clip), "bapo"
+    elif method.startswith(PREVIOUS_BATCH):
+        steps = [torch.tensor([measures["search_steps"]]) for measures in earlier]
+        updates_on_a_batch = settings.mini_batches * settings.epochs
+        bounds = previous_batch_bounds(method, tokens, settings.dual_clip, steps, updates_on_a_batch)
     else:
         bounds = find_bounds(method, tokens, settings.dual_clip)
     tokens.log_prob.retain_grad()

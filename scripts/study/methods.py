@@ -8,7 +8,8 @@ Names, and what they may carry after ``@``:
 - ``topr`` and ``m2po``;
 - ``schedule``: fixed bounds for each epoch on a rollout, ``SCHEDULE``;
 - bounds of an earlier run: ``other_seed:bapo@0.4`` (those that the next seed's run had at the same update) and
-  ``own_mean:bapo@0.4`` (the mean of the same seed's run, at every update).
+  ``own_mean:bapo@0.4`` (the mean of the same seed's run, at every update);
+- bounds of the rollout batch before: ``previous_batch:bapo@0.4``, see ``previous_batch_bounds``.
 
 ``R`` runs, ``N`` responses, ``T`` tokens.
 """
@@ -25,6 +26,7 @@ from bapo import BAPOConfig, clipped_surrogate_loss
 from bapo.search import reaches_target, search_path
 
 ROOT = Path(__file__).parents[2]
+PREVIOUS_BATCH = "previous_batch:"  # before the name of a method that searches
 M2PO_BUDGET = 0.04  # mean squared log-ratio (arXiv 2510.01161)
 
 # Losses of verl 0.9.1's registry with their published settings. The advantages are GRPO's for all of them.
@@ -156,6 +158,34 @@ def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[st
     if config.fixed:
         return fixed_bounds(config.ratio_lower_start, config.ratio_upper_start, runs)
     return search(tokens, config, dual_clip)
+
+
+def previous_batch_bounds(
+    method: str, tokens: Tokens, dual_clip: float | None, earlier: list[Tensor], updates_on_a_batch: int
+) -> dict[str, Tensor]:
+    """The bounds that the search found at the same update of the rollout batch before.
+
+    On the first batch they are those of the latest search, and before any search the starts of the ranges.
+
+    Args:
+        method: ``previous_batch:`` and a method that searches.
+        tokens: of this update. They are searched too, but only later updates use what is found.
+        dual_clip: as in ``search``.
+        earlier: the ``search_steps`` ``(R,)`` of all updates before this one.
+        updates_on_a_batch: how many updates are made on one rollout batch.
+
+    Returns:
+        ``low`` and ``high`` are the bounds to use; the other entries describe the search of these tokens. All ``(R,)``.
+    """
+    searching = method.removeprefix(PREVIOUS_BATCH)
+    found = find_bounds(searching, tokens, dual_clip)
+    del found["positive_contribution"]  # it belongs to bounds that this update does not use
+    if len(earlier) >= updates_on_a_batch:
+        steps = earlier[-updates_on_a_batch]
+    else:
+        steps = earlier[-1] if earlier else torch.zeros_like(found["search_steps"])
+    low, high = (bound[steps.long()] for bound in path_of(config_of(searching)))
+    return found | {"low": low, "high": high}
 
 
 def fixed_bounds(low: float, high: float, runs: int) -> dict[str, Tensor]:

@@ -53,17 +53,18 @@ DESCRIBED = ["clip_higher", "bapo@0.35", "bapo@0.45", "vanilla", *(name for name
 
 @dataclass(frozen=True)
 class Place:
-    """A source of staleness on a task, its stalenesses, and whether the dual clip of 3 is on."""
+    """A source of staleness on a task, its stalenesses, whether the dual clip of 3 is on, and the learning rates."""
 
     task: str
     source: str
     stalenesses: tuple[int, ...]
     dual_clip: float | None = 3.0
+    rates: tuple[float, ...] = ()  # none: all of the task's
 
     @property
     def name(self) -> str:
         """What tables and tests call it."""
-        source = {"epochs": "epochs", "delay": "delay", "partial": "partial rollout"}[self.source]
+        source = {"epochs": "epochs", "once": "one epoch", "delay": "delay", "partial": "partial rollout"}[self.source]
         return f"{TASKS[self.task]}, {source}" + ("" if self.dual_clip else ", no dual clip")
 
     def cells(self, methods: list[str]) -> list[Cell]:
@@ -72,7 +73,7 @@ class Place:
             Cell(self.task, self.source, staleness, rate, self.dual_clip, method, UPDATES[self.task])
             for method in methods
             for staleness in self.stalenesses
-            for rate in RATES[self.task]
+            for rate in self.rates or RATES[self.task]
         ]
 
 

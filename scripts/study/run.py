@@ -14,6 +14,7 @@ import math
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from scripts.study.train import Cell, Trainer
 
 DONE = ROOT / "runs" / "study" / "cells"  # a file for each cell that the table does not have yet
 CODE = ("bapo", "scripts/study")
+SEEDS_AT_A_TIME = 40  # one batched model: with 160 a run takes twice as long, because no tensor fits the cache
+SeedsOf = Callable[[Cell], list[int]]
 
 
 def code_hash() -> str:
@@ -49,11 +52,16 @@ def train_cell(cell: Cell, seeds: list[int], donor: pd.DataFrame | None = None) 
         from scripts.study.loop import rows_of
 
         return rows_of(cell, seeds)
-    if donor is not None:
-        donor = torch.tensor([list(steps) for steps in donor.set_index("seed").loc[seeds, "search_steps"]])
-    trainer = Trainer(cell, seeds, donor)
-    trainer.train()
-    return trainer.rows()
+    rows = []
+    for first in range(0, len(seeds), SEEDS_AT_A_TIME):
+        part = seeds[first : first + SEEDS_AT_A_TIME]
+        steps = None
+        if donor is not None:
+            steps = torch.tensor([list(steps) for steps in donor.set_index("seed").loc[part, "search_steps"]])
+        trainer = Trainer(cell, part, steps)
+        trainer.train()
+        rows += trainer.rows()
+    return rows
 
 
 def run_and_keep(cell: Cell, seeds: list[int], code: str, table: Path, folder: Path) -> float:
@@ -81,7 +89,14 @@ def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
     return names | (set(pd.read_parquet(table, columns=["cell"])["cell"]) if table.exists() else set())
 
 
-def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds=SEEDS) -> None:
+def seeds_of(cell: Cell) -> list[int]:
+    """The seeds of a cell of the third study."""
+    return SEEDS[cell.task]
+
+
+def run_missing(
+    planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds: SeedsOf = seeds_of
+) -> None:
     """Run what is missing, a cell on each core; a cell with a donor starts once its donor is finished."""
     import scripts.study.loop  # noqa: F401  # now, and not in a worker after somebody has edited it
 
@@ -97,7 +112,7 @@ def run_missing(planned: list[Cell], workers: int, table: Path = TABLE, folder: 
                 ready = [cell for cell in todo if cell.donor is None or cell.donor.name in there]
                 for cell in ready[: workers - len(running)]:
                     todo.remove(cell)
-                    running[pool.submit(run_and_keep, cell, seeds[cell.task], code, table, folder)] = cell
+                    running[pool.submit(run_and_keep, cell, seeds(cell), code, table, folder)] = cell
                 done = next(as_completed(running))
                 seconds, name = done.result(), running.pop(done).name
                 there.add(name)

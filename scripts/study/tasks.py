@@ -99,7 +99,7 @@ TASKS = {
 }
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=16)  # a study has its seeds in some batches
 def warmed_up(name: str, seeds: tuple[int, ...]) -> Tensor:
     """Weights ``(R, weights)`` after supervised steps towards the teacher: where all methods start."""
     task = TASKS[name](list(seeds))

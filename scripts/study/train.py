@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from scripts.study.measures import SEARCHED, summaries, token_measures
-from scripts.study.methods import Tokens, config_of, find_bounds, fixed_bounds, loss_of, path_of
+from scripts.study.methods import (
+    PREVIOUS_BATCH,
+    Tokens,
+    config_of,
+    find_bounds,
+    fixed_bounds,
+    loss_of,
+    path_of,
+    previous_batch_bounds,
+)
 from scripts.study.policies import (
     PROBES,
     PROMPTS,
@@ -43,8 +52,8 @@ class Cell:
     Attributes:
         task: ``chain`` and ``hard_chain`` of ``scripts.study.tasks``, or ``larger_model``, the example's.
         source: of staleness: ``fresh`` (every update trains on what the present policy sampled), ``epochs`` (each
-            rollout of four mini-batches used S times), ``delay`` (a queue of S updates), ``partial`` (a queue, and each
-            token sampled by the policy of its own time).
+            rollout of four mini-batches used S times), ``once`` (each rollout of S mini-batches used once), ``delay``
+            (a queue of S updates), ``partial`` (a queue, and each token sampled by the policy of its own time).
         staleness: S; of ``fresh`` 1.
         learning_rate: of AdamW, constant.
         dual_clip: None: off.
@@ -69,8 +78,15 @@ class Cell:
     @property
     def donor(self) -> Cell | None:
         """The cell whose bounds this one's runs use, if its method is ``other_seed:`` or ``own_mean:`` another."""
+        if self.method.startswith(PREVIOUS_BATCH):
+            return None
         kind, _, method = self.method.partition(":")
         return replace(self, method=method) if method else None
+
+    @property
+    def updates_on_a_batch(self) -> int:
+        """Optimizer updates on one rollout batch; with a queue every update has a batch of its own."""
+        return {"epochs": MINI_BATCHES * self.staleness, "once": self.staleness}.get(self.source, 1)
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,13 @@ def epochs(sampler: Sampler, staleness: int, updates: int) -> Source:
             yield from ((batch, epoch) for batch in rollouts)
 
 
+def once(sampler: Sampler, staleness: int, updates: int) -> Source:
+    """Sample ``staleness`` mini-batches, then train on each of them once."""
+    for rollout in range(updates // staleness):
+        rollouts = [sampler(staleness * rollout + k) for k in range(staleness)]
+        yield from ((batch, 0) for batch in rollouts)
+
+
 def delay(sampler: Sampler, staleness: int, updates: int) -> Source:
     """Train on what was sampled ``staleness`` updates ago; at first on what the first policy sampled."""
     queue: deque[Batch] = deque(sampler(k) for k in range(staleness))
@@ -121,7 +144,7 @@ def partial(sampler: Sampler, staleness: int, updates: int) -> Source:
         yield sampler(update, ages=staleness), 0
 
 
-SOURCES = {"fresh": fresh, "epochs": epochs, "delay": delay, "partial": partial}
+SOURCES = {"fresh": fresh, "epochs": epochs, "once": once, "delay": delay, "partial": partial}
 
 
 class Trainer:
@@ -188,6 +211,11 @@ class Trainer:
             return {"low": low[:, len(self.updates)], "high": high[:, len(self.updates)]}
         if self.cell.method == "schedule":
             return fixed_bounds(*bounds_of_epoch(epoch), len(self.seeds))
+        if self.cell.method.startswith(PREVIOUS_BATCH):
+            earlier = [update["search_steps"] for update in self.updates]
+            return previous_batch_bounds(
+                self.cell.method, tokens, self.cell.dual_clip, earlier, self.cell.updates_on_a_batch
+            )
         return find_bounds(self.cell.method, tokens, self.cell.dual_clip)
 
     def probe(self) -> None:

@@ -14,7 +14,7 @@ from scripts.study.tasks import warmed_up
 from scripts.study.train import Cell
 
 TINY = [Cell("chain", "delay", 8, 8e-3, None, method, 16) for method in ("grpo", "bapo@0.4", "other_seed:bapo@0.4")]
-TINY_SEEDS = {"chain": [1000, 1001]}
+TINY_SEEDS = [1000, 1001]
 
 
 def row(cell, seed, **measured):
@@ -70,11 +70,11 @@ def process_settings():
 @pytest.mark.usefixtures("process_settings")
 def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsys):
     table, folder = tmp_path / "table.parquet", tmp_path / "cells"
-    warmed_up("chain", tuple(TINY_SEEDS["chain"]))  # once, not once in every process
-    run.run_missing(TINY[:1], 1, table, folder, TINY_SEEDS)
+    warmed_up("chain", tuple(TINY_SEEDS))  # once, not once in every process
+    run.run_missing(TINY[:1], 1, table, folder, lambda cell: TINY_SEEDS)
     run.gather(TINY, table, folder)
-    run.run_missing(TINY[::-1], 1, table, folder, TINY_SEEDS)  # the one with a donor waits for it
-    run.run_missing(TINY, 1, table, folder, TINY_SEEDS)
+    run.run_missing(TINY[::-1], 1, table, folder, lambda cell: TINY_SEEDS)  # the one with a donor waits for it
+    run.run_missing(TINY, 1, table, folder, lambda cell: TINY_SEEDS)
     said = capsys.readouterr().out
     assert "1 of 3 cells are there, 2 to run" in said and "3 of 3 cells are there, 0 to run" in said
     assert said.index("1/2") < said.index(TINY[1].name) < said.index("2/2") < said.index(TINY[2].name)
