@@ -9,7 +9,8 @@ docs/results/plan_previous_batch.md gives the reasons and the rules. Both were w
 .venv/bin/python -m scripts.study.previous_batch list       the planned cells and which of them are there
 .venv/bin/python -m scripts.study.previous_batch again CELL ..   run cells again and compare them with the table
 
-All but `tables` take --follow-up before their name, for the test on the hard task that was added after the data (the plan has its date).
+All but `tables` take --follow-up before their name, for the test on the hard task that was added after the data (the
+plan has its date).
 """
 
 import argparse
