@@ -231,13 +231,16 @@ def make_verl_use_our_worker() -> None:
 
     verl reads ``actor_worker_cls``, which it offers to subclasses, after it has built the actor's config.
 
+    Subclasses that verl itself defines (Tinker's) are left alone, because a process may import them without using them:
+    the loss refuses to be called by their workers.
+
     Raises:
-        TypeError: a subclass of verl's worker in this process has an actor's worker of its own.
+        TypeError: a subclass of verl's worker that verl does not define has an actor's worker of its own.
     """
     ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
     for subclass in ActorRolloutRefWorker.__subclasses__():
         own = subclass.actor_worker_cls
-        if not issubclass(own, BAPOTrainingWorker):
+        if not issubclass(own, BAPOTrainingWorker) and not subclass.__module__.startswith("verl."):
             raise TypeError(
                 f"{subclass.__qualname__} trains with a worker of its own (actor_worker_cls={own.__qualname__}), which "
                 "finds no clip bounds: derive that from recipe.bapo.worker.BAPOTrainingWorker."
