@@ -24,6 +24,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+MEGATRON = {"strategy": "megatron", "megatron": SimpleNamespace(dynamic_context_parallel=False)}
 FIXED = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
 
@@ -168,7 +169,20 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
 @pytest.mark.parametrize(
     "scope, actor, model, message",
     [
-        ("micro_batch", {"strategy": "megatron"}, {}, "actor.strategy=megatron is not usable .*: set it to fsdp or"),
+        ("micro_batch", MEGATRON, {}, "bound_scope=micro_batch is not usable .*: set it to previous_batch"),
+        ("mini_batch", MEGATRON, {}, "bound_scope=mini_batch is not usable .*: set it to previous_batch"),
+        ("previous_batch", MEGATRON, {}, None),
+        ("previous_batch", {"strategy": "megatron"}, {}, "without Megatron's section .*: set model_engine=megatron"),
+        (
+            "previous_batch",
+            MEGATRON | {"megatron": SimpleNamespace(dynamic_context_parallel=True)},
+            {},
+            "megatron.dynamic_context_parallel=true is not usable .* Set it to false",
+        ),
+        ("previous_batch", {"strategy": "veomni"}, {}, "strategy=veomni is not usable .* or megatron.*VeOmni 0.1"),
+        ("previous_batch", {"strategy": "torchtitan"}, {}, "strategy=torchtitan is not usable .* does not import"),
+        ("previous_batch", {"strategy": "automodel"}, {}, "strategy=automodel is not usable .* no actor config"),
+        ("previous_batch", {"strategy": "remote"}, {}, "strategy=remote is not usable .* It was not tried"),
         ("mini_batch", {"strategy": "fsdp"}, {}, None),
         (
             "micro_batch",
@@ -202,6 +216,7 @@ def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, mo
         loss_agg_mode=actor.get("loss_agg_mode", "token-mean"),
         loss_scale_factor=actor.get("loss_scale_factor"),
         policy_loss=BAPOPolicyLossConfig(bound_scope=scope),
+        **{name: value for name, value in actor.items() if name == "megatron"},
     )
     model = SimpleNamespace(**{"override_config": {}, "enable_activation_offload": False, **model})
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What we rely on in verl 0.9.1 and what a change would break without a word; the tests of the actor show the rest."""
 
+import ast
 import inspect
 from pathlib import Path
 
@@ -11,9 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import verl
 from recipe.bapo import fused_head, policy_loss, trainer
 from recipe.bapo.checks.machine import VERL
+from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils import fsdp_utils
+from verl.workers.config import ActorConfig, McoreActorConfig, McoreEngineConfig
+from verl.workers.engine import BaseEngine
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils import losses
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +66,38 @@ def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_
     ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 looks it up there
     assert any(module is model.lm_head for module in ours) == is_a_unit
     assert len(selected) - len(ours) == (not is_a_unit)
+
+
+def test_an_update_ends_with_one_optimizer_step_on_every_engine():
+    """The worker wraps ``train_batch`` and ``optimizer_step`` on the engine, and asks which ranks have outputs."""
+    train_batch = inspect.getsource(BaseEngine.train_batch)
+    backward, step = train_batch.index("self.forward_backward_batch("), train_batch.index("self.optimizer_step()")
+    assert backward < step and train_batch.count("self.optimizer_step()") == 1
+    training = inspect.getsource(TrainingWorker.train_batch)
+    assert training.count("self.engine.train_batch(data, loss_function=self.loss_fn)") == 1
+    for method in (TrainingWorker.train_mini_batch, TrainingWorker.train_batch):
+        assert "self.engine.is_mp_src_rank_with_outputs()" in inspect.getsource(method)
+    for name in ("get_data_parallel_rank", "get_data_parallel_group", "infer_batch"):
+        assert callable(getattr(BaseEngine, name))
+
+
+def test_no_engine_of_verl_replaces_the_order_of_an_update():
+    """Of the source, because the packages of most engines are not installed here."""
+    engines = sorted((Path(verl.__file__).parent / "workers" / "engine").glob("*/transformer_impl.py"))
+    assert {"fsdp", "megatron", "veomni"} <= {path.parent.name for path in engines}
+    for path in engines:
+        methods = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        assert "train_batch" not in methods
+        if path.parent.name in ("fsdp", "megatron", "veomni"):
+            assert {"optimizer_step", "is_mp_src_rank_with_outputs", "get_data_parallel_rank"} <= set(methods)
+
+
+def test_each_strategy_of_verls_actor_configs_is_known_here():
+    """``megatron`` is the section of the config that our refusals read."""
+    known = {"fsdp", "fsdp2", "megatron", *UNSUPPORTED_STRATEGIES}
+    strategies = {cls.__dataclass_fields__["strategy"].default for cls in ActorConfig.__subclasses__()}
+    assert strategies <= known
+    assert not McoreEngineConfig().dynamic_context_parallel
+    sizes = {"rollout_n": 8, "ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
+    actor = McoreActorConfig(**sizes)
+    assert actor.strategy == "megatron" and isinstance(actor.megatron, McoreEngineConfig)
