@@ -50,13 +50,34 @@ def config(composed_once, models):
     return changed
 
 
-@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "veomni"])
-def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine, monkeypatch, task):
+def lines_of_engine(engine, monkeypatch, task, *overrides):
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
-    overrides = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}"]
-    (line,) = preflight.run_preflight(overrides, ROOT / "configs")
+    engine = f"model_engine={engine}"
+    return preflight.run_preflight(
+        ["experiment=example", "size=gpu", "platform=gpu", engine, *overrides], ROOT / "configs"
+    )
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "veomni"])
+def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine, monkeypatch, task):
+    (line,) = lines_of_engine(engine, monkeypatch, task)
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
+
+
+def test_megatron_needs_previous_batch_and_what_knows_fsdp_alone_keeps_silent(monkeypatch, task):
+    lines = {line.name: line for line in lines_of_engine("megatron", monkeypatch, task)}
+    refused = lines["verl's rules"]
+    assert refused.status == "failed" and "bound_scope=mini_batch is not usable with strategy=meg" in refused.detail
+    assert {lines[name].detail for name in preflight.OF_FSDP} == {"not checked with model_engine=megatron"}
+    options = [f"{ACTOR}.policy_loss.bound_scope=previous_batch", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
+    lines = {line.name: line for line in lines_of_engine("megatron", monkeypatch, task, *options)}
+    assert lines["verl's rules"].status == "ok" and "per previous-batch" in lines["verl's rules"].detail
+
+
+def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):
+    (line,) = lines_of_engine("megatron", monkeypatch, task, f"+{ACTOR}.megatron.tensor_parallel_size=2")
+    assert line.status == "failed" and "tensor_parallel_size" in line.detail
 
 
 @pytest.mark.parametrize("visible, totals", [(None, [1.0, 2.0, 3.0]), ("0,2", [1.0, 3.0])])

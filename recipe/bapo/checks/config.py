@@ -82,7 +82,7 @@ RULES = {
 
 def check_values(config) -> str:
     """The sizes, and the values in ``RULES``."""
-    for field, default in verls_defaults().items():
+    for field, default in verls_defaults(config.model_engine).items():
         section, _, name = field.rpartition(".")
         # ``~key`` takes one away: verl's dataclass then has its own default.
         if field.endswith(SIZES) and _is_count(default) and name in (OmegaConf.select(config, section) or ()):
@@ -144,15 +144,16 @@ def _build_as_verl_does(config):
     for section in (config.actor_rollout_ref.rollout, config.algorithm):
         omega_conf_to_dataclass(section)
     validate_config(config, need_reference_policy(config), need_critic(config))
-    build_optimizer([torch.zeros(1, requires_grad=True)], actor.optim)
-    PrecisionType.to_dtype(actor.fsdp_config.model_dtype or "fp32")
+    if config.model_engine == "dp":  # Megatron's optimizer needs its process groups
+        build_optimizer([torch.zeros(1, requires_grad=True)], actor.optim)
+        PrecisionType.to_dtype(actor.fsdp_config.model_dtype or "fp32")
     return actor
 
 
 def _field_at_fault(config, message):
     """The field with whose default verl would be content; nothing if there is none, or the message names it."""
     changed = config.copy()
-    for key, default in verls_defaults().items():
+    for key, default in verls_defaults(config.model_engine).items():
         value = OmegaConf.select(config, key)
         if value == default or isinstance(default, dict) or str(default).startswith(("${", "?")):
             continue

@@ -25,8 +25,11 @@ import verl
 from recipe.bapo.checks import blame_field, require
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
-# verl ships its default config in one file as well.
-VERLS = Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+# verl ships its default config of each engine in one file as well.
+VERLS = {
+    engine: Path(verl.__file__).parent / "trainer" / "config" / f"_generated_ppo_{name}.yaml"
+    for engine, name in {"dp": "trainer", "megatron": "megatron_trainer"}.items()
+}
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a group
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
@@ -96,17 +99,21 @@ def items_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 @functools.cache
-def verls_defaults() -> dict[str, Any]:
-    """verl's own config, as it ships it, by dotted key; interpolations are as they are written."""
-    return dict(items_of(OmegaConf.to_container(OmegaConf.load(VERLS))))
+def verls_defaults(engine: str = "dp") -> dict[str, Any]:
+    """verl's own config, as it ships it, by dotted key; interpolations are as they are written.
+
+    Args:
+        engine: the config's ``model_engine``, ``dp`` (FSDP) or ``megatron``.
+    """
+    return dict(items_of(OmegaConf.to_container(OmegaConf.load(VERLS[engine]))))
 
 
 @functools.cache
-def known_keys() -> tuple[str, ...]:
-    """The dotted keys of verl's config and of ``bapo_trainer.yaml``."""
+def known_keys(engine: str = "dp") -> tuple[str, ...]:
+    """The dotted keys of verl's config for an engine, and of ``bapo_trainer.yaml``."""
     ours = dict(items_of(OmegaConf.to_container(OmegaConf.load(OURS))))
     kept = [key for key in ours if key.partition(".")[0] not in ("hydra", "defaults")]
-    return tuple(dict.fromkeys((*verls_defaults(), *kept, *OF_GROUPS)))
+    return tuple(dict.fromkeys((*verls_defaults(engine), *kept, *OF_GROUPS)))
 
 
 def problems(config) -> list[str]:
@@ -120,10 +127,9 @@ def problems(config) -> list[str]:
     Args:
         config: not resolved, so that a value which others copy is named once.
     """
-    fix = "dp, which is FSDP: in pipelines only the last stage calls the loss, and its collective would hang"
-    require(config, "model_engine", lambda engine: engine == "dp", fix)
-    whole = OmegaConf.to_container(config)
-    values, known = {"": whole, **dict(items_of(whole))}, set(known_keys())
+    require(config, "model_engine", lambda engine: engine in VERLS, "dp, which is FSDP, or megatron")
+    whole, defaults = OmegaConf.to_container(config), verls_defaults(config.model_engine)
+    values, known = {"": whole, **dict(items_of(whole))}, set(known_keys(config.model_engine))
     found, free, resolved = [], set(OF_RAY), {}
     # The least nested value that cannot be resolved is most likely the one that the others refer to.
     for key in sorted(values.keys() - {""}, key=lambda key: key.count(".")):
@@ -142,12 +148,12 @@ def problems(config) -> list[str]:
         elif key not in known and name not in hints:
             # Of the section ``reward`` verl builds no dataclass, whatever its ``_target_`` says.
             built = hints and not key.startswith("reward.")
-            if built or parent in ("", "watchdog") or (verls_defaults().get(parent) and nearest_key(key)):
+            if built or parent in ("", "watchdog") or (defaults.get(parent) and nearest_key(key)):
                 found.append(_unknown_key(key, f"{key}={value}", _location(key, value)))
             free.add(key)  # with what is below it: verl hands such sections on
-        elif value != verls_defaults().get(key) and not COPY.fullmatch(str(value)):
+        elif value != defaults.get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value
-            fix = _type_wanted(used, hints.get(name), verls_defaults().get(key))
+            fix = _type_wanted(used, hints.get(name), defaults.get(key))
             if fix:
                 found.append(f"{key}={used!r} is not usable: set it to {fix}{_location(key, value)}.")
     return found
