@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bound_scope=previous_batch`` on verl's real Megatron engine, layout by layout, beside FSDP.
+
+``layouts.py`` runs them; by hand it prints the figures as a table.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines.layouts import BATCHES, EXACT_SCOPE, LAYOUTS, LOSS_OPTIONS, reference_of
+from support.batches import values_of_dump
+from support.megatron import install_packages
+
+from bapo import BAPOConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    try:
+        install_packages()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Megatron cannot be installed into .megatron/: {error}")
+    folder = tmp_path_factory.mktemp("layouts") / "results"
+    script = Path(__file__).with_name("layouts.py")
+    done = subprocess.run([sys.executable, script, "--folder", folder], capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_makes_the_updates_that_fsdp_makes(results, name):
+    expected, found = results[reference_of(name)]["updates"], results[name]["updates"]
+    for update, (row, reference) in enumerate(zip(found, expected, strict=True)):
+        assert (row["low"], row["high"]) == (reference["low"], reference["high"]), update
+        assert row["positive_contribution"] == pytest.approx(reference["positive_contribution"], rel=1e-5)
+        for value in ("loss", "grad_norm"):
+            assert row[value] == pytest.approx(reference[value], rel=1e-4), (update, value)
+
+
+def test_the_updates_use_different_bounds(results):
+    """Else the comparison would show little."""
+    rows = results["FSDP"]["updates"]
+    assert len({(row["low"], row["high"]) for row in rows}) == BATCHES
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_ranks_hold_the_same_bits_also_those_that_never_call_the_loss(results, name):
+    assert results[name]["ranks"] == LAYOUTS[name][0] and results[name]["equal"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(results, name):
+    assert len(results[name]["bad"]) == LAYOUTS[name][0]
+    for rank in results[name]["bad"]:
+        assert "of this mini-batch: 1 in advantages. No clip bounds" in rank["error"]
+        assert rank["unchanged"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_dump_has_each_token_once(folder, results, name):
+    found = values_of_dump(folder / name / "dump", BAPOConfig(**LOSS_OPTIONS))
+    rows = results[name]["updates"]
+    for side in ("low", "high"):
+        assert found[side][: BATCHES - 1] == [row[side] for row in rows[1:]]
+
+
+def test_the_exact_scope_is_refused_on_every_rank(results):
+    assert len(results[EXACT_SCOPE]) == 2
+    for rank in results[EXACT_SCOPE]:
+        assert "bound_scope=mini_batch is not usable with strategy=megatron: set it to previous_batch" in rank["error"]
