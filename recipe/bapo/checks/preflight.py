@@ -62,7 +62,7 @@ def run_checks(config) -> list[CheckResult]:
         return [lines["values"]]
     for name, check, relies_on in CHECKS:
         if name in OF_FSDP and config.model_engine != "dp":
-            lines[name] = Line(name, "ok", f"not checked with model_engine={config.model_engine}")
+            lines[name] = CheckResult(name, "ok", f"not checked with model_engine={config.model_engine}")
         elif all(other in lines and lines[other].status != "failed" for other in relies_on):
             lines[name] = _line(name, check, config)
     return list(lines.values())
