@@ -67,7 +67,10 @@ def failures(task, files):
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would take.
-        (f"{ACTOR}.strategy=ddp", f"{ACTOR}.strategy=ddp is not usable with loss_mode=bapo: set it to fsdp or fsdp2"),
+        (
+            f"{ACTOR}.strategy=ddp",
+            f"{ACTOR}.strategy=ddp is not usable with loss_mode=bapo: set it to fsdp, fsdp2 or megatron",
+        ),
         (f"{ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig", "set it to recipe.bapo.policy_loss"),
         (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=-1", f"{ACTOR}.ulysses_sequence_parallel_size=-1 is not usable"),
