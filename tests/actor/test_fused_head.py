@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's fused kernels with a model whose embeddings are not tied: the same update as from the logits."""
 
+import importlib
+import os
+
 import pytest
 import torch
 import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch, run_update, untie_embeddings
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from recipe.bapo.config import cpu_environment
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -42,6 +48,20 @@ def make_updates(rank, size, ports, kind, model, folder):
         torch.distributed.destroy_process_group()
 
 
+def compute_reference_log_probs(rank, ports, model, folder):
+    """A reference model's log-probs, in a process that builds no actor."""
+    os.environ.update(cpu_environment())  # before verl
+    engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # pinned memory needs a GPU
+    libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.fused_head"]]
+    for port, name, setting in zip(ports, ("logits", "fused"), libraries, strict=True):
+        rows = [f"{MODEL}.path={model}", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", *setting]
+        reference = make_actor(rows, port=port, role="ref")
+        data = make_mini_batch(reference, seed=3, rows=ROWS, staleness=0.0)
+        torch.save(data["old_log_probs"].values(), folder / f"{name}.pt")
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def untied(task, tmp_path_factory):
     """The path of the example's model with an output layer of its own weights."""
@@ -57,3 +77,9 @@ def test_the_gradient_is_that_of_an_update_from_the_logits(kind, ranks, untied, 
     for fused in others:
         assert fused["grad_norm"] == pytest.approx(logits["grad_norm"], rel=1e-6)
         assert (fused["gradient"] - logits["gradient"]).norm() <= 1e-5 * logits["gradient"].norm()
+
+
+def test_a_reference_model_needs_the_library_that_preflight_names(untied, tmp_path):
+    mp.spawn(compute_reference_log_probs, args=([free_port(), free_port()], str(untied), tmp_path), nprocs=1)
+    logits, fused = (torch.load(tmp_path / f"{name}.pt") for name in ("logits", "fused"))
+    assert logits.std() > 0.1 and torch.allclose(fused, logits, atol=0.05)  # verl computes a reference in bfloat16

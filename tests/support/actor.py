@@ -15,10 +15,11 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform="cpu", stock=False):
+def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform="cpu", stock=False, role="actor"):
     """The actor's worker as verl's ``ActorRolloutRefWorker`` makes it, from our example's config with ``overrides``.
 
     Args:
+        role: ``actor``, or ``ref`` for the worker of a reference model.
         platform: a file of ``recipe/bapo/config/platform``; on GPUs each rank takes the one of its number.
         stock: from verl's own config, as of ``verl.trainer.main_ppo``, in the place of ours.
     """
@@ -48,9 +49,9 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
         groups = [f"experiment={experiment}", "size=cpu", f"platform={platform}"]
         no_record = "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null"
         config = compose_config([*groups, *common, no_record, *overrides], ROOT / "configs")
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role=role)
     worker.init_model()
-    return worker.actor
+    return getattr(worker, role)
 
 
 # What the example's config says of these besides, so that both configs make the same updates.

@@ -4,10 +4,10 @@
 import json
 import os
 import shutil
-import struct
 from pathlib import Path
 
 from recipe.bapo.checks import machine
+from recipe.bapo.checks.headers import write_headers
 
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
@@ -57,7 +57,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, **listed):
 
 
 def write_model(task, folder, name):
-    """A folder with the config of such a Qwen2, the task's tokenizer and one of its weights."""
+    """A folder with the config of such a Qwen2, the task's tokenizer and the headers of its weights; returns it."""
     hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
     if not folder.exists():
         shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -67,9 +67,5 @@ def write_model(task, folder, name):
     config |= {"tie_word_embeddings": tied, "max_position_embeddings": 131072}
     config = {key: value for key, value in config.items() if key not in ("head_dim", "layer_types")}
     (folder / "config.json").write_text(json.dumps(config))
-    # A header without weights behind it: the file is sparse.
-    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [hidden], "data_offsets": [0, 4 * hidden]}})
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header.encode())
-        file.truncate(8 + len(header) + 4 * hidden)
+    write_headers(folder)
     return folder

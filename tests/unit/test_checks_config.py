@@ -7,6 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
@@ -27,12 +28,18 @@ def files(task, tmp_path_factory):
         shutil.copytree(task / "model", folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "no_tokenizer" / name).unlink()
+    for name, missing in {"layerless": "model.layers.1.mlp.up_proj.weight", "headless": "lm_head.weight"}.items():
+        shutil.copytree(task / "model", folder / name)
+        tensors = load_file(folder / name / "model.safetensors")
+        tensors.pop(missing, None)
+        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     (folder / "no_weights" / "model.safetensors").unlink()
     (folder / "template" / "chat_template.jinja").write_text("{% for x in %}")
     config = json.loads((task / "model" / "config.json").read_text())
     (folder / "other_shapes" / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
+    (folder / "headless" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     row = {"prompt": [{"role": "user", "content": "9" * 300}], "reward_model": {"style": "rule", "ground_truth": "3"}}
     pd.DataFrame([{"data_source": "nobody/knows", **row}] * 70).to_parquet(folder / "long.parquet")
     (folder / "data.txt").write_text("no parquet")
@@ -127,6 +134,8 @@ def failures(task, files):
         (f"{MODEL}/truncated", "truncated is not usable: Error while deserializing header"),
         (f"{MODEL}/no_weights", "no_weights is not usable: Error no file named model.safetensors"),
         (f"{MODEL}/other_shapes", "and config.json asks for (64, 7); give whole weights"),
+        (f"{MODEL}/layerless", "1 of the 27 tensors are not there (model.layers.1.mlp.up_proj.weight is one)"),
+        (f"{MODEL}/headless", "1 of the 27 tensors are not there (lm_head.weight is one)"),
         (f"{MODEL}/template", "template is not usable: Expected an expression"),
         (f"{MODEL}/nothing", "nothing is not usable: "),
         (f"{ACTOR}.fsdp_config.model_dtype=fp8", "model_dtype=fp8 is not usable (verl's default is fp32)"),
@@ -144,6 +153,14 @@ def test_a_mistake_is_named_once(override, message, failures):
         (
             ["{long}", "data.truncation=left", "reward.custom_reward_function.path=null"],
             "verl has no scorer for data_source=nobody/knows",
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"],
+            "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true are not usable on a CPU",
+        ),
+        (
+            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"],
+            "target_modules=['q_prj'] is not usable: Target modules {'q_prj'} not found in the base model",
         ),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
     ],

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo.checks import CheckWarning, machine, memory, preflight
+from recipe.bapo.checks import CheckWarning, machine, memory, model, preflight
 from recipe.bapo.checks import config as checks
 from recipe.bapo.launch import locks
 
@@ -279,6 +279,38 @@ def test_planes_of_logits(config, changes, update, log_probs):
     assert found == [update, log_probs]
 
 
+MODEL = "actor_rollout_ref.model"
+FUSED = {f"{MODEL}.use_fused_kernels": True}
+REFERENCE = {f"{ACTOR}.use_kl_loss": True}
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("7B", FUSED, None),
+        ("7B", {**FUSED, f"{MODEL}.fused_kernel_options.impl_backend": None}, "impl_backend=None is not usable with"),
+        ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*fused_head, or"),
+        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.fused_head"}, None),
+        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": ["recipe.bapo.fused_head"]}, None),
+        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.lora_rank": 4}, None),
+        ("7B", REFERENCE, None),
+        ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied
+        (
+            "1.5B",
+            {**FUSED, f"{MODEL}.override_config.final_logit_softcapping": 30.0},
+            "whose config.json has final_logit_softcapping=30.0: the kernels multiply by the output layer alone",
+        ),
+    ],
+)
+def test_what_fused_kernels_cannot_do(config, name, changes, message):
+    chosen = config(name, {f"{MODEL}.override_config.attn_implementation": "sdpa", **changes})
+    if message is None:
+        assert model.check_model(chosen)
+    else:
+        with pytest.raises(ValueError, match=message):
+            model.check_model(chosen)
+
+
 def test_memory_that_others_hold_is_not_there(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path, used=30.0)
     with pytest.raises(ValueError, match="79.6 GiB, of which other processes hold 30.0: 16.8 too few for rollout"):
@@ -289,8 +321,8 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
     lines = (ROOT / "docs/running.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if " GB | " in line]
     assert len(rows) == 9
-    for model, gpus, *gibibytes, outcome in rows:
-        name, _, how = model.partition(", ")
+    for name_and_how, gpus, *gibibytes, outcome in rows:
+        name, _, how = name_and_how.partition(", ")
         count, gpu = (int(word) for word in gpus.removesuffix(" GB").split(" x "))
         total = {80: 79.6, 24: 23.6}[gpu]
         pretend_gpus(monkeypatch, tmp_path, gibibytes=total)
@@ -300,7 +332,7 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
         chosen = config(name, {**changes, f"{ROLLOUT}.tensor_model_parallel_size": 2 if name == "32B" else 1})
         phases = memory.phases_of_a_gpu(chosen, *memory.sizes_of(chosen), total)
         assert [f"{sum(phases[phase].values()):.1f}" for phase in ("rollout", "log-probs", "update")] == gibibytes, (
-            model
+            name_and_how
         )
         try:
             said = "fits", re.search(r"at least ([\d.]+) left", memory.check_memory(chosen))[1]
@@ -309,7 +341,7 @@ def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config
         except ValueError as error:
             said = "fails", " ".join(re.search(r"([\d.]+) too few for ([\w-]+)", str(error)).groups())
         words = outcome.replace(" too few for the", "").replace(" left", "").split(", ")
-        assert list(said) == words, model
+        assert list(said) == words, name_and_how
 
 
 def test_the_served_weights_must_fit_vllms_share(config, monkeypatch, tmp_path):
@@ -327,8 +359,8 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
-    model = models["32B" if large else "0.5B" if small else "7B"]
-    files = {"MODEL_PATH": model, "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
+    path = models["32B" if large else "0.5B" if small else "7B"]
+    files = {"MODEL_PATH": path, "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
     for variable, file in files.items():
         monkeypatch.setenv(variable, str(file))
     nodes = [f"trainer.nnodes={8 if large else 1}", f"trainer.n_gpus_per_node={gpus}"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.configs import composed
 
-from recipe.bapo.checks.inputs import check_checkpoint, check_files, check_model
+from recipe.bapo.checks.inputs import check_checkpoint, check_files
+from recipe.bapo.checks.model import check_model
 from recipe.bapo.main_bapo import choose_cluster
 
 

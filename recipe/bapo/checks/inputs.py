@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads: model, data, reward function, and the checkpoint it goes on from.
+"""What a run reads besides the model: data, reward function, and the checkpoint it goes on from.
 
-verl's own data set and scorers read the data, transformers and verl the model; a rule of our own is only for what they
-accept. The rows' schema is ours, because verl finds out row by row, hours later.
+verl's own data set and scorers read the data. The rows' schema is ours, because verl finds out row by row, hours later.
 """
 
 import re
@@ -11,99 +10,16 @@ from pathlib import Path
 
 import datasets
 from omegaconf import OmegaConf
-from transformers.utils import logging
 
 from recipe.bapo.checks import blame_field
-from recipe.bapo.checks.config import longest_sequence
+from recipe.bapo.checks.model import model_of
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.import_utils import import_external_libs
-from verl.utils.model import get_hf_auto_model_class
 from verl.utils.reward_score import default_compute_score
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 DATA_PAGE = "docs/running.md, Data"
 READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
-PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
-
-
-def check_model(config) -> str:
-    """The model as verl reads it: config, tokenizer, chat template, and the weights' headers."""
-    libraries = config.actor_rollout_ref.model.external_lib
-    libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
-    fix = "name modules that can be imported, or null"
-    blame_field("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
-    model = model_of(config)
-    check_tokenizer(config, model)
-    _check_lengths(config, model.hf_config.get_text_config())
-    if Path(model.local_path).is_dir():  # else it is a name on the hub
-        blame_field(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
-    about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
-    text = f"{about.read_text()}; " if about.is_file() else ""
-    return f"{text}{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
-
-
-def model_of(config):
-    """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
-    model = config.actor_rollout_ref.model
-    return blame_field(PATH, model.path, "give a whole model folder or a hub name", omega_conf_to_dataclass, model)
-
-
-def check_tokenizer(config, model) -> None:
-    """Its tokens are the model's, and its chat template can be rendered as a run's agent loop does."""
-    path, tokenizer = config.actor_rollout_ref.model.path, model.tokenizer
-    if len(tokenizer) < 3 or tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"{PATH}={path}: its tokenizer has {len(tokenizer)} tokens and the end token {tokenizer.eos_token!r}: give "
-            "the model's tokenizer files, or set eos_token."
-        )
-
-    def render():  # some models' builders need a newline that is one token
-        builder = create_continuous_token_builder(
-            tokenizer,
-            hf_model_type=model.hf_config.model_type,
-            chat_template_kwargs=dict(config.data.get("apply_chat_template_kwargs") or {}),
-            processor=model.processor,
-        )
-        builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
-
-    blame_field(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
-
-
-def _check_lengths(config, text):
-    """verl's vLLM server refuses a length beyond the model's positions; below the response's it silently cuts."""
-    positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
-    if positions is None:  # verl then says what it misses
-        return
-    length = config.actor_rollout_ref.rollout.max_model_len
-    if not needed <= (length or positions) <= positions:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={length} is not usable: it has to be at least data."
-            f"max_prompt_length + data.max_response_length={needed} and at most the {positions} positions of {PATH}="
-            f"{config.actor_rollout_ref.model.path}: change one of them or, for a model that can be extended, set "
-            "model.override_config.max_position_embeddings."
-        )
-
-
-def _load_headers(model):
-    """Have transformers load the weights onto the meta device: names and shapes, and no bytes."""
-    logging.disable_progress_bar()
-    loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
-        model.local_path,
-        config=model.hf_config,
-        trust_remote_code=model.trust_remote_code,
-        attn_implementation="eager",
-        device_map="meta",
-        ignore_mismatched_sizes=True,  # without it the message names none
-        output_loading_info=True,
-    )
-    if found["mismatched_keys"]:
-        name, given, wanted = min(found["mismatched_keys"])
-        raise ValueError(f"{name} has the shape {tuple(given)}, and config.json asks for {tuple(wanted)}")
-    if found["missing_keys"] >= loaded.state_dict().keys():
-        raise ValueError(f"none of its weights is one of config.json's model ({min(found['missing_keys'])})")
 
 
 def check_files(config) -> str:

@@ -15,6 +15,7 @@ import torch
 from recipe.bapo.checks import CheckWarning, blame_field, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
+from verl.trainer.ppo.utils import need_reference_policy
 
 VERL = "0.9.1"
 OPEN_FILES = 256
@@ -83,6 +84,12 @@ def check_devices(config) -> str:
     pools = pools_of(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     if on_cpu(config):
+        lora = (config.actor_rollout_ref.model.lora_rank or 0) > 0
+        if need_reference_policy(config) and not lora:
+            raise ValueError(
+                "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true are not usable on a CPU: verl keeps the "
+                "weights of a reference model in pinned memory, which needs a GPU. Set both to false."
+            )
         return f"{asked}, {os.cpu_count()} cores here"
     cluster, listed = joins_a_cluster(config), len(gpus())
     # Without a cluster this node has all pools; in one, each pool may have nodes of its own, and this is one of any.

@@ -5,19 +5,16 @@
 lies there is counted, because a run that fits must not be refused.
 """
 
-import torch
-
 from recipe.bapo.checks import CheckWarning
 from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
-from recipe.bapo.checks.inputs import model_of
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
+from recipe.bapo.checks.model import FUSED, empty_model_of, model_of
 from verl.utils import torch_functional as verl_F
-from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 
 TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
 FUSED_CHUNK = 512  # tokens (verl/utils/experimental/torch_functional.py:221)
-FSDP, FUSED = f"{ACTOR}.fsdp_config", "actor_rollout_ref.model.use_fused_kernels"
+FSDP = f"{ACTOR}.fsdp_config"
 REMEDY = (
     f"Use more GPUs, a smaller {ROLLOUT}.gpu_memory_utilization, {ROLLOUT}.log_prob_max_token_len_per_gpu or {ACTOR}."
     f"ppo_max_token_len_per_gpu, {FUSED}, or offloading ({FSDP})."
@@ -27,11 +24,8 @@ REMEDY = (
 def sizes_of(config):
     """The number of the run's weights, counted without loading them, and transformers' config of its language model."""
     model = model_of(config)
-    with torch.device("meta"):  # shapes and no weights
-        empty = get_hf_auto_model_class(model.hf_config).from_config(
-            model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"
-        )
-    return sum(parameter.numel() for parameter in empty.parameters()), model.hf_config.get_text_config()
+    count = sum(parameter.numel() for parameter in empty_model_of(model).parameters())
+    return count, model.hf_config.get_text_config()
 
 
 def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  before anything of ours: it loads our plugin
-from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory
+from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory, model
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.config_errors import explain, problems
 from recipe.bapo.config import compose_config
@@ -41,7 +41,7 @@ CHECKS = (
     ("parallelism", config_checks.check_parallel, ()),
     ("batches", config_checks.check_batches, ("names", "parallelism")),
     ("ratio", config_checks.check_ratio, ("names",)),
-    ("model", inputs.check_model, ()),
+    ("model", model.check_model, ()),
     ("data", inputs.check_files, ("model",)),
     ("memory", memory.check_memory, ("model",)),
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
