@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("verl", reason="needs verl; stage 1 does not")
 
+from tests.support.actor import untie_embeddings  # noqa: E402
 from tests.support.gpu_update import ROOT, look_at_update, write_llama  # noqa: E402
 
 ROWS = 16
@@ -112,6 +113,18 @@ def test_a_llama_of_the_same_weights_finds_the_same_bounds(task, folder, platfor
     assert bounds_of(seen) == bounds_of(reference("four micro-batches"))
     assert distance_of_rho(seen, reference("four micro-batches")) <= 1e-4
     tell("rho is off by", distance_of_rho(seen, reference("four micro-batches")))
+
+
+def test_fused_kernels_find_the_bounds_of_a_model_whose_embeddings_are_not_tied(task, folder, platform, tell):
+    model = untie_embeddings(task / "model", folder / "untied model")
+    seen = {}
+    for name in ("four micro-batches", "fused kernels"):
+        overrides = [f"{MODEL}.path='{model}'", *COMMON, *FLOAT32, *SETTINGS[name]]
+        (seen[name],) = look_at_update(folder / f"untied, {name}", overrides, platform, rows=ROWS)
+    logits, fused = seen.values()
+    assert bounds_of(fused) == bounds_of(logits)
+    assert distance_of_rho(fused, logits) <= 1e-4
+    tell("rho is off by", distance_of_rho(fused, logits))
 
 
 def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, rehearsal):
