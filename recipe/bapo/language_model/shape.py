@@ -2,15 +2,16 @@
 """Stand-ins of the language model's shape, against which preflight checks what is not made yet.
 
 The config is the model's own. The tokenizer makes a token of every byte, so that no prompt has more tokens with the
-model's own one; its other words, up to the size of the vocabulary, are never used. The weights are a header alone.
+model's own one; its other words, up to the size of the vocabulary, are never used. The weights are
+headers without numbers.
 """
 
 import json
-import struct
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from recipe.bapo.checks.headers import write_headers
 from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING, START
 
 
@@ -29,7 +30,4 @@ def write_shape(folder: Path, vocabulary: int | None = None) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"eos_token": END, "pad_token": PADDING, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
-    size = config["hidden_size"]
-    tensor = {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}
-    header = json.dumps({"model.norm.weight": tensor}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * size))
+    write_headers(folder)
