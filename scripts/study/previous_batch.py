@@ -57,7 +57,6 @@ HARD = [replace(plan.HARD_EPOCHS, rates=HARD_RATES), replace(plan.HARD_PARTIAL, 
 LARGER = replace(plan.LARGER, rates=(1e-3,))
 DESCRIBED = [*((place, "bapo@0.38") for place in HARD), (LARGER, "bapo@0.47")]  # a place and its exact method
 
-
 # The follow-up: the hard task with epochs, whose 20 seeds above left the margin.
 FOLLOW_UP_TABLE = plan.RESULTS / "previous_batch_hard.parquet"
 FOLLOW_UP_DONE = ROOT / "runs" / "study" / "previous_batch_hard"
@@ -69,6 +68,11 @@ HARD_EXACT, HARD_LAGGED = "bapo@0.38", "previous_batch:bapo@0.38"
 def follow_up_cells() -> list[Cell]:
     """The cells of the follow-up in the order in which they run."""
     return HARD[0].cells([HARD_EXACT, HARD_LAGGED])
+
+
+def follow_up_seeds_of(cell: Cell) -> list[int]:
+    """The seeds of each of these cells."""
+    return FOLLOW_UP_SEEDS
 
 
 def cells() -> list[Cell]:
@@ -99,8 +103,7 @@ def main():
     arguments = parser.parse_args()
     planned, table, folder, seeds = cells(), TABLE, DONE, seeds_of
     if arguments.follow_up:
-        planned, table, folder = follow_up_cells(), FOLLOW_UP_TABLE, FOLLOW_UP_DONE
-        seeds = lambda cell: FOLLOW_UP_SEEDS  # noqa: E731
+        planned, table, folder, seeds = follow_up_cells(), FOLLOW_UP_TABLE, FOLLOW_UP_DONE, follow_up_seeds_of
     if arguments.part == "all":
         run.run_missing(planned, arguments.workers, table, folder, seeds)
     if arguments.part in ("all", "gather"):
