@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Train with BAPO. With no variable set: without a GPU a tiny model learns to guess the sum of two dice, on the real
 # stack, in about ten minutes on 2 cores; with GPUs a small language model, which is made here from the package registry,
-# learns to sort four numbers. With MODEL_PATH, TRAIN_FILE and TEST_FILE: your model on your data.
+# learns to sort three numbers. With MODEL_PATH, TRAIN_FILE and TEST_FILE: your model on your data.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
 #   bash recipe/bapo/run_bapo_example.sh --preflight [--json]   only check machine, files and config; exit code 0 or 1

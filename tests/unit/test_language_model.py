@@ -23,17 +23,17 @@ from recipe.bapo.language_model.__main__ import write_stand_ins
 from recipe.bapo.language_model.shape import write_shape
 from recipe.bapo.launch import locks
 
-NUMBERS, SORTED = [64, 79, 25, 31], "25 31 64 79"
+NUMBERS, SORTED = [64, 79, 25], "25 64 79"
 
 
 def test_all_prompts_and_all_lines_have_one_length():
     rng = random.Random(7)
     for _ in range(200):
         numbers = task.draw_numbers(rng)
-        assert len(set(numbers)) == 4
+        assert len(set(numbers)) == 3
         # The model's tokenizer makes a token of each digit.
-        assert len(task.prompt_of(numbers)) == len("Sort: 64 79 25 31")
-    assert task.prompt_of(NUMBERS) == "Sort: 64 79 25 31"
+        assert len(task.prompt_of(numbers)) == len("Sort: 64 79 25")
+    assert task.prompt_of(NUMBERS) == "Sort: 64 79 25"
 
 
 def test_a_taught_answer_checks_honestly_and_stops_at_the_right_order():
@@ -56,17 +56,17 @@ def test_a_taught_answer_checks_honestly_and_stops_at_the_right_order():
 @pytest.mark.parametrize(
     "response, score",
     [
-        ("25 31 64 79 yes", 1.0),
-        ("64 25 31 79 no\n25 31 64 79 yes", 1.0),
-        ("25 31 64 79 yes\n", 1.0),
-        ("25 31 64 79 yes\n64 25 31 79 no", 0.0),  # it went on: the last line counts
-        ("25 31 64 79", 0.0),  # it does not say so
-        ("25 31 64 79 no", 0.0),  # right, and denied
-        ("25 31 79 64 yes", 0.0),  # a wrong claim
-        ("25 31 64 yes", 0.0),
-        ("25 31 64 79 79 yes", 0.0),
-        (" 25 31 64 79 yes", 0.0),
-        ("25 31 64 79 yes!", 0.0),
+        ("25 64 79 yes", 1.0),
+        ("64 25 79 no\n25 64 79 yes", 1.0),
+        ("25 64 79 yes\n", 1.0),
+        ("25 64 79 yes\n64 25 79 no", 0.0),  # it went on: the last line counts
+        ("25 64 79", 0.0),  # it does not say so
+        ("25 64 79 no", 0.0),  # right, and denied
+        ("25 79 64 yes", 0.0),  # a wrong claim
+        ("25 64 yes", 0.0),
+        ("25 64 79 79 yes", 0.0),
+        (" 25 64 79 yes", 0.0),
+        ("25 64 79 yes!", 0.0),
         ("", 0.0),
     ],
 )
@@ -202,7 +202,7 @@ def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_p
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
     message = [{"role": "user", "content": task.prompt_of(NUMBERS)}]
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.decode(ids) == "Sort: 64 79 25 31\n" and len(ids) == 18  # the model's own makes 15
+    assert tokenizer.decode(ids) == "Sort: 64 79 25\n" and len(ids) == 15  # the model's own makes 12
     assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # no tensor parallelism
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task: sort some numbers, check, and try again. The items, the warm-up's answers, verl's rows and the reward.
 
-Asked ``Sort: 64 79 25 31`` the model writes one order a line and says of each whether it is ascending::
+Asked ``Sort: 64 79 25`` the model writes one order a line and says of each whether it is ascending::
 
-    64 25 31 79 no
-    25 31 64 79 yes
+    64 25 79 no
+    25 64 79 yes
 
 An answer ends with the line that says yes. One that never does runs until the response is full, so failures are longer
 than successes, as with reasoning models. All prompts have the same number of tokens, and so have all lines.
@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator
 
 DATA_SOURCE = "bapo/sort"
-NUMBERS = 4  # of an item, each of two digits
+NUMBERS = 3  # of an item, each of two digits
 TRIES = 3  # lines that a response has room for
 # The model's tokenizer makes a token of each digit, of the spaces between numbers, of " no" and of the newline.
 TOKENS_OF_A_LINE = 3 * NUMBERS + 1

@@ -36,7 +36,7 @@ class Settings:
     rows: int = 16
     learning_rate: float = 1e-4
     first_lesson: float = 0.6
-    right: float = 0.22
+    right: float = 0.16
     seed: int = 1
     samples: int = 128
 
