@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give preflight the wrong inputs of docs/evidence/bad_inputs.md, and write into the page what it says of each.
+"""Give preflight the wrong inputs of docs/dev/bad_inputs.md, and write into the page what it says of each.
 
     .venv/bin/python -m scripts.bad_inputs [--only WORD]
 
@@ -29,7 +29,7 @@ from recipe.bapo.checks import config_errors
 from recipe.bapo.checks.preflight import run_preflight
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "evidence" / "bad_inputs.md"
+PAGE = ROOT / "docs" / "dev" / "bad_inputs.md"
 TASK = ROOT / "recipe" / "bapo" / "example" / "files"
 OF_THE_RUN_SCRIPT = ("experiment=example", "size=cpu_example", "trainer.nnodes=1", "trainer.n_gpus_per_node=1")
 OF_THE_MACHINE = ("another run is on this machine", "/dev/shm has")  # how lines begin that depend on what else runs

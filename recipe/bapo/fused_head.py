@@ -8,7 +8,7 @@ get a shard, and the first log-probs fail: ``aten.mm.default got mixed torch.Ten
 
 With this patch ``lm_head`` belongs to the unit of the whole model, as it does with tied embeddings. That unit is
 gathered while the model's forward runs, and again for the backward. Without fused kernels nothing changes. The same
-change was proposed to verl (pull request #7427, ``docs/upstream/fused_lm_head.md``).
+change was proposed to verl (pull request #7427, ``docs/dev/upstream/fused_lm_head.md``).
 
 Importing this module applies the patch. ``recipe.bapo.worker`` does so; a reference model, which verl builds before the
 actor's config, needs ``model.external_lib=recipe.bapo.fused_head`` as well.

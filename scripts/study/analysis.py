@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the third study's raw table to failures, primary tests and tables. docs/results/plan.md states the rules."""
+"""From the third study's raw table to failures, primary tests and tables. docs/dev/plan.md states the rules."""
 
 from collections.abc import Sequence
 from pathlib import Path

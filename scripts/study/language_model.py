@@ -7,7 +7,7 @@
 Model and task are those of ``recipe/bapo/language_model``, which has to be made before. After each rollout batch a run
 writes its rows to docs/results/language_model/NAME.parquet and its state (weights, optimizer, generators) to
 .cache/study/NAME.pt, about 2 GB, which goes when the run is complete. The same command takes a run up where it was
-stopped, and does nothing for a complete one. The plan is docs/results/plan_language_model.md.
+stopped, and does nothing for a complete one. The plan is docs/dev/plan_language_model.md.
 
 As in ``scripts.study.loop`` one model samples and trains in float32 in one process, and the old log-probs are the
 trainer's own. An update is cut into micro-batches, because the logits of a mini-batch would take gigabytes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the third study runs and which comparisons are declared; docs/results/plan.md says why. Both were written first.
+"""What the third study runs and which comparisons are declared; docs/dev/plan.md says why. Both were written first.
 
 A cell is all seeds of one method at one staleness and learning rate.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the bounds of the rollout batch before train as well as exact BAPO? The cells and the declared tests.
 
-docs/results/plan_previous_batch.md gives the reasons and the rules. Both were written before the data.
+docs/dev/plan_previous_batch.md gives the reasons and the rules. Both were written before the data.
 
 .venv/bin/python -m scripts.study.previous_batch            run what is missing; it resumes with the next cell
 .venv/bin/python -m scripts.study.previous_batch gather     put finished cells into the table, while others run

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the raw table of ``scripts.study.previous_batch`` to its tests and tables.
 
-docs/results/plan_previous_batch.md states the rules; what a failed run is comes from the third study.
+docs/dev/plan_previous_batch.md states the rules; what a failed run is comes from the third study.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The third study (docs/results/plan.md), on a CPU: about three hours on 2 quiet cores; resumed where it was stopped.
+# The third study (docs/dev/plan.md), on a CPU: about three hours on 2 quiet cores; resumed where it was stopped.
 # `run.sh --help` lists its parts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -9,10 +9,11 @@ import yaml
 from support.batches import make_batch
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = [
-    ROOT / name
-    for name in ("", "bapo", "configs", "docs", "docs/results", ".github", "recipe/bapo", "scripts", "tests")
-]
+FOLDERS = (
+    [ROOT]
+    + [ROOT / name for name in ("bapo", "configs", "recipe/bapo", "scripts", "tests", ".github")]
+    + [ROOT / "docs" / name for name in ("", "dev", "dev/upstream", "evidence", "results")]
+)
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 
 
