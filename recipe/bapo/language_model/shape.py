@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins of the language model's shape, against which preflight checks what is not made yet.
+"""Write stand-ins of the language model's shape, against which preflight checks a model that is not made yet.
 
-The config is the model's own. The tokenizer makes a token of every byte, so that no prompt has more tokens with the
-model's own one; its other words, up to the size of the vocabulary, are never used. The weights are
-headers without numbers.
+The config is the model's own. The tokenizer makes a token of every byte, so no prompt has more tokens with the model's
+own tokenizer. The other words fill the vocabulary and are never used. The weights are headers without numbers.
 """
 
 import json

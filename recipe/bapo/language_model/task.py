@@ -1,38 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task: sort some numbers, check, and try again. The items, the warm-up's answers, verl's rows and the reward.
+"""The task: sort three numbers, check, and try again. Items, answers for the warm-up, verl's rows, and the reward.
 
-Asked ``Sort: 64 79 25`` the model writes one order a line and says of each whether it is ascending::
+The prompt is ``Sort: 64 79 25``. The model writes one order a line and says of each whether it is ascending::
 
     64 25 79 no
     25 64 79 yes
 
-An answer ends with the line that says yes. One that never does runs until the response is full, so failures are longer
-than successes, as with reasoning models. All prompts have the same number of tokens, and so have all lines.
+An answer ends with the line that says yes. An answer that never says yes runs until the response is full, so wrong
+answers are longer than right ones, as with reasoning models. All prompts have the same number of tokens, and so do all
+lines.
 """
 
 import random
 from collections.abc import Iterator
 
 DATA_SOURCE = "bapo/sort"
-NUMBERS = 3  # of an item, each of two digits
-TRIES = 3  # lines that a response has room for
-# The model's tokenizer makes a token of each digit, of the spaces between numbers, of " no" and of the newline.
+NUMBERS = 3  # in an item, each with two digits
+TRIES = 3  # lines for which a response has room
+# The model's tokenizer makes one token of each digit, each space between numbers, " no", and the newline.
 TOKENS_OF_A_LINE = 3 * NUMBERS + 1
 MAX_RESPONSE = TRIES * TOKENS_OF_A_LINE
 
 
 def prompt_of(numbers: list[int]) -> str:
-    """The user's message."""
+    """Return the user's message."""
     return f"Sort: {_joined(numbers)}"
 
 
 def draw_numbers(rng: random.Random) -> list[int]:
-    """The numbers of an item, all different."""
+    """Draw the numbers of an item, all different."""
     return rng.sample(range(10, 100), NUMBERS)
 
 
 def teach(numbers: list[int], right: float, rng: random.Random) -> str:
-    """An answer for the warm-up: it checks honestly, and a share of ``right`` of its lines has the right order."""
+    """Write an answer for the warm-up. It checks honestly; each line has the right order with probability ``right``."""
     answer = ""
     for _ in range(TRIES):
         if rng.random() < right:
@@ -45,7 +46,7 @@ def teach(numbers: list[int], right: float, rng: random.Random) -> str:
 
 
 def draw_rows(split: str, count: int) -> Iterator[dict]:
-    """Rows in verl's schema; ``split`` is the seed, so that other splits have other items."""
+    """Draw rows in verl's schema. ``split`` seeds the draw, so each split has its own items."""
     rng = random.Random(split)
     for index in range(count):
         numbers = draw_numbers(rng)
@@ -59,7 +60,10 @@ def draw_rows(split: str, count: int) -> Iterator[dict]:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's reward signature: 1 if the last line of ``solution_str`` is exactly the right order and a yes, else 0."""
+    """Return 1 if the last line of ``solution_str`` is exactly the right order followed by yes, else 0.
+
+    verl calls reward functions with these four arguments.
+    """
     return float(solution_str.rstrip().rpartition("\n")[2] == f"{ground_truth} yes")
 
 

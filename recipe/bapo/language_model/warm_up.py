@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: supervised steps on the task's own answers, until about a third of the model's answers is right.
+"""The warm-up: supervised steps on made-up answers, after which about a third of the model's answers are right.
 
-Were hardly any right, most groups of answers would be all wrong and teach reinforcement learning nothing. Were nearly
-all right, nothing would be left to learn. So the warm-up first teaches the format, sorting and honest checking, with
-many right tries, and then, with few of them, to try badly. To try well again is left to reinforcement learning.
+If hardly any answer were right, most groups of answers would be all wrong and would teach reinforcement learning
+nothing. If nearly all were right, nothing would be left to learn. The first lesson therefore has many right tries and
+teaches the format, how to sort, and how to check honestly. The second has few right tries and teaches the model to try
+badly. Learning to try well again is left to reinforcement learning.
 """
 
 import random
@@ -18,38 +19,40 @@ from tqdm import tqdm
 
 from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_numbers, draw_rows, prompt_of, teach
 
-IGNORED = -100  # label of what is not an answer
+IGNORED = -100  # label of the tokens outside the answer
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the warm-up.
+    """Settings of the warm-up.
 
     Attributes:
-        steps: optimizer steps, each on ``rows`` items of its own.
-        learning_rate: of AdamW, reached after 10 steps and falling to nothing in a straight line.
-        first_lesson: share of the steps in which half of the tries are right; then a share of ``right`` is.
-        samples: answers by which the share of right ones is measured at the end.
+        steps: number of optimizer steps.
+        rows: items of a step; every step draws new ones.
+        learning_rate: AdamW's, reached after 10 steps; it then falls linearly to zero.
+        first_lesson: share of the steps that belong to the first lesson, in which half of the tries are right.
+        right: share of right tries in the second lesson. With three tries, 0.11 makes 30 % of the taught answers right.
+        samples: number of answers sampled at the end, to measure the share of right ones.
     """
 
     steps: int = 120
     rows: int = 16
     learning_rate: float = 1e-4
     first_lesson: float = 0.6
-    right: float = 0.16
+    right: float = 0.11
     seed: int = 1
     samples: int = 128
 
 
 def autocast(device: torch.device):
-    """bfloat16 where the device multiplies it faster than float32; on other CPUs it would be slower."""
+    """Return bfloat16 autocast where the device multiplies bfloat16 fast; on other CPUs it would be slower."""
     if device.type == "cpu" and not any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16"))):
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
 
 
 def encode_batch(tokenizer, rows: int, right: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels ``(rows, L)`` of the task's own answers; prompts and padding have the label ``IGNORED``."""
+    """Return token ids and labels ``(rows, L)`` of taught answers; prompts and padding have the label ``IGNORED``."""
     ids, labels = [], []
     for _ in range(rows):
         numbers = draw_numbers(rng)
@@ -72,13 +75,13 @@ def warm_up(model, tokenizer, settings: Settings, device: torch.device) -> None:
         optimizer, lambda step: min((step + 1) / 10, 1.0) * (1 - step / settings.steps)
     )
     model.to(device).train()
-    interval = 0.5 if sys.stderr.isatty() else 30.0  # a file gets a line now and then
+    interval = 0.5 if sys.stderr.isatty() else 30.0  # a log file gets a line every 30 seconds
     progress = tqdm(range(settings.steps), desc="  warming up", unit="step", mininterval=interval)
     for step in progress:
         right = 0.5 if step < settings.first_lesson * settings.steps else settings.right
         ids, labels = (plane.to(device) for plane in encode_batch(tokenizer, settings.rows, right, rng))
         with autocast(device):
-            # The last layer, a fifth of the work, of the answers alone.
+            # The output layer is a fifth of the work, so it runs on the answers' tokens alone.
             hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
             taught = labels[:, 1:] != IGNORED
             logits = model.lm_head(hidden[taught])
@@ -93,7 +96,7 @@ def warm_up(model, tokenizer, settings: Settings, device: torch.device) -> None:
 
 @torch.no_grad()
 def share_of_right_answers(model, tokenizer, samples: int, device: torch.device) -> float:
-    """Mean reward of one answer each to ``samples`` items, sampled at temperature 1."""
+    """Return the mean reward of ``samples`` items, each answered once at temperature 1."""
     rows = list(draw_rows("warm-up", samples))
     prompts = [tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows]
     model.to(device).eval()
