@@ -28,7 +28,15 @@ from scripts.study.previous_batch import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {name: (DOCS / f"{name}.md").read_text() for name in ("results", "choosing", "log", "performance")}
+PAGES = {
+    page.stem: page.read_text()
+    for page in (
+        DOCS / "results" / "small_networks.md",
+        DOCS / "choosing.md",
+        DOCS / "dev" / "log.md",
+        DOCS / "performance.md",
+    )
+}
 TEXT = {name: " ".join(page.split()) for name, page in PAGES.items()}
 
 
@@ -68,10 +76,10 @@ def test_the_code_that_made_the_numbers_was_committed(frame):
 
 def test_the_tests_of_speed(frame):
     for line in tables.speed_table(frame):
-        assert not line or line in PAGES["results"].splitlines(), line
+        assert not line or line in PAGES["small_networks"].splitlines(), line
     assert all(map(tables.within_margin, speed(frame)))  # "the lagged bounds pass at all four places"
     upper = [f"{np.exp(analysis.interval(differences)[1]):.3f}" for differences in speed(frame)]
-    assert "upper ends of the four intervals are {}, {}, {} and {},".format(*upper) in TEXT["results"]
+    assert "upper ends of the four intervals are {}, {}, {} and {},".format(*upper) in TEXT["small_networks"]
     for page in ("choosing", "log"):
         assert "0.97, 0.99, 1.01 and 0.98 times" in TEXT[page] and ratios(frame) == ["0.97", "0.99", "1.01", "0.98"]
 
@@ -80,8 +88,8 @@ def test_the_test_of_failing(frame):
     differences = tables.against(frame, PARTIAL_128, LAGGED, measure="failing")
     assert tables.failing_verdicts(differences) == {"fails more": False, "not much more": True}
     said = f"on 480 seeds {failed(frame, LAGGED)} runs fail with the lagged bounds and {failed(frame, EXACT)} with"
-    assert said in TEXT["results"] and len(differences) == 480
-    assert f"The difference of the shares is {tables.signed(differences)}" in TEXT["results"]
+    assert said in TEXT["small_networks"] and len(differences) == 480
+    assert f"The difference of the shares is {tables.signed(differences)}" in TEXT["small_networks"]
     for page in ("choosing", "log"):
         assert f"{failed(frame, LAGGED)} against {failed(frame, EXACT)} of 480 runs" in TEXT[page]
 
@@ -90,11 +98,11 @@ def test_what_the_task_can_tell(frame):
     within = {method: [tables.within_margin(differences) for differences in speed(frame, method)] for method in BESIDE}
     assert not any(within.pop(NARROW)) and all(map(all, within.values()))
     narrow = sorted(ratios(frame, NARROW))
-    assert f"[0.6, 1.2] needs {narrow[0]} to {narrow[-1]} times the updates" in TEXT["results"]
+    assert f"[0.6, 1.2] needs {narrow[0]} to {narrow[-1]} times the updates" in TEXT["small_networks"]
     seeds = set(analysis.at_place(frame, PARTIAL_128, WIDE)["seed"])
     assert len(seeds) == 160
     said = f"it fails in {failed(frame, NARROW)} of 160 runs where exact BAPO fails in {failed(frame, EXACT, seeds)}."
-    assert said in TEXT["results"] and f"fail in {failed(frame, WIDE)} of the 160" in TEXT["results"]
+    assert said in TEXT["small_networks"] and f"fail in {failed(frame, WIDE)} of the 160" in TEXT["small_networks"]
     faster = [np.exp(analysis.interval(differences)[1]) < 1 for differences in speed(frame, WIDE)]
     assert faster == [True, False, True, True]  # "faster than exact BAPO at three places"
     epochs, one_epoch, delay, partial = ratios(frame, WIDE)
@@ -104,10 +112,10 @@ def test_what_the_task_can_tell(frame):
 def test_how_far_the_bounds_are(frame):
     rows = [tables.lag_row(frame, cell) for place in PLACES for cell in place.cells([LAGGED])]
     differ = sorted(round(100 * float(row[3])) for row in rows)
-    for page in ("results", "log"):
+    for page in ("small_networks", "log"):
         assert f"in {differ[0]} to {differ[-1]} % of the updates of a cell" in TEXT[page]
     distances = sorted(float(row[4]) for row in rows)
-    assert f"by {distances[0]:.2f} to {distances[-1]:.2f} in `c_high`" in TEXT["results"]
+    assert f"by {distances[0]:.2f} to {distances[-1]:.2f} in `c_high`" in TEXT["small_networks"]
 
 
 def test_the_other_tasks(frame):
@@ -117,10 +125,10 @@ def test_the_other_tasks(frame):
         counts = [int(analysis.at_place(frame, place, method)["failed"].sum()) for method in (lagged, exact)]
         found.append((tables.ratio(tables.against(frame, place, lagged, exact)), *counts))
     hard, partial, larger = found
-    assert f"the ratio is {hard[0]} with epochs and {partial[0]} with partial rollout" in TEXT["results"]
-    assert f"and {hard[1]} and {partial[1]} of 80 lagged runs fail and no exact ones" in TEXT["results"]
+    assert f"the ratio is {hard[0]} with epochs and {partial[0]} with partial rollout" in TEXT["small_networks"]
+    assert f"and {hard[1]} and {partial[1]} of 80 lagged runs fail and no exact ones" in TEXT["small_networks"]
     assert hard[2] == partial[2] == 0
-    assert f"10 seeds) the ratio is {larger[0]}" in TEXT["results"]
+    assert f"10 seeds) the ratio is {larger[0]}" in TEXT["small_networks"]
 
 
 def test_the_follow_up():
@@ -134,5 +142,5 @@ def test_the_follow_up():
     assert verdicts == {"fails more": False, "not much more": True}  # "The hint did not hold."
     lagged, exact = (analysis.at_place(frame, HARD[0], m)["failed"].sum() for m in (HARD_LAGGED, HARD_EXACT))
     said = f"their data: {tables.ratio(speed)}, and {lagged} of 240 lagged runs fail and {exact} exact ones"
-    assert said in TEXT["results"]
+    assert said in TEXT["small_networks"]
     assert f"epochs it needed {np.exp(speed.mean()):.2f} times the updates" in TEXT["choosing"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/results.md and the tables that decide say follows from the third study's raw table."""
+"""What docs/results/small_networks.md and the tables that decide say follows from the third study's raw table."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,15 @@ from scripts.study import analysis
 from scripts.study.plan import DELAY, DELAY_FREE, EPOCHS, EPOCHS_FREE, HARD_EPOCHS, LARGER, PARTIAL, RESULTS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "results.md").read_text()
-TEXT, README, CHOOSING = (
+PAGE = (DOCS / "results" / "small_networks.md").read_text()
+TEXT, OVERVIEW, README, CHOOSING = (
     " ".join(path.read_text().split())
-    for path in (DOCS / "results.md", DOCS.parent / "README.md", DOCS / "choosing.md")
+    for path in (
+        DOCS / "results" / "small_networks.md",
+        DOCS / "results.md",
+        DOCS.parent / "README.md",
+        DOCS / "choosing.md",
+    )
 )
 PLACES = (EPOCHS, DELAY, PARTIAL)
 DEFAULT_GSPO = "gspo@clip_ratio_low=0.2,clip_ratio_high=0.2"  # verl's default bounds
@@ -74,7 +79,9 @@ def test_bapo_is_faster_than_grpo(tests):
     assert f"on a harder one to 0.35 in {100 * (1 - float(*ratios(hard))):.0f} %, with" in TEXT
     larger = ratios(rows(tests, "bapo@0.47", "grpo", [LARGER]))
     fewer = sorted(round(100 * (1 - float(ratio))) for ratio in [*ratios(found), *ratios(hard), *larger])
-    assert f"reached a target reward in {fewer[0]} to {fewer[-1]} % fewer updates than GRPO" in README
+    assert "needed a third to a half fewer updates than GRPO" in README and 33 <= fewer[0] < fewer[-1] <= 50
+    least, *_, most = sorted(ratios(found))
+    assert f"It needs {least} to {most} of GRPO's updates to reach the target reward" in OVERVIEW
 
 
 def test_the_larger_model(frame, tests):
@@ -113,6 +120,8 @@ def test_the_upper_bound_alone_is_as_good(tests):
     assert rows(tests, "bapo@0.4", "high_only", claim="equivalence")["holm"].min() > 0.05
     hard = ratios(rows(tests, "bapo@0.38", "high_only", [HARD_EPOCHS]))
     assert "On the hard task BAPO 0.38 needs {} times as many".format(*hard) in TEXT
+    assert "needs {2} to {1} times their updates".format(*ratios(found)) in OVERVIEW
+    assert "needs {}, {} and {} times the updates of [0.8, 3.0] with epochs".format(*ratios(found)) in OVERVIEW
     said = "BAPO needed {} (epochs), {} (delay) and {} (partial rollout) of its updates on the retry task, {} on a"
     assert said.format(*ratios(found), *hard) in CHOOSING
 
@@ -126,6 +135,7 @@ def test_what_the_search_is_worth(tests):
     found = rows(tests, "bapo@0.4", "own_mean:bapo@0.4")
     said = "as fixed bounds BAPO needs {}, {} and {} of the updates; the first and third".format(*ratios(found))
     assert said in TEXT and (found["holm"] < 0.05).tolist() == [True, False, True]
+    assert "mean as fixed bounds BAPO needs {}, {} and {} of the updates".format(*ratios(found)) in OVERVIEW
     schedule = ratios(rows(tests, "bapo@0.4", "schedule", [EPOCHS]))
     assert "BAPO needs {} of its updates".format(*schedule) in TEXT
 
@@ -181,6 +191,7 @@ def test_entropy(frame, tests):
     bapo, wide, grpo, gspo = nats.values()
     assert f"ends with {bapo[0]} nats with epochs, [0.8, 3.0] with {wide[0]}, GRPO with {grpo[0]}" in TEXT
     assert f"with delay {bapo[1]}, {wide[1]} and {grpo[1]}; with partial rollout {bapo[2]}, {wide[2]} and" in TEXT
+    assert f"more entropy with epochs, {bapo[0]} against {wide[0]} nats" in OVERVIEW
     of_default = [f"{final(frame, place, DEFAULT_GSPO, 'entropy'):.2f}" for place in (EPOCHS, DELAY)]
     said = "GSPO ends above GRPO at all three: {}, {} and {}; with [0.8, 1.2] at {} and {}"
     assert said.format(*gspo, *of_default) in TEXT
@@ -203,6 +214,7 @@ def test_how_often_bounds_move(frame):
     by_cell = ["source", "staleness", "learning_rate"]
     rows = frame[(frame["task"] == "chain") & (frame["method"] == "bapo@0.4") & (frame["dual_clip"] == 3)]
     moved = rows.groupby(by_cell)["on_the_way"].mean()
+    assert f"in {100 * moved.min():.0f} to {100 * moved.max():.0f} % of the updates, depending" in OVERVIEW
     assert f"by moving in {moved.min():.2f} to {moved.max():.2f} of the updates of a cell" in TEXT
     assert f"{moved.min():.2f} to {moved.max():.2f} is what the third study's retry task had" in CHOOSING
     rows = analysis.at_place(frame, HARD_EPOCHS, "bapo@0.48")
@@ -225,7 +237,7 @@ def test_what_grpo_clips_and_where_runs_fail(frame):
     grpo = frame[(frame["method"] == "grpo") & (frame["source"] != "fresh")].groupby("cell")["no_gradient_positive"]
     least, most = (f"{100 * share:.0f}" for share in (grpo.mean().min(), grpo.mean().max()))
     assert f"GRPO clips {least} to {most} % of the positive tokens here" in TEXT
-    assert f"Our small networks clip {least} to {most} % of the positive tokens" in README
+    assert f"GRPO clips {least} to {most} % of the positive tokens, where" in OVERVIEW
     rows = [analysis.at_place(frame, place, m) for place in PLACES for m in ("grpo", "bapo@0.4", "high_only")]
     by_rate = sum(part.groupby("learning_rate")["failed"].sum() for part in rows)
     assert by_rate.iloc[-1] > 0.95 * by_rate.sum()  # "nearly all failures were at the highest of three"
