@@ -2,13 +2,12 @@
 """The example in one process, seed after seed: what its settings, its test's ranges and its description rest on.
 
 python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/results/example_loop.jsonl
-python -m scripts.study.example updates     # the first updates of seed 1: docs/results/example_updates.jsonl
 """
 
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
@@ -21,16 +20,6 @@ from scripts.study.methods import config_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "example_loop.jsonl"
-UPDATES = ROOT / "docs" / "results" / "example_updates.jsonl"  # of the README's picture
-PICTURED = 96  # of them
-SEARCHED = {  # the name in the file, and that of the measure
-    "clip_low": "low",
-    "clip_high": "high",
-    "positive_contribution_start": "positive_contribution_start",
-    "positive_contribution": "positive_contribution",
-    "search_steps": "search_steps",
-    "saturated": "saturated",
-}
 MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
 
 
@@ -76,14 +65,6 @@ def run(seed: int) -> dict:
     }
 
 
-def keep_updates() -> None:
-    """Store what the searches of the first updates of seed 1 found."""
-    config, settings = example_settings()
-    updates = train(MODEL, config, 1, replace(settings, updates=PICTURED)).updates
-    rows = [{name: round(update[key], 4) for name, key in SEARCHED.items()} for update in updates]
-    UPDATES.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def mean(values: list[float]) -> float:
     """To four digits."""
     return round(sum(values) / len(values), 4)
@@ -96,10 +77,8 @@ def by_step(updates: list[dict], key: str, per_step: int) -> list[float]:
 
 
 def main():
-    """Command line: first and last seed, or ``updates``. Seeds that are in the file are left out."""
+    """Command line: first and last seed. Seeds that are in the file are left out."""
     torch.set_num_threads(1)
-    if sys.argv[1:] == ["updates"]:
-        return keep_updates()
     first, last = map(int, sys.argv[1:])
     config, settings = example_settings()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
