@@ -19,7 +19,7 @@ from recipe.bapo.records.metrics import read_metrics
 from recipe.bapo.report.facts import report_on
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
-README = (ROOT / "README.md").read_text()
+README, YOUR_OWN_RUN = ((ROOT / page).read_text() for page in ("README.md", "docs/your_own_run.md"))
 SEARCHED = ("low", "high", "positive_contribution", "saturated")
 
 
@@ -164,6 +164,24 @@ def check_exact_bounds(tmp_path, data, ranks=1):
         assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(bounds) / 2)
 
 
+def check_bounds_of_the_batch_before(tmp_path, data, updates, on_a_batch, ranks=1):
+    """Each update uses what a literal search finds on the tokens of the same update of the batch before.
+
+    Returns the bounds ``(low, high)`` of each update.
+    """
+    assert all(set(metrics) >= METRICS for metrics in data)
+    records = [(tmp_path / "bounds" / f"rank{rank}.jsonl").read_text() for rank in range(ranks)]
+    assert all(record == records[0] for record in records)
+    lines = [json.loads(line) for line in records[0].splitlines()]
+    assert len(lines) == updates and {line["source"] for line in lines} == {"previous_batch"}
+    searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
+    assert len(searched) == updates
+    used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
+    # On the first batch, the latest search; before there is one, the start of the ranges.
+    assert used == [(0.6, 1.2), *searched[: on_a_batch - 1], *searched[: updates - on_a_batch]]
+    return used
+
+
 def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
     lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", README, re.M)
     assert tuple(lines) == TWO_LINES
@@ -171,7 +189,7 @@ def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, t
 
 
 def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp_path, task):
-    lines = re.findall(r"^    (\+?actor_rollout_ref\.actor\.policy_loss\.bound_scope=\S+)", README, re.M)
+    lines = re.findall(r"^    (\+?actor_rollout_ref\.actor\.policy_loss\.bound_scope=\S+)", YOUR_OWN_RUN, re.M)
     assert lines == [f"+{LOSS}.bound_scope=previous_batch"]
     passes = tmp_path / "passes.txt"
     data = run_verls_own(
@@ -189,46 +207,48 @@ def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp
     # In each of two steps verl recomputes the old log-probs, and then there are four updates.
     assert passes.read_text().split() == ["infer", *4 * ["train"]] * 2
     assert all(set(metrics) >= METRICS for metrics in data)
-    lines = [json.loads(line) for line in (tmp_path / "bounds" / "rank0.jsonl").read_text().splitlines()]
-    assert len(lines) == 8 and {line["source"] for line in lines} == {"previous_batch"}
-    searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
-    used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
-    assert used == [(0.6, 1.2), *searched[:3], *searched[:4]]
+    used = check_bounds_of_the_batch_before(tmp_path, data, updates=8, on_a_batch=4)
     for step, metrics in enumerate(data):
         highs = [high for _, high in used[4 * step : 4 * step + 4]]
         assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(highs) / 4)
 
 
+ASYNCHRONOUS = {
+    "colocate_async": ["trainer.v1.trainer_mode=colocate_async"],
+    "separate_async": [
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    ],
+}
+DYNAMIC = [
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, overrides",
-    {
-        "dynamic batches": (
-            1,
-            [
-                "actor_rollout_ref.actor.use_dynamic_bsz=true",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96",
-                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
-            ],
-        ),
-        "two ranks": (2, []),
-        "colocate_async": (1, ["trainer.v1.trainer_mode=colocate_async"]),
-        "separate_async": (
-            1,
-            [
-                "trainer.v1.trainer_mode=separate_async",
-                "trainer.v1.separate_async.parameter_sync_step=2",
-                "actor_rollout_ref.rollout.nnodes=1",
-                "actor_rollout_ref.rollout.n_gpus_per_node=1",
-            ],
-        ),
-    }.values(),
-    ids=["dynamic batches", "two ranks", "colocate_async", "separate_async"],
+    [(1, DYNAMIC), (2, []), *((1, overrides) for overrides in ASYNCHRONOUS.values())],
+    ids=["dynamic batches", "two ranks", *ASYNCHRONOUS],
 )
 def test_the_two_lines_are_exact_with(ranks, overrides, tmp_path, task):
     record = f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"
     data = run_verls_own(tmp_path, task, *TWO_LINES, record, f"trainer.n_gpus_per_node={ranks}", *overrides)
     check_exact_bounds(tmp_path, data, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, on_a_batch", [("colocate_async", 2), ("separate_async", 1)])
+def test_the_third_line_takes_the_bounds_of_the_batch_before_with(mode, on_a_batch, tmp_path, task):
+    folders = (f"+{LOSS}.bounds_record_dir={tmp_path}/bounds", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
+    scope = f"+{LOSS}.bound_scope=previous_batch"
+    data = run_verls_own(tmp_path, task, *TWO_LINES, scope, *folders, *ASYNCHRONOUS[mode])
+    # In separate_async each of the two local steps of a step is a call of one update, hence a batch of its own.
+    check_bounds_of_the_batch_before(tmp_path, data, updates=4, on_a_batch=on_a_batch)
 
 
 @pytest.mark.slow
