@@ -6,7 +6,8 @@
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
 #     1   search and loss against the CPU: torch and pytest alone, a minute
 #     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, about ten minutes
-#     3   the example, whole, then replay: Ray and vLLM, about ten minutes; two runs at once where there are two GPUs
+#     3   the example, whole, then replay, then a language model that learns to sort: Ray and vLLM, about twenty minutes;
+#         two runs at once where there are two GPUs
 #   --rehearse     on the CPU platform, to try the check itself; says nothing about a GPU
 #   --wheels DIR   for a machine without network: take the Python that is there (BAPO_PYTHON, or python3) and beside what
 #                  it has the wheels in DIR, installed into a temporary folder. What the stages need is listed below.

