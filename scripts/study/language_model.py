@@ -3,6 +3,7 @@
 
     .venv/bin/python -m scripts.study.language_model list
     .venv/bin/python -m scripts.study.language_model run grpo-epochs-1e-5-seed1 [--threads 2]
+    .venv/bin/python -m scripts.study.language_model table
 
 Model and task are those of ``recipe/bapo/language_model``, which has to be made before. After each rollout batch a run
 writes its rows to docs/results/language_model/NAME.parquet and its state (weights, optimizer, generators) to
@@ -43,6 +44,7 @@ MICRO_BATCH = 16  # responses of a forward
 SAMPLED_AT_ONCE = 128
 HELD_OUT = 128  # items, each answered once after every rollout batch
 DUAL_CLIP = 3.0
+TARGET = config_of("bapo").positive_contribution_target
 # Mini-batches of a rollout batch and epochs on it: 16 updates on each either way.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
@@ -266,13 +268,51 @@ def is_complete(run: Run, path: Path) -> bool:
     return path.exists() and pd.read_parquet(path, columns=["rollout"])["rollout"].max() + 1 == run.rollouts
 
 
+def table_row(rows: pd.DataFrame) -> dict[str, str]:
+    """The plan's figures of a run: means over the updates after the first on each rollout batch.
+
+    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] below the target,
+    and what BAPO's search would have done.
+    """
+    later = rows[rows["place"] > 0]
+    out_of_reach, met = later["bapo_saturated"] > 0, (later["bapo_search_steps"] == 0) & (later["bapo_saturated"] == 0)
+    held_out, means = rows["held_out_reward"].dropna(), later.mean(numeric_only=True)
+    return {
+        "run": f"`{rows['method'].iloc[0]}-{rows['source'].iloc[0]}-{rows['learning_rate'].iloc[0]}`",
+        "updates": str(len(rows)),
+        "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
+        "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
+        "rho": f"{means['bapo_positive_contribution_start']:.3f}",
+        "below": f"{(later['bapo_positive_contribution_start'] < TARGET).mean():.2f}",
+        "met": f"{met.mean():.2f}",
+        "moved": f"{1 - met.mean() - out_of_reach.mean():.2f}",
+        "out of reach": f"{out_of_reach.mean():.2f}",
+        "effective sample size": f"{means['effective_sample_size']:.3f}",
+        "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
+        "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
+        "held-out reward by rollout batch": ", ".join(f"{reward:.2f}" for reward in held_out),
+    }
+
+
+def print_table(folder: Path = ROWS) -> None:
+    """Print a row for each run that has begun, as markdown."""
+    rows = [table_row(pd.read_parquet(path)) for path in sorted(folder.glob("*.parquet"))]
+    if rows:
+        print(f"| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
+    for row in rows:
+        print(f"| {' | '.join(row.values())} |")
+
+
 def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["list", "run"])
+    parser.add_argument("part", choices=["list", "run", "table"])
     parser.add_argument("names", nargs="*", help="of `run`; without one all that are planned, one after the other")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
+    if arguments.part == "table":
+        print_table()
+        return 0
     if arguments.part == "list":
         for run in PLANNED:
             print("complete" if is_complete(run, ROWS / f"{run.name}.parquet") else "to do   ", run.name)
