@@ -103,7 +103,7 @@ def test_the_larger_model(frame, tests):
     assert said.format(cispo, runs, dppo, topr) in TEXT
     nats = {m: f"{final(frame, LARGER, m, 'entropy'):.2f}" for m in ("grpo", "high_only", "bapo@0.4", "bapo@0.47")}
     assert "GRPO {}, [0.8, 3.0] {}, BAPO 0.40 {}, BAPO 0.47 {}".format(*nats.values()) in TEXT
-    assert f"with epochs, and {ratios(found)[1]} on a larger model" in CHOOSING
+    assert f"and {ratios(found)[1]} times on a larger model (target 0.47)" in CHOOSING
     targets = [analysis.at_place(frame, LARGER, f"bapo@{target}") for target in (0.4, 0.47, 0.5)]
     assert {round(float(rows["on_the_way"].mean()), 2) for rows in targets} == {0.01}
     drift = np.stack(analysis.at_place(frame, LARGER, "grpo")["rho_series"].to_list()).mean(0)
@@ -122,7 +122,8 @@ def test_the_upper_bound_alone_is_as_good(tests):
     assert "On the hard task BAPO 0.38 needs {} times as many".format(*hard) in TEXT
     assert "needs {2} to {1} times their updates".format(*ratios(found)) in OVERVIEW
     assert "needs {}, {} and {} times the updates of [0.8, 3.0] with epochs".format(*ratios(found)) in OVERVIEW
-    said = "BAPO needed {} (epochs), {} (delay) and {} (partial rollout) of its updates on the retry task, {} on a"
+    said = "needed {} (epochs), {} (late weights) and {} (partial rollout) times its updates on the retry task. With "
+    said += "targets that fit the task it needed {} times on a harder task with epochs (target 0.38)"
     assert said.format(*ratios(found), *hard) in CHOOSING
 
 

@@ -186,6 +186,12 @@ def test_the_verdict_is_about_the_bounds_of_the_run(tmp_path, metadata):
     ]
 
 
+@pytest.mark.parametrize("metadata, name", [(FIXED, "PPO's clip with fixed bounds"), (switches(), "bapo")])
+def test_the_loss_is_called_what_it_is(tmp_path, metadata, name):
+    dump = report_on(plant(tmp_path, updates=[1], loss_mode="bapo", **metadata))["dump"]
+    assert (dump["loss_mode"], dump["loss"]) == ("bapo", name)
+
+
 def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
     metadata = switches(contribution="gradient", token_weight="uniform") | {"bound_scope": "micro_batch"}
     verdict = report_on(plant(tmp_path, updates=[1], **metadata))["verdict"]

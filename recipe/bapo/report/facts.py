@@ -44,6 +44,7 @@ def report_on(folder: Path) -> dict:
             "updates": len(measured.statistics),
             "tokens": int(total["tokens"]),
             "loss_mode": about.get("loss_mode"),
+            "loss": _loss_name(about.get("loss_mode"), own),
             "bound_scope": about.get("bound_scope"),
         },
         "by_update": _rows(measured, "update"),
@@ -60,6 +61,13 @@ def report_on(folder: Path) -> dict:
         "unbounded": {**_spread_of_ratios(total), "largest_ratio": measured.largest_negative},
     }
     return {"verdict": verdict(report), "staleness": staleness(report), **report}
+
+
+def _loss_name(loss_mode, own):
+    """The loss as a reader calls it: with fixed bounds ``loss_mode=bapo`` is PPO's clip, for example of method=grpo."""
+    if loss_mode == "bapo" and own is not None and own.search is None:
+        return "PPO's clip with fixed bounds"
+    return loss_mode
 
 
 def _share(part, whole):
