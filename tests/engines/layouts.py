@@ -260,7 +260,8 @@ def main():
     parser.add_argument("--folder", type=Path, help="for what the ranks write (default: a temporary one)")
     arguments = parser.parse_args()
     install_packages()
-    import verl.workers.engine  # noqa: F401  once, for all ranks
+    # Once for all ranks, and before the rig replaces torch.cuda.Stream, which vLLM reads when it is imported.
+    import verl.workers.engine_workers  # noqa: F401
 
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="layouts-"))
     print(f"Everything the ranks write: {folder}")
