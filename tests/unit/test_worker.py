@@ -33,10 +33,10 @@ def batch_of_pairs(seed, masked=0.3):
     return old, log_prob, signs.expand_as(advantages).clone(), mask
 
 
-def worker_with(monkeypatch, scope="previous_batch", clip_ratio_c=3.0, **options):
+def worker_with(monkeypatch, scope="previous_batch", clip_ratio_c=3.0, rank=0, **options):
     loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET, **options)
     # verl reads the device of Metric's tensors; the loss returns numbers.
-    return make_worker(actor_config(loss, clip_ratio_c=clip_ratio_c), monkeypatch, model_config=MODEL)
+    return make_worker(actor_config(loss, clip_ratio_c=clip_ratio_c), monkeypatch, rank, MODEL)
 
 
 def update(worker, batch, cut=4):
@@ -147,6 +147,47 @@ def test_a_rank_that_is_no_source_adds_nothing_and_logs_nothing(monkeypatch):
     metrics = update(worker, batch_of_pairs(1))
     assert "actor/bapo/clip_low" not in metrics
     assert worker.earlier_bounds.latest.search_steps == 0  # of no token: the target counts as met
+
+
+@pytest.mark.parametrize("calls_the_loss", [False, True])
+def test_a_rank_that_is_no_source_holds_the_sources_bounds(monkeypatch, calls_the_loss):
+    """An earlier pipeline stage never calls the loss; a second tensor rank calls it with the tokens of the first."""
+    source, other = worker_with(monkeypatch), worker_with(monkeypatch)
+    other.engine.source = False
+    of_source = []
+
+    def all_reduce(vector, group):
+        """The sum over the two ranks, of which the source comes first."""
+        if of_source:
+            vector.add_(of_source.pop())
+        else:
+            of_source.append(vector.clone())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    start_batch(source), start_batch(other)
+    for seed in (1, 2):
+        batch = batch_of_pairs(seed)
+        update(source, batch)
+        if calls_the_loss:
+            update(other, batch)
+        else:
+            other.engine.train_batch([], other.loss_fn)
+        assert other.earlier_bounds.latest == source.earlier_bounds.latest
+        assert source.earlier_bounds.latest.search_steps > 0
+    assert other.engine.steps == 2
+
+
+@pytest.mark.parametrize("source, dumps", [(True, 3), (False, 0)])
+@pytest.mark.parametrize("share", [0, 1])
+def test_every_rank_keeps_a_record_and_each_source_dumps_its_own_tokens(monkeypatch, tmp_path, source, dumps, share):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    worker = worker_with(monkeypatch, rank=3, bounds_record_dir=str(tmp_path), token_dump_dir=str(dump))
+    worker.engine.source, worker.engine.data_parallel_rank = source, share
+    start_batch(worker)
+    update(worker, batch_of_pairs(1))
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["rank3.jsonl"]
+    assert len(list(dump.iterdir())) == dumps
 
 
 BAD = {"old_log_prob": 0, "log_prob": 1, "advantages": 2}
