@@ -72,6 +72,7 @@ def failures(task, files):
         ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
+        ("+trainer.remote_backend=arctic", "no key trainer.remote_backend: remove it"),  # a later verl's
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would take.
         (

@@ -13,6 +13,7 @@ from support.gpus import SHAPES, pretend_gpus, write_model
 
 from recipe.bapo.checks import CheckWarning, machine, memory, model, preflight
 from recipe.bapo.checks import config as checks
+from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.launch import locks
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -60,9 +61,15 @@ def lines_of_engine(engine, monkeypatch, task, *overrides):
 
 
 @pytest.mark.parametrize("engine", ["torchtitan", "veomni"])
-def test_another_engine_composes_and_is_refused_and_nothing_else_is_said(engine, monkeypatch, task):
+def test_another_engine_composes_and_is_refused_with_the_reason_and_nothing_else_is_said(engine, monkeypatch, task):
     (line,) = lines_of_engine(engine, monkeypatch, task)
     assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
+    assert line.detail.endswith(UNSUPPORTED_STRATEGIES[engine])
+
+
+def test_an_engine_without_a_config_of_its_actor_is_unknown(monkeypatch, task):
+    (line,) = lines_of_engine("automodel", monkeypatch, task)
+    assert line.status == "failed" and "Could not find 'model_engine/automodel'" in line.detail
 
 
 # The sizes here are FSDP's: with Megatron a run sets its strategy and takes away the keys that Megatron does not have.
@@ -78,10 +85,30 @@ def test_megatron_needs_previous_batch_and_what_knows_fsdp_alone_keeps_silent(mo
     lines = {line.name: line for line in lines_of_megatron(monkeypatch, task)}
     refused = lines["verl's rules"]
     assert refused.status == "failed" and "bound_scope=mini_batch is not usable with strategy=meg" in refused.detail
-    assert {lines[name].detail for name in preflight.OF_FSDP} == {"not checked with model_engine=megatron"}
+    for name, unchecked in preflight.OF_FSDP.items():
+        assert lines[name].detail == f"not checked with model_engine=megatron: {unchecked}"
     options = [f"{ACTOR}.policy_loss.bound_scope=previous_batch", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
     lines = {line.name: line for line in lines_of_megatron(monkeypatch, task, *options)}
     assert lines["verl's rules"].status == "ok" and "bound_scope=previous_batch" in lines["verl's rules"].detail
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["policy_loss.bound_scope=micro_batch"], "bound_scope=micro_batch is not usable with strategy=megatron"),
+        (
+            [
+                "policy_loss.bound_scope=previous_batch",
+                "megatron.dynamic_context_parallel=true",
+                "megatron.max_seqlen_per_dp_cp_rank=4096",
+            ],
+            "megatron.dynamic_context_parallel=true is not usable with loss_mode=bapo",
+        ),
+    ],
+)
+def test_what_cannot_be_used_with_megatron_fails_before_ray_starts(monkeypatch, task, options, message):
+    lines = lines_of_megatron(monkeypatch, task, *(f"{ACTOR}.{option}" for option in options))
+    assert [message in line.detail for line in lines if line.status == "failed"].count(True) == 1
 
 
 def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):

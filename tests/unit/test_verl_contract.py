@@ -2,11 +2,13 @@
 """What we rely on in verl 0.9.1 and what a change would break without a word; the tests of the actor show the rest."""
 
 import ast
+import importlib.util
 import inspect
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import verl
@@ -101,3 +103,11 @@ def test_each_strategy_of_verls_actor_configs_is_known_here():
     sizes = {"rollout_n": 8, "ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
     actor = McoreActorConfig(**sizes)
     assert actor.strategy == "megatron" and isinstance(actor.megatron, McoreEngineConfig)
+
+
+def test_verl_has_no_remote_backend_which_our_worker_would_never_reach():
+    """.github/CONTRIBUTING.md says what to refuse where it has one."""
+    assert importlib.util.find_spec("verl.remote_backend") is None
+    assert (
+        "remote_backend" not in OmegaConf.load(Path(verl.__file__).parent / "trainer/config/ppo_trainer.yaml").trainer
+    )

@@ -22,7 +22,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import recipe.bapo.config
 import verl
-from recipe.bapo.checks import blame_field, require
+from recipe.bapo.checks import blame_field
+from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 # verl ships its default config of each engine in one file as well.
@@ -127,7 +128,11 @@ def problems(config) -> list[str]:
     Args:
         config: not resolved, so that a value which others copy is named once.
     """
-    require(config, "model_engine", lambda engine: engine in VERLS, "dp, which is FSDP, or megatron")
+    if config.model_engine not in VERLS:
+        reason = UNSUPPORTED_STRATEGIES.get(config.model_engine, "It was not tried.")
+        raise ValueError(
+            f"model_engine={config.model_engine!r} is not usable: set it to dp, which is FSDP, or megatron. {reason}"
+        )
     whole, defaults = OmegaConf.to_container(config), verls_defaults(config.model_engine)
     values, known = {"": whole, **dict(items_of(whole))}, set(known_keys(config.model_engine))
     found, free, resolved = [], set(OF_RAY), {}

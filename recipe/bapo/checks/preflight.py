@@ -46,8 +46,13 @@ CHECKS = (
     ("memory", memory.check_memory, ("model",)),
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
 )
-# Checks that know FSDP alone: with another engine they say so and check nothing.
-OF_FSDP = ("attention", "parallelism", "batches", "memory")
+# Checks that know FSDP alone, and what stays unchecked with another engine. They then say so and check nothing.
+OF_FSDP = {
+    "attention": "whether the attention can be imported",
+    "parallelism": "whether the GPUs divide among pipeline, tensor, context and expert ranks",
+    "batches": "whether batches divide among data-parallel ranks, and whether a micro-batch holds a sequence",
+    "memory": "whether a GPU has room for the weights, the optimizer and the logits",
+}
 
 
 def run_checks(config) -> list[CheckResult]:
@@ -62,7 +67,8 @@ def run_checks(config) -> list[CheckResult]:
         return [lines["values"]]
     for name, check, relies_on in CHECKS:
         if name in OF_FSDP and config.model_engine != "dp":
-            lines[name] = CheckResult(name, "ok", f"not checked with model_engine={config.model_engine}")
+            unchecked = f"not checked with model_engine={config.model_engine}: {OF_FSDP[name]}"
+            lines[name] = CheckResult(name, "ok", unchecked)
         elif all(other in lines and lines[other].status != "failed" for other in relies_on):
             lines[name] = _line(name, check, config)
     return list(lines.values())
