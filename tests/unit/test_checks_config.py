@@ -72,7 +72,6 @@ def failures(task, files):
         ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
-        ("+trainer.remote_backend=arctic", "no key trainer.remote_backend: remove it"),  # a later verl's
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would take.
         (
@@ -93,6 +92,7 @@ def failures(task, files):
         ("reward_model.reward_manager=nope", "reward.reward_manager.name=nope is not usable"),
         (f"{ACTOR}.entropy_coeff=none", "entropy_coeff='none' is not usable: set it to a number"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
+        ("+trainer.remote_backend=arctic", "trainer.remote_backend='arctic' is not usable: set it to null: a remote"),
         ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
         ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
         ("watchdog.max_silence_s=soon", "='soon' is not usable: set it to a number of seconds above 0"),

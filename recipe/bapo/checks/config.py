@@ -63,6 +63,10 @@ RULES = {
         "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
     ),
     "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
+    "trainer.remote_backend": (  # a later verl's, which 0.9.1 would ignore
+        lambda name: name is None,
+        "null: a remote backend trains in a worker of its own, in which ours finds no clip bounds",
+    ),
     "trainer.total_training_steps": COUNT_OR_NULL,
     "trainer.max_actor_ckpt_to_keep": COUNT_OR_NULL,
     "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
