@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of verl that larger models need (docs/running.md): the bounds are the same with each, in every scope."""
+"""Settings of verl for larger models (docs/larger_models.md): the bounds are the same with each, in every scope."""
 
 import json
 import re
@@ -94,6 +94,6 @@ def test_each_micro_batchs_bounds_are_the_same_with_every_setting(records, name)
 
 
 def test_the_table_names_what_was_tested():
-    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "larger_models.md").read_text()
     tested = set(re.findall(r"^\| ([^|]+?) \|.*\| tested \|", text, re.M))
     assert tested == SETTINGS.keys() - {"none"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands for Megatron in docs/running.md, as verl would read them. No GPU has run them."""
+"""The commands for Megatron in docs/larger_models.md, as verl would read them. No GPU has run them."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs/running.md").read_text().partition("### Megatron\n")[2]
+SECTION = (ROOT / "docs/larger_models.md").read_text().partition("## Megatron\n")[2]
 THREE_LINES, EXPERTS = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.M | re.S)
 # Of Qwen3-30B-A3B's config.json.
 LAYERS, HEADS, KEY_VALUE_HEADS, EXPERT_COUNT = 48, 32, 4, 128

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of this size asks of a GPU: arithmetic, in docs/running.md.
+"""What a model of this size asks of a GPU: arithmetic, in docs/larger_models.md.
 
 ``tests/memory`` holds the phases of a GPU against torch's own tracker: whoever changes them runs it. Only what surely
 lies there is counted, because a run that fits must not be refused.
