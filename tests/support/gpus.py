@@ -18,10 +18,12 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
 }
 
 DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # by which a driver is seen
+# As of an H100 that nobody uses; None stands for what nvidia-smi says of a part of a GPU (MIG).
+GPU = {"gibibytes": 79.6, "used": 0.0, "capability": "9.0", "mode": "Default"}
 NVIDIA_SMI = """#!/bin/sh
 chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
 case "$*" in
-*--query-gpu*) grep -E "^(${{chosen:-.*}}) " <<END | cut -d' ' -f2- ;;
+*--query-gpu*) grep -E "^(${{chosen:-.*}}), " <<END ;;
 {rows}
 END
 *) cat <<END ;;
@@ -31,10 +33,23 @@ esac
 """
 
 
-def write_nvidia_smi(folder, gpus=8, gibibytes=79.6, used=0.0):
-    """An ``nvidia-smi`` in a folder for ``PATH``."""
-    rows = [f"{n} {gibibytes * 1024:.0f}, {used * 1024:.0f}" for n in range(gpus)]
-    names = [f"GPU {n}: NVIDIA H100 (UUID: GPU-{n}a)" for n in range(gpus)]
+def write_nvidia_smi(folder, gpus=8, **listed):
+    """An ``nvidia-smi`` in a folder for ``PATH``.
+
+    Args:
+        folder: where it is written.
+        gpus: how many there are.
+        listed: what it says of them in place of what ``GPU`` has: a value for all, or a list with one for each.
+    """
+    rows = []
+    for number in range(gpus):
+        values = {name: value[number] if isinstance(value, list) else value for name, value in (GPU | listed).items()}
+        memory = [
+            "[Insufficient Permissions]" if values[name] is None else f"{values[name] * 1024:.0f}"
+            for name in ("gibibytes", "used")
+        ]
+        rows.append(", ".join((str(number), *memory, values["capability"], values["mode"])))
+    names = [f"GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)" for number in range(gpus)]
     (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
     (folder / "nvidia-smi").chmod(0o755)
 
@@ -46,14 +61,25 @@ def write_driver_file(root, name):
     return root
 
 
-def pretend_gpus(monkeypatch, folder, gpus=8, **listed):
-    """Have torch, the driver and flash-attn answer as on such a machine."""
+def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64, **listed):
+    """Have torch, the driver, flash-attn and Ray answer as on such a machine."""
     write_nvidia_smi(folder, gpus, **listed)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(machine, "import_module", lambda name: None)  # flash_attn
+    monkeypatch.setattr(machine, "get_num_cpus", lambda **options: cpus)
+
+
+def hide_nvcc(monkeypatch):
+    """Have this machine no CUDA toolkit."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    folders = os.environ["PATH"].split(os.pathsep)
+    monkeypatch.setenv("PATH", os.pathsep.join(name for name in folders if not Path(name, "nvcc").exists()))
+    monkeypatch.setattr(machine, "CUDA_BIN", "/no/cuda/bin")
 
 
 def write_model(task, folder, name):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
-from support.gpus import SHAPES, pretend_gpus, write_model
+from support.gpus import SHAPES, hide_nvcc, pretend_gpus, write_model
 
 from recipe.bapo.checks import CheckWarning, machine, memory, model, preflight
 from recipe.bapo.checks import config as checks
@@ -116,14 +116,12 @@ def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):
     assert line.status == "failed" and "tensor_parallel_size" in line.detail
 
 
-@pytest.mark.parametrize("visible, totals", [(None, [1.0, 2.0, 3.0]), ("0,2", [1.0, 3.0])])
-def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible, totals):
-    pretend_gpus(monkeypatch, tmp_path, gpus=3, gibibytes=1.0)
-    text = (tmp_path / "nvidia-smi").read_text()
-    (tmp_path / "nvidia-smi").write_text(text.replace("1 1024,", "1 2048,").replace("2 1024,", "2 3072,"))
+@pytest.mark.parametrize("visible, indices", [(None, "012"), ("0,2", "02")])
+def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible, indices):
+    pretend_gpus(monkeypatch, tmp_path, gpus=3, gibibytes=[1.0, 2.0, 3.0], used=0.5, capability="8.6")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.gpus() == [(total, 0.0) for total in totals]
+    assert machine.gpus() == [machine.Gpu(index, 1.0 + int(index), 0.5, "8.6", "Default") for index in indices]
 
 
 def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch, tmp_path):
@@ -340,7 +338,130 @@ def test_what_fused_kernels_cannot_do(config, name, changes, message):
 
 def test_memory_that_others_hold_is_not_there(config, monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path, used=30.0)
-    with pytest.raises(ValueError, match="79.6 GiB, of which other processes hold 30.0: 16.8 too few for rollout"):
+    with pytest.raises(ValueError, match="hold 30.0: 16.8 too few for rollout. Use more GPUs, a smaller"):
+        memory.check_memory(config())
+
+
+STORAGE = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+BACKEND = f"{ROLLOUT}.engine_kwargs.vllm"
+SHORT = (
+    "Ray is asked for 33 CPUs \\(1 for the transfer queue's controller, 8 for its storage units, 24 for 8 GPUs to train"
+)
+NO_NVCC = (
+    "GPU 0 has compute capability 10.0, for which vLLM takes FlashInfer, and FlashInfer compiles with nvcc, which is"
+)
+MIG = {"gibibytes": None, "used": None}
+FOUR_BUSY = {"used": [60.0] * 4 + [0.0] * 4}
+
+
+@pytest.mark.parametrize(
+    "check, machine_is, changes, status, said",
+    [
+        ("CPUs", {"cpus": 64}, {}, "ok", f"{SHORT}.*, 64 CPUs here$"),
+        ("CPUs", {"cpus": 33}, {}, "ok", SHORT),
+        ("CPUs", {"cpus": 32}, {}, "failed", f"{SHORT}.* counts 32 .*wait for ever: set ray_kwargs.*num_cpus=33"),
+        ("CPUs", {"cpus": 32}, {STORAGE: 7}, "ok", "asked for 32 CPUs"),
+        ("CPUs", {"cpus": 64}, {"ray_kwargs.ray_init.num_cpus": 32}, "failed", "and counts 32 .*=32, 64 CPUs here"),
+        ("CPUs", {"cpus": 32}, {"ray_kwargs.ray_init.num_cpus": 33}, "ok", "32 CPUs here, counted as 33"),
+        (
+            "CPUs",
+            {"cpus": 15},
+            {"ray_kwargs.ray_init.num_cpus": 33},
+            "warning",
+            "there are 15 here, and 16 processes of",
+        ),
+        (
+            "CPUs",
+            {"cpus": 32},
+            SEPARATE | {"trainer.n_gpus_per_node": 5},
+            "ok",
+            "30 CPUs.*15 for 5 .* 6 for 3 GPUs to s",
+        ),
+        (
+            "CPUs",
+            {"cpus": 36},
+            {"reward.reward_manager.name": "remote", "reward.num_workers": 2},
+            "failed",
+            "37 CPUs .*, 4 for reward workers",
+        ),
+        (
+            "devices",
+            {"mode": "Exclusive_Process"},
+            {},
+            "failed",
+            "GPU 0 is in .* Exclusive_Process, .*sudo nvidia-smi -c 0",
+        ),
+        (
+            "devices",
+            {"mode": ["Default"] * 7 + ["Prohibited"]},
+            {},
+            "failed",
+            "GPU 7 is in the compute mode Prohibited",
+        ),
+        ("devices", {"mode": "Exclusive_Process", "gpus": 0}, {}, "failed", "of the 0 GPUs that nvidia-smi lists"),
+        ("devices", {"capability": "10.0"}, {}, "failed", f"{NO_NVCC}.*set CUDA_HOME.*attention_backend=FLASH_ATTN"),
+        (
+            "devices",
+            {"capability": "10.3"},
+            {f"{BACKEND}.attention_backend": "flashinfer"},
+            "failed",
+            "capability 10.3",
+        ),
+        ("devices", {"capability": "10.0"}, {f"{BACKEND}.attention_backend": "FLASH_ATTN"}, "ok", "8 GPUs here"),
+        (
+            "devices",
+            {"capability": "10.0"},
+            {f"{BACKEND}.attention_config.backend": "TRITON_ATTN"},
+            "ok",
+            "8 GPUs here",
+        ),
+        ("devices", {"capability": "12.0"}, {}, "ok", "8 GPUs here"),
+        ("memory", FOUR_BUSY, {}, "failed", "hold 60.0: 46.8 too .* are free: CUDA_VISIBLE_DEVICES=4,5,6,7. Use more"),
+        ("memory", MIG, {}, "warning", "7.62 billion weights; nvidia-smi does not say how much memory the GPUs have"),
+    ],
+)
+def test_what_is_said_of_a_machine(config, monkeypatch, tmp_path, check, machine_is, changes, status, said):
+    pretend_gpus(monkeypatch, tmp_path, **machine_is)
+    hide_nvcc(monkeypatch)
+    (function,) = [function for name, function, _ in preflight.CHECKS if name == check]
+    try:
+        found = "ok", function(config(changes=changes))
+    except CheckWarning as warning:
+        found = "warning", str(warning)
+    except ValueError as error:
+        found = "failed", str(error)
+    assert found[0] == status and re.search(said, found[1]), found
+
+
+def test_an_nvcc_is_found_where_flashinfer_looks(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path, capability="10.0")
+    hide_nvcc(monkeypatch)
+    folders = {"CUDA_HOME": "home/bin", "CUDA_PATH": "path/bin", "PATH": "", "/usr/local": "usr/local/cuda/bin"}
+    monkeypatch.setattr(machine, "CUDA_BIN", f"{tmp_path}/usr/local/cuda/bin")
+    for name, folder in folders.items():
+        with pytest.raises(ValueError, match="compiles with nvcc, which is not here"):
+            machine.check_devices(config())
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "nvcc").touch(mode=0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            if name.startswith("CUDA"):
+                patch.setenv(name, str(tmp_path / folder).removesuffix("/bin"))
+            assert machine.check_devices(config()).endswith("8 GPUs here"), name
+        (tmp_path / folder / "nvcc").unlink()
+
+
+def test_a_cluster_counts_its_own_cpus_and_its_head_may_have_no_gpu(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path, gpus=0, cpus=1)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert machine.check_cpus(config()) == "the nodes of the Ray cluster count their own"
+    assert memory.check_memory(config()) == "7.62 billion weights"
+
+
+def test_a_part_of_a_gpu_by_an_id_that_nvidia_smi_does_not_take(config, monkeypatch, tmp_path):
+    pretend_gpus(monkeypatch, tmp_path, gpus=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5a1c")
+    assert machine.gpus() == []
+    with pytest.raises(CheckWarning, match="nvidia-smi does not say how much memory"):
         memory.check_memory(config())
 
 

@@ -2,24 +2,31 @@
 """The machine: the installed stack, its devices and other runs, against what the config asks of them."""
 
 import os
-import re
 import resource
 import shutil
 import subprocess
 import sysconfig
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from ray._private.utils import get_num_cpus
 
 from recipe.bapo.checks import CheckWarning, blame_field, require
 from recipe.bapo.checks.config import pools_of
 from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
+from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.ppo.utils import need_reference_policy
 
 VERL = "0.9.1"
 OPEN_FILES = 256
 GIB = 1 << 30
+QUERIED = ("index", "memory.total", "memory.used", "compute_cap", "compute_mode")  # of nvidia-smi
+CUDA_BIN = "/usr/local/cuda/bin"
+BACKEND = "actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend"
+STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+CPUS_OF_A_GPU_THAT_SAMPLES = 2  # verl/workers/rollout/replica.py:205
 
 
 def on_cpu(config) -> bool:
@@ -62,12 +69,22 @@ def check_compiler(config) -> str:
     return f"{compiler}, {header}"
 
 
-def gpus() -> list[tuple[float, float]]:
-    """GiB of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in all and in use; 0 where their driver does not say.
+class Gpu(NamedTuple):
+    """What nvidia-smi says of a GPU."""
+
+    index: str
+    total: float | None  # GiB; None where the driver does not say, as of a part of a GPU (MIG)
+    used: float | None
+    capability: str
+    mode: str  # whose processes may use it
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
 
     torch would make a CUDA context on each to find out what is in use.
     """
-    query = ["nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         query.append(f"--id={visible}")
@@ -75,14 +92,28 @@ def gpus() -> list[tuple[float, float]]:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    found = re.findall(r"^(\d+|\[N/A\]), (\d+|\[N/A\])$", answer.stdout, re.MULTILINE)
-    return [tuple(int(amount) / 1024 if amount.isdigit() else 0.0 for amount in line) for line in found]
+    lines = [line.split(", ") for line in answer.stdout.splitlines()]
+    return [
+        Gpu(index, _gibibytes(total), _gibibytes(used), capability, mode)
+        for index, total, used, capability, mode in (line for line in lines if len(line) == len(QUERIED))
+    ]
+
+
+def _gibibytes(mebibytes):
+    return int(mebibytes) / 1024 if mebibytes.isdigit() else None
+
+
+def gpus_wanted(config) -> int:
+    """How many GPUs of this node the run needs."""
+    # Without a cluster this node has all pools; in one, each pool may have nodes of its own, and this is one of any.
+    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in pools_of(config))
 
 
 def check_devices(config) -> str:
     """GPUs of this node against what the config asks of each node, pool by pool; a cluster's head may have none."""
     pools = pools_of(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
+    wanted = gpus_wanted(config)
     if on_cpu(config):
         lora = (config.actor_rollout_ref.model.lora_rank or 0) > 0
         if need_reference_policy(config) and not lora:
@@ -90,19 +121,91 @@ def check_devices(config) -> str:
                 "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true are not usable on a CPU: verl keeps the "
                 "weights of a reference model in pinned memory, which needs a GPU. Set both to false."
             )
+        slots = config.ray_kwargs.ray_init.num_gpus
+        if slots is not None and wanted > slots:
+            raise ValueError(
+                f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config "
+                f"asks for {asked}, and on a CPU Ray has ray_kwargs.ray_init.num_gpus={slots} slots: lower it."
+            )
         return f"{asked}, {os.cpu_count()} cores here"
-    cluster, listed = joins_a_cluster(config), len(gpus())
-    # Without a cluster this node has all pools; in one, each pool may have nodes of its own, and this is one of any.
-    wanted = (min if cluster else sum)(gpus for _, _, gpus in pools)
+    listed = gpus()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
-        raise (CheckWarning if cluster and not listed else ValueError)(
+        raise (CheckWarning if joins_a_cluster(config) and not listed else ValueError)(
             f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
-            f"for {asked}, and of the {listed} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
+            f"for {asked}, and of the {len(listed)} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
             f"{torch.version.cuda}) finds {there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): "
             "lower it, update the driver (CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
+    for gpu in listed:
+        _refuse_mode(gpu)
+        _refuse_flashinfer_without_nvcc(gpu, config)
     return f"{asked}, {there} GPUs here"
+
+
+def _refuse_mode(gpu):
+    """The trainer and vLLM are two processes on each GPU, and such a mode lets in one, or none."""
+    if gpu.mode in ("Exclusive_Process", "Prohibited"):
+        raise ValueError(
+            f"GPU {gpu.index} is in the compute mode {gpu.mode}, and a trainer and a vLLM server are two processes on "
+            "each GPU: set the default mode with sudo nvidia-smi -c 0."
+        )
+
+
+def _refuse_flashinfer_without_nvcc(gpu, config):
+    """On compute capability 10 vLLM takes FlashInfer, which compiles with nvcc as the server starts."""
+    options = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    backend = options.get("attention_backend") or (options.get("attention_config") or {}).get("backend") or "auto"
+    if gpu.capability.partition(".")[0] != "10" or str(backend).upper() not in ("AUTO", "FLASHINFER"):
+        return
+    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]  # as FlashInfer looks for it
+    path = os.pathsep.join([*(f"{folder}/bin" for folder in folders if folder), os.environ.get("PATH", ""), CUDA_BIN])
+    if shutil.which("nvcc", path=path) is None:
+        raise ValueError(
+            f"GPU {gpu.index} has compute capability {gpu.capability}, for which vLLM takes FlashInfer, and FlashInfer "
+            "compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give vLLM another "
+            f"attention with +{BACKEND}=FLASH_ATTN."
+        )
+
+
+def check_cpus(config) -> str:
+    """The CPUs that verl asks Ray for, against those that Ray counts: where they are too few, Ray waits for ever.
+
+    Ray only counts. Actors for which verl names no CPUs take none.
+    """
+    if joins_a_cluster(config):
+        return "the nodes of the Ray cluster count their own"
+    demands, here = cpu_demands(config), int(get_num_cpus(override_docker_cpu_warning=True))
+    asked = sum(demands.values())
+    given = config.ray_kwargs.ray_init.num_cpus
+    text = f"Ray is asked for {asked} CPUs ({', '.join(f'{count} for {what}' for what, count in demands.items())})"
+    if asked > (here if given is None else given):
+        raise ValueError(
+            f"{text}, and counts {here if given is None else given} (ray_kwargs.ray_init.num_cpus="
+            f"{'null' if given is None else given}, {here} CPUs here), so it would wait for ever: set "
+            f"ray_kwargs.ray_init.num_cpus={asked}, since Ray only counts, or fewer {STORAGE_UNITS}."
+        )
+    busy = 0 if on_cpu(config) else 2 * gpus_wanted(config)
+    if here < busy:
+        raise CheckWarning(
+            f"{text} and counts {given}, but there are {here} here, and {busy} processes of trainer and vLLM on the "
+            "GPUs to share them: steps will be slow."
+        )
+    return f"{text}, {here} CPUs here" + (f", counted as {given}" if given is not None else "")
+
+
+def cpu_demands(config) -> dict[str, int]:
+    """For what verl asks Ray for CPUs, and for how many (Ray has no place for less)."""
+    queue, reward = config.transfer_queue.backend, config.reward
+    demands = {"the transfer queue's controller": 1}
+    if queue.storage_backend == "SimpleStorage":
+        demands["its storage units"] = queue.SimpleStorage.num_data_storage_units
+    for verb, nodes, gpus in pools_of(config):
+        each = CPUS_OF_A_GPU_THAT_SAMPLES if verb == "sample" else ResourcePoolManager.max_colocate_count
+        demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
+    if reward.reward_manager.name == "remote":  # each worker has as many of its own
+        demands["reward workers"] = reward.num_workers**2
+    return demands
 
 
 def check_other_runs(config) -> str:

@@ -9,6 +9,7 @@ from recipe.bapo.checks import CheckWarning
 from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from recipe.bapo.checks.model import FUSED, empty_model_of, model_of
+from recipe.bapo.launch.locks import joins_a_cluster
 from verl.utils import torch_functional as verl_F
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -140,10 +141,16 @@ def check_memory(config) -> str:
     """What surely lies on a GPU in each phase of a step, against what is free there."""
     count, sizes = sizes_of(config)
     text = f"{count / 1e9:.3g} billion weights"
-    known = [] if on_cpu(config) else [gpu for gpu in gpus() if gpu[0]]
-    if not known:
+    listed = [] if on_cpu(config) else gpus()
+    if on_cpu(config) or (not listed and joins_a_cluster(config)):  # on the head of a cluster, say
         return text
-    total, used = min(known, key=lambda gpu: gpu[0] - gpu[1])
+    known = [(gpu.index, gpu.total, gpu.used) for gpu in listed if gpu.total is not None and gpu.used is not None]
+    if not known:
+        raise CheckWarning(
+            f"{text}; nvidia-smi does not say how much memory the GPUs have and what of it is free (as with MIG, where "
+            "a run has part of a GPU), so that it was not compared with what the run needs (docs/running.md, Memory)."
+        )
+    _, total, used = min(known, key=lambda gpu: gpu[1] - gpu[2])
     rollout = config.actor_rollout_ref.rollout
     a_weight = 1 if rollout.get("quantization") else 2  # byte
     share, served = rollout.gpu_memory_utilization, a_weight * count / rollout.tensor_model_parallel_size / GIB
@@ -154,7 +161,7 @@ def check_memory(config) -> str:
         )
     phases = phases_of_a_gpu(config, count, sizes, total)
     needed = {phase: sum(parts.values()) for phase, parts in phases.items()}
-    largest = max(needed, key=needed.get)
+    largest = max(needed, key=lambda phase: needed[phase])
     text += "; GiB of a GPU: " + ", ".join(
         f"{phase} {needed[phase]:.1f} ({', '.join(f'{name} {gib:.1f}' for name, gib in parts.items() if gib > 0.05)})"
         for phase, parts in phases.items()
@@ -162,7 +169,9 @@ def check_memory(config) -> str:
     text += f"; a GPU has {total:.1f} GiB, of which other processes hold {used:.1f}: "
     left = total - used - needed[largest]
     if left < 0:
-        raise ValueError(f"{text}{-left:.1f} too few for {largest}. {REMEDY}")
+        free = [index for index, total, used in known if total - used >= needed[largest]]
+        choose = f"It would fit on these, which are free: CUDA_VISIBLE_DEVICES={','.join(free)}. " if free else ""
+        raise ValueError(f"{text}{-left:.1f} too few for {largest}. {choose}{REMEDY}")
     if left < TIGHT * total:
         raise CheckWarning(f"{text}{left:.1f} left beside {largest} is tight. {REMEDY}")
     return f"{text}at least {left:.1f} left"

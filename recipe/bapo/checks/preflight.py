@@ -32,6 +32,7 @@ CHECKS = (
     ("attention", machine.check_attention, ()),
     ("compiler", machine.check_compiler, ()),
     ("devices", machine.check_devices, ()),
+    ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
     ("limits", machine.check_limits, ()),
     ("names", config_checks.check_names, ()),
