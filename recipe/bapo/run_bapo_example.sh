@@ -18,8 +18,8 @@
 #   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example, or on a GPU without a MODEL_PATH language_model;
 #                   CONFIG=language_model trains the language model on a CPU too)
-#   SIZE            a file of configs/size (gpu; on a CPU by CONFIG, or cpu_own_data with files of your own; with the
-#                   language model language_model_* by the number of GPUs)
+#   SIZE            a file of configs/size (gpu, or gpu_few on one or two GPUs; on a CPU by CONFIG, or cpu_own_data with
+#                   files of your own; with the language model language_model_* by the number of GPUs)
 #   BAPO_CACHE      where the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
@@ -116,7 +116,12 @@ export NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-$gpus} ROLLOUT_GPUS_PE
 positive GPUS_PER_NODE "$GPUS_PER_NODE"
 case $CONFIG in example) default=cpu_example ;; partial_rollout) default=cpu_long ;; *) default=cpu ;; esac
 [ -z "${TRAIN_FILE:-}${TEST_FILE:-}" ] || default=cpu_own_data
-[ "${VERL_PLATFORM:-}" = cpu ] || default=gpu
+if [ "${VERL_PLATFORM:-}" != cpu ]; then
+    default=gpu
+    all=$GPUS_PER_NODE
+    [ "$CONFIG" != separate_async ] || all=$((all + ROLLOUT_GPUS_PER_NODE))
+    [[ -n $several || $all -gt 2 ]] || default=gpu_few
+fi
 if [ -n "$language_model" ]; then
     case ${VERL_PLATFORM:-}$GPUS_PER_NODE in
     cpu*) default=language_model_cpu ;;
@@ -128,7 +133,7 @@ SIZE=${SIZE:-$default}
 choose() { [[ $2 =~ ^[A-Za-z0-9_]+$ && -f $3/$2.yaml ]] || fail "$1=$2 is not usable: choose from $(cd "$3"; ls *.yaml | sed 's/\.yaml//' | tr '\n' ' ')"; }
 choose CONFIG "$CONFIG" configs/experiment
 choose SIZE "$SIZE" configs/size
-[[ $CONFIG != @(paper_*|gsm8k) || $SIZE = gpu ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
+[[ $CONFIG != @(paper_*|gsm8k) || $SIZE = gpu* ]] || fail "CONFIG=$CONFIG is for GPUs: choose another, or SIZE=gpu to check it."
 if [ "${VERL_PLATFORM:-}" != cpu ] && [ -z "$language_model" ]; then
     for name in MODEL_PATH TRAIN_FILE TEST_FILE; do
         [ -n "${!name:-}" ] || fail "$name is not set: $(sed -n "s/^#   $name  *\(.*[^ ]\)  *GPU: .*/\1/p" "$script")."

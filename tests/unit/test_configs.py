@@ -58,7 +58,12 @@ def check(config):
 
 @pytest.mark.parametrize(
     "name, size",
-    [(name, size) for name in EXPERIMENTS for size in SIZES if size == "gpu" or not name.startswith("paper_")],
+    [
+        (name, size)
+        for name in EXPERIMENTS
+        for size in SIZES
+        if size in ("gpu", "gpu_few") or not name.startswith("paper_")
+    ],
 )
 def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
     config = compose_in_groups(f"experiment={name}", f"size={size}")

@@ -153,6 +153,31 @@ def test_a_run_on_gpus_leaves_the_platform_to_verl_and_splits_the_gpus(tmp_path,
         assert " size=gpu " in start and start.endswith(" trainer.total_epochs=1")
 
 
+@pytest.mark.parametrize(
+    "gpus, environment, size",
+    [
+        (1, {}, "gpu_few"),
+        (2, {"CONFIG": "paper_7b"}, "gpu_few"),
+        (1, {"CONFIG": "gsm8k"}, "gpu_few"),
+        (2, ASYNC, "gpu_few"),
+        (3, ASYNC, "gpu"),
+        (8, {"GPUS_PER_NODE": "2"}, "gpu_few"),
+        (1, {"NNODES": "2"}, "gpu"),
+        (1, {"SIZE": "gpu"}, "gpu"),
+    ],
+)
+def test_one_or_two_gpus_get_a_size_for_few_cpus(gpus, environment, size, tmp_path, task):
+    write_nvidia_smi(tmp_path, gpus)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    files = {"MODEL_PATH": task / "model", "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
+    base = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": tmp_path, "OUTPUT_DIR": tmp_path / "run"}
+    base |= {"VERL_PLATFORM": "", "BAPO_DEVICE_ROOT": tmp_path}
+    run = run_script(**{name: str(value) for name, value in (files | base | environment).items()})
+    assert run.returncode == 0 and f" size={size} " in run.stdout.splitlines()[-1], run.stdout + run.stderr
+
+
 def test_a_run_on_the_cpu_does_not_tell_ray_of_gpus(tmp_path):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
@@ -184,7 +209,7 @@ def language_model(tmp_path):
     calls, made = tmp_path / "calls", tmp_path / "made"
 
     def run(*arguments, gpus=1, gibibytes=23.6, **environment):
-        write_nvidia_smi(tmp_path, gpus, gibibytes)
+        write_nvidia_smi(tmp_path, gpus, gibibytes=gibibytes)
         calls.write_text("")
         base = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": str(tmp_path), "VERL_PLATFORM": ""}
         base |= {"OUTPUT_DIR": f"{tmp_path}/run", "CALLS": str(calls), "MADE": str(made), "WRONG": ""}
