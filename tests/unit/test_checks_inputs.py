@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.configs import composed
 
+from recipe.bapo.checks import CheckWarning
 from recipe.bapo.checks.inputs import check_checkpoint, check_files
 from recipe.bapo.checks.model import check_model
 from recipe.bapo.main_bapo import choose_cluster
@@ -58,6 +59,61 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
     pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
     with pytest.raises(ValueError, match=f"row 0: {column} .*has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
+
+
+OWN_SCORER = "reward.custom_reward_function.path=null"
+
+
+@pytest.mark.parametrize(
+    "source, truth, said",
+    [
+        ("openai/gsm8k", "72", None),
+        ("lighteval/MATH", "\\frac{1}{2}", None),
+        ("math_dapo", "34", None),
+        (
+            "openai/gsm8k",
+            72,
+            "ground_truth 72 right .it gives 0., because it is no text; '72' is right: make the column",
+        ),
+        (
+            "lighteval/MATH",
+            72,
+            "ground_truth 72 right .it gives 0., because it is no text; '72' is right: make the column",
+        ),
+        ("math_dapo", 34, "data_source=math_dapo does not find the ground_truth 34 right .*make the column text"),
+        ("openai/gsm8k", "", "gsm8k does not find the ground_truth '' right .it gives 0. in any of the forms #### N, "),
+        ("openai/gsm8k", "seventy-two", "does not find the ground_truth 'seventy-two' right"),
+        ("nobody/knows", "72", "verl has no scorer for data_source=nobody/knows"),
+    ],
+)
+def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path, source, truth, said):
+    path = tmp_path / "data.parquet"
+    rows = [row(data_source=source, reward_model={"style": "rule", "ground_truth": truth})]
+    if truth == "":  # one among others
+        rows = [row(data_source=source, reward_model={"style": "rule", "ground_truth": "3"}), *rows]
+    pd.DataFrame(rows).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    if said is None:
+        assert check_train_data(config) == "rows: 1 to train and 1 to val"
+    else:
+        with pytest.raises(ValueError if truth not in ("", "seventy-two") else CheckWarning, match=said):
+            check_train_data(config)
+
+
+@pytest.mark.parametrize("knows_parts", [False, True])
+def test_a_message_of_parts_needs_a_template_that_knows_them(task, tmp_path, knows_parts):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(prompt=[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}])]).to_parquet(path)
+    config = composed(task, f"data.train_files={path}")
+    if knows_parts:
+        template = (
+            "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+        )
+        config.actor_rollout_ref.model.custom_chat_template = template
+        assert check_train_data(config).startswith("rows: 1 to train")
+    else:
+        with pytest.raises(ValueError, match="row 0: a message's content is a list, .* as Python text .*'1.2='"):
+            check_train_data(config)
 
 
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):

@@ -11,20 +11,23 @@ from pathlib import Path
 import datasets
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks import blame_field
-from recipe.bapo.checks.model import model_of
+from recipe.bapo.checks import CheckWarning, blame_field, innermost
+from recipe.bapo.checks.model import PATH, model_of
 from recipe.bapo.records import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
 
 DATA_PAGE = "docs/running.md, Data"
+# The forms in which verl's scorers read an answer N.
+FORMS = ("#### N", "\\boxed{N}", "Answer: N")
+LONGEST_ANSWER = 200  # characters; more are not asked about
 READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 
 
 def check_files(config) -> str:
     """The data: readable by verl's data set, every row in verl's schema, enough of them usable, and scored."""
-    model, data, counts = model_of(config), config.data, []
+    model, data, counts, doubts = model_of(config), config.data, [], []
     for kind in ("train", "val"):
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
@@ -34,6 +37,7 @@ def check_files(config) -> str:
         if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what)
+            _check_parts(rows, config, model, what)
             blame_field(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
             # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
             if data.filter_overlong_prompts or data.truncation == "error":
@@ -49,8 +53,11 @@ def check_files(config) -> str:
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
                 f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
             )
-        _check_scored(rows, what, config)
-    return f"rows: {counts[0]:,} to train and {counts[1]:,} to val"
+        doubts += _check_scored(rows, what, config)
+    text = f"rows: {counts[0]:,} to train and {counts[1]:,} to val"
+    if doubts:
+        raise CheckWarning("; ".join((text, *doubts)))
+    return text
 
 
 def load_dataset(config, kind, tokenizer, processor):
@@ -86,21 +93,73 @@ def _missing_in(row, prompt_key):
     return None
 
 
-def _check_scored(rows, what, config):
-    """verl's own scorer of each data source that occurs, called once as a run calls it, with an empty response."""
+def _check_parts(rows, config, model, what):
+    """Messages made of parts, whose chat template has to know parts: others write the list's Python text."""
+    for index, row in enumerate(rows):
+        prompt = row[config.data.prompt_key]
+        parts = [message["content"] for message in prompt if isinstance(message["content"], list)]
+        if not parts:
+            continue
+        templating = model.processor or model.tokenizer
+        options = dict(config.data.get("apply_chat_template_kwargs") or {})
+        rendered = templating.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options)
+        if any(str(part) in rendered for part in parts):
+            raise ValueError(
+                f"{what}, row {index}: a message's content is a list, and the chat template of {PATH}={model.path} "
+                f"writes it as Python text ({str(parts[0])[:40]}...): make each content a text; see {DATA_PAGE}."
+            )
+        return  # one says what the template does
+
+
+def _check_scored(rows, what, config) -> list[str]:
+    """Ask verl's own scorer of each data source whether a row's right answer is right; returns what it denies.
+
+    Some scorers compare texts, so that they never find a number right, and say nothing.
+    """
     reward = config.reward
     if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
-        return
-    for source, row in {row["data_source"]: row for row in rows}.items():
+        return []
+    denied, kinds = [], {}
+    for row in rows:
+        truth = row["reward_model"].get("ground_truth")
+        kinds.setdefault((row["data_source"], type(truth), not str(truth).strip()), truth)  # one row of each kind
+    for (source, *_), truth in kinds.items():
         try:
-            default_compute_score(source, "", row["reward_model"].get("ground_truth"))
+            answer = _ask_scorer(source, truth)
         except NotImplementedError as error:
             raise ValueError(
                 f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
                 f"name, or rewrite the column; see {DATA_PAGE}."
             ) from error
-        except Exception:  # of a scorer that wants more of a response
+        # Tests of a program, say, are no answer that a response could repeat.
+        if answer is None or not isinstance(truth, str | int | float) or len(str(truth)) > LONGEST_ANSWER:
             continue
+        denial = (
+            f"{what}: verl's scorer for data_source={source} does not find the ground_truth {truth!r} right ({answer})"
+        )
+        if not isinstance(truth, str) and _ask_scorer(source, str(truth)) is None:
+            raise ValueError(f"{denial}, because it is no text; {str(truth)!r} is right: make the column text.")
+        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}")
+    return denied
+
+
+def _ask_scorer(source, truth):
+    """None if verl's scorer finds ``truth`` right in one of ``FORMS``; else what it says of the last."""
+    denial = None
+    for form in FORMS:
+        response = form.replace("N", str(truth)) if len(str(truth)) <= LONGEST_ANSWER else ""
+        try:
+            scored = default_compute_score(source, response, truth)
+        except NotImplementedError:  # there is none
+            raise
+        except Exception as error:  # it wants more of a response, or another ground truth
+            denial = innermost(error)
+            continue
+        score = scored.get("score", 0) if isinstance(scored, dict) else scored
+        if score > 0:
+            return None
+        denial = f"it gives {score:g}"
+    return denial
 
 
 def check_reward(config) -> str:
