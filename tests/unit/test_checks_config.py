@@ -12,7 +12,7 @@ from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.checks import CheckWarning, config_errors
-from recipe.bapo.checks.config import check_batches, check_names, check_ratio, check_values
+from recipe.bapo.checks.config import check_batches, check_intent, check_names, check_ratio, check_values
 from recipe.bapo.checks.preflight import run_checks, run_preflight
 from recipe.bapo.config import compose_config
 
@@ -97,6 +97,12 @@ def failures(task, files):
         ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
         ("watchdog.max_silence_s=soon", "='soon' is not usable: set it to a number of seconds above 0"),
         ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable: set it to a number of seconds"),
+        (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 is not usable: set it to a number above 0"),
+        (f"{ROLLOUT}.prompt_length=3", "prompt_length=3 is not usable: set it to 128, as data.max_prompt_length"),
+        (f"{ROLLOUT}.response_length=9", "response_length=9 is not usable: set it to 30, as data.max_response_length"),
+        (f"{ROLLOUT}.agent.num_workers=0", "agent.num_workers=0 is not usable: set it to a whole number of 1 or more"),
+        ("ray_kwargs.ray_init.num_cpus=abc", "num_cpus='abc' is not usable: set it to a whole number of 1 or more, or"),
+        ("ray_kwargs.ray_init.num_cpus=4", "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its"),
         # What verl refuses itself.
         ("algorithm.adv_estimator=gae", "gae' is not usable: set it to grpo: gae needs a critic"),
         (f"{ROLLOUT}.name=vllmm", f"{ROLLOUT}.name=vllmm is not usable: Unknown rollout mode: vllmm"),
@@ -148,6 +154,43 @@ def test_a_mistake_is_named_once(override, message, failures):
 
 
 @pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([], None),
+        (
+            [f"{ACTOR}.clip_ratio_high=0.28"],
+            "clip_ratio_high=0.28 has no effect: loss_mode=bapo reads ratio_lower_* and",
+        ),
+        ([f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.policy_loss.loss_mode=vanilla"], None),
+        (
+            [f"{ACTOR}.grad_clip=0.5"],
+            "actor.grad_clip=0.5 has no effect: verl's engines read actor_rollout_ref.actor.optim",
+        ),
+        (
+            ["trainer.resume_from_path=/a/global_step_5"],
+            "global_step_5 has no effect: it is read with trainer.resume_mode",
+        ),
+        (["trainer.resume_from_path=/a/global_step_5", "trainer.resume_mode=resume_path"], None),
+        ([f"{ROLLOUT}.n=1"], "rollout.n=1 with algorithm.adv_estimator=grpo leaves a response no others"),
+        ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=remax"], None),
+        (
+            [f"{ACTOR}.policy_loss.ratio_lower_start=0.2", f"{ACTOR}.policy_loss.ratio_lower_max=0.28"],
+            "ratio_lower_max=0.28 is a bound on the ratio, of which 1 is no change. If an epsilon was meant, set 0.72",
+        ),
+        ([f"{ACTOR}.policy_loss.ratio_lower_start=0.5", f"{ACTOR}.policy_loss.ratio_lower_max=0.5"], None),
+    ],
+)
+def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
+    config = composed(task, *overrides)
+    if said is None:
+        assert check_intent(config) == "nothing that is set is left unread"
+    else:
+        with pytest.raises(CheckWarning) as warning:
+            check_intent(config)
+        assert said in str(warning.value)
+
+
+@pytest.mark.parametrize(
     "overrides, message",
     [
         (["{long}", "data.filter_overlong_prompts=true"], "has 0 usable rows, and a batch is data.train_batch_size=64"),
@@ -162,6 +205,14 @@ def test_a_mistake_is_named_once(override, message, failures):
         (
             ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"],
             "target_modules=['q_prj'] is not usable: Target modules {'q_prj'} not found in the base model",
+        ),
+        (
+            [
+                "trainer.n_gpus_per_node=32",
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
+            ],
+            "on a CPU Ray has ray_kwargs.ray_init.num_gpus=16 slots: lower it",
         ),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
     ],

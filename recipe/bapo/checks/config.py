@@ -43,6 +43,8 @@ POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf),
 SECONDS = POSITIVE[0], "a number of seconds above 0"
 # Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
 SIZES = (".n", "nnodes", "_step", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
+SIZES += (".num_workers", "_units")
+SMALLEST_LOWER_BOUND = 0.5  # of the ratio: the smallest in the paper (method=figure7_low)
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
 RULES = {
     f"{ACTOR}.policy_loss._target_": (
@@ -62,6 +64,8 @@ RULES = {
         lambda name: name in ("error", "left"),
         "error or left: verl's V1 trainer cuts a prompt that is too long from the left, whatever this says",
     ),
+    "ray_kwargs.ray_init.num_cpus": COUNT_OR_NULL,
+    "ray_kwargs.ray_init.num_gpus": COUNT_OR_NULL,
     "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
     "trainer.remote_backend": (  # a later verl's, which 0.9.1 would ignore
         lambda name: name is None,
@@ -93,6 +97,12 @@ def check_values(config) -> str:
             require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)
+    if config.model_engine == "dp":  # for Megatron 0 means no clipping; here it makes every gradient 0
+        require(config, f"{ACTOR}.optim.clip_grad", *POSITIVE)
+    for part in ("prompt", "response"):  # the data's length is the one by which everything else is checked
+        length = config.data[f"max_{part}_length"]
+        fix = f"{length}, as data.max_{part}_length, which it follows unless it is set"
+        require(config, f"{ROLLOUT}.{part}_length", lambda value, length=length: value == length, fix)
     return "usable"
 
 
@@ -109,6 +119,34 @@ def check_names(config) -> str:
     trainer = blame_field(field, mode, "use sync or one of these", get_trainer_cls, mode)
     blame_field(f"the config of {field}", mode, "change what it names", trainer, config.copy())
     return f"{config.algorithm.adv_estimator}, {rollout.name}, {mode}"
+
+
+def check_intent(config) -> str:
+    """Values that a run takes, and with which it does something else than was most likely meant."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    doubts, defaults = [], verls_defaults(config.model_engine)
+    unread = [(f"{ACTOR}.grad_clip", f"verl's engines read {ACTOR}.optim.clip_grad")]
+    if loss.loss_mode == "bapo":
+        bounds = f"loss_mode=bapo reads ratio_lower_* and ratio_upper_* of {ACTOR}.policy_loss"
+        unread += [(f"{ACTOR}.{key}", bounds) for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
+    if config.trainer.resume_mode != "resume_path":
+        unread.append(("trainer.resume_from_path", "it is read with trainer.resume_mode=resume_path"))
+    for field, why in unread:
+        value = OmegaConf.select(config, field)
+        if value != defaults.get(field):
+            doubts.append(f"{field}={value} has no effect: {why}.")
+    if loss.ratio_lower_max < SMALLEST_LOWER_BOUND:
+        doubts.append(
+            f"{ACTOR}.policy_loss.ratio_lower_max={loss.ratio_lower_max} is a bound on the ratio, of which 1 is no "
+            f"change. If an epsilon was meant, set {1 - loss.ratio_lower_max:g}."
+        )
+    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
+        doubts.append(
+            f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo leaves a response no others to be compared with."
+        )
+    if doubts:
+        raise CheckWarning(" ".join(doubts))
+    return "nothing that is set is left unread"
 
 
 def check_folders(config) -> str:

@@ -36,6 +36,7 @@ CHECKS = (
     ("other runs", machine.check_other_runs, ()),
     ("limits", machine.check_limits, ()),
     ("names", config_checks.check_names, ()),
+    ("intent", config_checks.check_intent, ()),
     ("folders", config_checks.check_folders, ()),
     ("reward", inputs.check_reward, ()),
     ("checkpoint", inputs.check_checkpoint, ()),
