@@ -92,6 +92,7 @@ def failures(task, files):
         ("reward_model.reward_manager=nope", "reward.reward_manager.name=nope is not usable"),
         (f"{ACTOR}.entropy_coeff=none", "entropy_coeff='none' is not usable: set it to a number"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
+        ("distillation.enabled=true", "distillation.enabled=True is not usable: set it to false: with distillation"),
         ("+trainer.remote_backend=arctic", "trainer.remote_backend='arctic' is not usable: set it to null: a remote"),
         ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
         ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),

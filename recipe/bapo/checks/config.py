@@ -67,6 +67,10 @@ RULES = {
     "ray_kwargs.ray_init.num_cpus": COUNT_OR_NULL,
     "ray_kwargs.ray_init.num_gpus": COUNT_OR_NULL,
     "trainer.use_v1": (bool, "true: this recipe starts verl's V1 trainer"),
+    "distillation.enabled": (
+        lambda enabled: not enabled,
+        "false: with distillation verl trains with another loss function than its ppo_loss, which has no clip bounds",
+    ),
     "trainer.remote_backend": (  # a later verl's, which 0.9.1 would ignore
         lambda name: name is None,
         "null: a remote backend trains in a worker of its own, in which ours finds no clip bounds",
