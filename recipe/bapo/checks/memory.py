@@ -148,7 +148,7 @@ def check_memory(config) -> str:
     if not known:
         raise CheckWarning(
             f"{text}; nvidia-smi does not say how much memory the GPUs have and what of it is free (as with MIG, where "
-            "a run has part of a GPU), so that it was not compared with what the run needs (docs/running.md, Memory)."
+            "a run has part of a GPU), so that it was not compared with what the run needs (docs/larger_models.md)."
         )
     _, total, used = min(known, key=lambda gpu: gpu[1] - gpu[2])
     rollout = config.actor_rollout_ref.rollout
