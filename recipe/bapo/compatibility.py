@@ -45,6 +45,16 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
+def uses_bypass_mode(config) -> bool:
+    """Whether the ratio is against the policy that sampled, so that verl does not compute old log-probs.
+
+    Args:
+        config: the whole config of a run. verl accepts null for ``rollout_correction``, meaning no correction.
+    """
+    correction = config.algorithm.rollout_correction
+    return correction is not None and correction.bypass_mode
+
+
 def _refuse_on_fsdp(actor_config, model_config) -> None:
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings for runs in which the search for bounds has no effect, from the metrics of some steps.
+"""Warn about runs in which the search for bounds has no effect, judging by the metrics of some steps.
 
-In a search the target is *already met* (no bound had to move), *met by moving* the bounds, or *out of reach* at the
-widest bounds. Limits and texts may be changed here. Console and worker ask for warnings after every ``WINDOW`` steps.
-This module imports neither verl nor torch.
+A search ends in one of three ways: the target is *already met* (no bound had to move), *met by moving* the bounds, or
+*out of reach* even at the widest bounds. You may change limits and texts here. Console and worker ask for warnings
+after every ``WINDOW`` steps. This module imports neither verl nor torch.
 """
 
 import logging
@@ -17,12 +17,12 @@ ALREADY_MET = 0.95  # share of the updates in which the target was already met
 
 
 def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: str = "steps") -> list[str]:
-    """Warnings about some steps in a row.
+    """Return the warnings about some consecutive steps.
 
     Args:
-        steps: the metrics of each of them.
+        steps: the metrics of each step.
         bounds_can_move: whether the run's bounds can move; those of ``method=grpo`` cannot.
-        name: what the reader calls them.
+        name: what the warnings call a step, in the plural.
     """
     warnings, window = [], f"the last {len(steps)} {name}"
 
@@ -30,23 +30,23 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
         return [step.get(f"actor/{name}", 0.0) for step in steps]
 
     if bounds_can_move and min(of("bapo/saturated")) == 1:
-        # rho at the widest bounds is the most that bounds can reach.
+        # No target above the rho at the widest bounds can be reached.
         reached = median(of("bapo/positive_contribution"))
         in_reach = max(0.01, floor(100 * reached) / 100)
         warnings.append(
-            f"the target was out of reach in every update of {window}, so the bounds stand at their "
+            f"the target was out of reach in every update of {window}, so the bounds stayed at their "
             f"widest. They reached {reached:.3f}: positive_contribution_target={in_reach:g} is in "
             "reach of about half of such updates. What each target would do: docs/choosing.md."
         )
     already_met = mean(of("bapo/met_at_once"))
-    # Where nothing is clipped, the data are fresh and no bound matters.
+    # If nothing is clipped, the data are fresh and no bound matters.
     if bounds_can_move and already_met > ALREADY_MET and any(of("pg_clipfrac")):
         before = median(of("bapo/positive_contribution_start"))
         next_target = min(0.99, ceil(100 * before) / 100)
         warnings.append(
             f"in {already_met:.0%} of the updates of {window} the target was already met, so the bounds "
-            f"stand at their start [{mean(of('bapo/clip_low')):.2f}, {mean(of('bapo/clip_high')):.2f}], and BAPO is "
-            f"that fixed range. rho before the search was {before:.3f}: with "
+            f"stayed at their start [{mean(of('bapo/clip_low')):.2f}, {mean(of('bapo/clip_high')):.2f}], and BAPO acts "
+            f"as that fixed range. rho before the search was {before:.3f}: with "
             f"positive_contribution_target={next_target:g} bounds would move in about half of such updates. What each "
             "target would do: docs/choosing.md."
         )
@@ -54,7 +54,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
 
 
 class HealthLog:
-    """Logs the warnings of a training process, the only ones in a run that has no console of ours.
+    """Logs the warnings of a training process; a run without our console shows no others.
 
     Args:
         bounds_can_move: as in ``health_warnings``.
@@ -65,7 +65,11 @@ class HealthLog:
         self.calls: list[dict[str, float]] = []  # metrics of the training calls since the last warnings
 
     def add(self, metrics: dict) -> None:
-        """Add the metrics of a call of ``train_mini_batch``, one number or several by name; warn every ``WINDOW``."""
+        """Add the metrics of one call of ``train_mini_batch``, and log warnings after every ``WINDOW`` calls.
+
+        Args:
+            metrics: a list of numbers by name, one for each update.
+        """
         prefixes = ("actor/bapo/", "actor/pg_")
         self.calls.append({name: fmean(metrics[name]) for name in metrics if name.startswith(prefixes)})
         if len(self.calls) == WINDOW:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
-verl's entry point with our checks before it. ``python -m recipe.bapo.launch`` with the same arguments starts it, shows
-its progress and cleans up after it.
+This is verl's entry point with our checks in front. ``python -m recipe.bapo.launch`` takes the same arguments; it
+starts this command as a child, shows its progress and cleans up after it.
 """
 
 import os
@@ -31,32 +31,35 @@ from verl.utils.config import omega_conf_to_dataclass
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
-    """Check and train; end with exit code 1 if anything fails."""
+    """Check the config and train; exit with code 1 if anything fails."""
     check(config)
     try:
-        claim_machine()  # until this process ends; on a cluster too, so that no run with its own Ray starts beside us
+        # Held until this process ends. A run on a cluster claims it too, so that no run with its own Ray starts here.
+        claim_machine()
     except ValueError as error:  # another run was started at the same moment
-        if not joins_a_cluster(config):  # Ray numbers a cluster's jobs apart
+        if not joins_a_cluster(config):  # in a cluster two runs get different job numbers, so they may share a machine
             give_up(str(error))
     loss = config.actor_rollout_ref.actor.policy_loss
     for name in ("bounds_record_dir", "token_dump_dir"):
         if loss[name]:
-            loss[name] = os.path.abspath(loss[name])  # workers may run elsewhere
+            loss[name] = os.path.abspath(loss[name])  # workers may have another working directory
     run_dir = Path(config.run_dir)
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
     bounds_can_move = not omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).fixed
     send("checked", (str(run_dir / CONFIG), joins_a_cluster(config), bounds_can_move))
-    send("info", f"Starting Ray, the trainer and the vLLM servers: a minute or two. Log: {run_dir / LOG}")
+    send("info", f"Starting Ray, the trainer and the vLLM servers; this takes a minute or two. Log: {run_dir / LOG}")
     train(config)
 
 
 def check(config) -> None:
     """Resolve and check the config; end the run if it cannot be used."""
     try:
-        if isinstance(config.run_dir, str) and config.run_dir and "${" not in config.run_dir:  # else a check says so
-            config.run_dir = os.path.abspath(config.run_dir)  # before it is resolved: workers may run elsewhere
+        if isinstance(config.run_dir, str) and config.run_dir and "${" not in config.run_dir:  # else a check refuses it
+            # Workers may have another working directory. Other keys refer to this one, so change it before they are
+            # resolved.
+            config.run_dir = os.path.abspath(config.run_dir)
         lines = run_checks(config)
     except Exception as error:
         traceback.print_exc()
@@ -71,27 +74,27 @@ def check(config) -> None:
 
 
 def give_up(*errors: str) -> NoReturn:
-    """Send what is wrong, and end."""
+    """Report the errors and exit."""
     for error in errors:
         send("error", error)
     sys.exit(1)
 
 
 def choose_cluster(config) -> None:
-    """Have Ray join the cluster that is up (``RAY_ADDRESS``, or several nodes), or start one of its own."""
+    """Set Ray to join a running cluster (``RAY_ADDRESS`` is set, or there are several nodes), or to start its own."""
     ray_init = config.ray_kwargs.ray_init
     with open_dict(config):
         if joins_a_cluster(config):
             ray_init.address = "auto"
-            ray_init.num_cpus = ray_init.num_gpus = None  # of the cluster's nodes; Ray refuses them here
+            ray_init.num_cpus = ray_init.num_gpus = None  # the nodes have set them; Ray refuses them here
         else:
             ray_init.address = "local"
-            # Ray remembers the last 100,000 tasks otherwise: at a megabyte a step its server would grow for hours.
+            # By default Ray remembers the last 100,000 tasks: its server would grow by a megabyte a step for hours.
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
 class RecordingTaskRunner(BAPOTaskRunner):
-    """The Ray task that trains: its metrics go to the run's folder, and it is alone on its cluster."""
+    """The Ray task that trains. It logs metrics to the run's folder, and claims the cluster for itself."""
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
@@ -100,19 +103,19 @@ class RecordingTaskRunner(BAPOTaskRunner):
         try:
             super().run(config)
         finally:
-            del claim  # which releases the cluster
-            remove_on_every_node()  # while the workers are there who hold what is removed
+            del claim  # this releases the cluster
+            remove_on_every_node()  # before the workers end: what they hold is found through their processes
 
 
 def train(config) -> None:
-    """verl's entry point with our task runner."""
+    """Call verl's entry point with our task runner."""
 
-    def start(**options):  # verl calls it once Ray is up
+    def start(**options):  # verl calls this once Ray is up
         send("ray", ray.get_runtime_context().get_job_id())
         demands.follow(Path(config.run_dir) / METRICS, lambda *found: send("demands", found))
         return ray.remote(RecordingTaskRunner).options(**options).remote()
 
-    # What verl calls of a Ray class.
+    # The two methods of a Ray class that verl calls.
     runner = SimpleNamespace(remote=start, options=lambda **options: SimpleNamespace(remote=partial(start, **options)))
     try:
         run_ppo(config, runner)
@@ -124,19 +127,19 @@ def train(config) -> None:
         send("error", reason_of(error))
         wait_for_final_check()
     except KeyboardInterrupt:
-        traceback.print_exc()  # the stack says where training was interrupted
+        traceback.print_exc()  # to show where training was interrupted
     remove_on_every_node()
     sys.exit(1)
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong first, without Ray's layers of tracebacks."""
+    """Return type and first line of the original exception, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would else print in lines of its own
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise its errors instead of printing them
     try:
         main()
     except ERRORS as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker takes out of verl's micro-batches: the tokens that the search reads, and the tokens of a dump."""
+"""Take the tokens out of verl's micro-batches: those that the search reads, and those that a dump records."""
 
 import json
 from dataclasses import fields
@@ -14,12 +14,12 @@ from verl.workers.utils.padding import no_padding_2_padding
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
 # Our trainer sets this on a batch for a dump: the version of the weights that sampled each response.
 ROLLOUT_VERSION = "bapo_sampled_by"
-# The fields of ActorConfig that verl's losses read, for the report's row on the run's own loss.
+# Settings of ActorConfig that verl's losses read. The report needs them for its row on the run's own loss.
 LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 
 
 def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The token tensors of ``bapo.collect_clip_statistics``, ``(B, T)`` each.
+    """Return the token tensors that ``bapo.collect_clip_statistics`` takes, ``(B, T)`` each.
 
     Args:
         data: a micro-batch or a whole mini-batch in verl's jagged layout.
@@ -36,11 +36,11 @@ def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[st
 
 
 def dump_micro_batch(model_output, data: TensorDict, actor_config, update: int, trainer_version: int | None) -> None:
-    """Add a micro-batch to the dump of its tokens, with any policy loss.
+    """Add the tokens of a micro-batch to the dump. This works with any policy loss.
 
     Args:
-        model_output: verl's, with ``log_probs`` and perhaps ``entropy`` in the jagged layout.
-        data: the micro-batch as the loss gets it.
+        model_output: verl's dict with ``log_probs`` and perhaps ``entropy`` in the jagged layout.
+        data: the micro-batch that the loss is called with.
         actor_config: verl's ``ActorConfig``; its policy loss names the folder.
         update: number of the update on its rollout batch, from 0.
         trainer_version: version of the weights before the first update on that batch; None: not known.

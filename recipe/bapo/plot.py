@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the dynamics of one run, or of several over each other.
+"""Draw the dynamics of one run, or of several in the same panels.
 
     .venv/bin/python -m recipe.bapo.plot runs/a                              # runs/a/dynamics.png
     .venv/bin/python -m recipe.bapo.plot runs/grpo runs/bapo --out compare.png
 
-Panels may be changed here alone; the launcher draws a run's picture at its end.
+The launcher draws a run's picture when the run ends. To change the panels, change ``PANELS``.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from recipe.bapo.records import PICTURE
 from recipe.bapo.records.metrics import read_metrics
 
-# The panels by their titles: metrics and what to call them; the second of a panel is dashed.
+# Each panel by its title: its metrics, and how the legend names them. The second curve of a panel is dashed.
 PANELS = {
     "Mean training reward": {"critic/rewards/mean": ""},
     "Entropy, nats a token": {"actor/entropy": ""},
@@ -42,7 +42,7 @@ PANELS = {
 
 @rc_context({"font.size": 12})
 def picture(runs: list[Path]) -> Figure:
-    """The picture of runs, folders with ``metrics.jsonl``.
+    """Draw runs, given as folders with ``metrics.jsonl``.
 
     Raises:
         ValueError: a run has no metrics.
@@ -54,7 +54,7 @@ def picture(runs: list[Path]) -> Figure:
     figure = Figure(figsize=(13, 10), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
         for number, (run, steps) in enumerate(steps_of.items()):
-            width = 1.6 if number else 2.4  # of lines that coincide the first is still seen
+            width = 1.6 if number else 2.4  # keeps the first run visible where lines coincide
             for (metric, curve), style in zip(curves.items(), ("-", "--"), strict=False):
                 points = {data["training/global_step"]: data[metric] for data in steps if metric in data}
                 label = ", ".join(word for word in (str(run) if len(runs) > 1 else "", curve) if word)
@@ -69,10 +69,10 @@ def picture(runs: list[Path]) -> Figure:
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="a run's folder")
-    parser.add_argument("--out", type=Path, help="the picture (default: dynamics.png in the first run's folder)")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, help="file to write (default: dynamics.png in the first run's folder)")
     arguments = parser.parse_args()
     out = arguments.out or arguments.runs[0] / PICTURE
     try:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy loss ``bapo`` and the configs that bring it into a verl run: the border between verl and ``bapo/``.
+"""The policy loss ``bapo``, and the configs that switch it on in a verl run.
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
-``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker (``recipe.bapo.worker``); this
-is a monkey patch. The worker finds the bounds of each update and leaves them in the config, which verl
-hands to the loss. ``bapo_trainer.yaml`` shows the config's keys with their defaults; a test compares the two.
+``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker; this is a monkey patch, the
+only one that installs our worker (``worker.replace_actor_worker_class``). The worker finds the bounds of each update
+and stores them in the config, which verl passes to the loss. ``bapo_trainer.yaml`` lists the config's keys with their
+defaults; a test compares the two.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
-from bapo import BAPOConfig, clipped_surrogate_loss, read_and_validate, read_scalars
+from bapo import BAPOConfig, ClipBounds, Diagnostics, clipped_surrogate_loss, read_and_validate, read_scalars
 from recipe.bapo import worker
 from recipe.bapo.records.metrics import bounds_metrics
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
@@ -21,23 +23,26 @@ from verl.workers.config import PolicyLossConfig
 
 @dataclass
 class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
-    """verl's policy-loss config with the switches of ``bapo.BAPOConfig``; unknown and unusable ones are refused.
+    """verl's policy-loss config with the options of ``bapo.BAPOConfig``.
 
     Args:
         loss_mode: ``bapo``.
         bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
             (``rank<N>.jsonl``). None: no record.
-        token_dump_dir: folder in which every micro-batch leaves its tokens' log-probs and advantages for
-            ``recipe.bapo.report``, 12 to 24 bytes a response token; for runs of a few steps. None: no dump.
+        token_dump_dir: folder to which log-probs and advantages of every micro-batch are written, for
+            ``recipe.bapo.report``: 12 to 24 bytes a response token, so use it in runs of a few steps. None: no dump.
+
+    Raises:
+        ValueError: an option is not usable; ``BAPOConfig`` says which. (An unknown key raises in verl.)
     """
 
     loss_mode: str = "bapo"
     bounds_record_dir: str | None = None
     token_dump_dir: str | None = None
 
-    # Not an option: our worker sets it to the ``ClipBounds`` and ``Diagnostics`` of the update whose loss is being
-    # computed. verl freezes every attribute of a config that is not named in ``_mutable_fields``.
-    current_bounds = None
+    # Not an option: our worker sets it before each loss. verl freezes every attribute of a config that is not named in
+    # ``_mutable_fields``. (ClassVar: the dataclass must not make it a field, which would be an option.)
+    current_bounds: ClassVar[tuple[ClipBounds, Diagnostics | None] | None] = None
     _mutable_fields = {"current_bounds"}
 
     def __post_init__(self):
@@ -48,12 +53,12 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
-        worker.make_verl_use_our_worker()
+        worker.replace_actor_worker_class()
 
 
 @dataclass
 class DumpConfig(PolicyLossConfig):
-    """For a run with any of verl's own losses (``loss_mode``), whose tokens are dumped for ``recipe.bapo.report``.
+    """Dump the tokens of a run with any of verl's own losses (``loss_mode``), for ``recipe.bapo.report``.
 
     Args:
         token_dump_dir: as in ``BAPOPolicyLossConfig``.
@@ -64,7 +69,7 @@ class DumpConfig(PolicyLossConfig):
     def __post_init__(self):
         if self.token_dump_dir is None:
             raise ValueError("actor_rollout_ref.actor.policy_loss.token_dump_dir is not set: name a folder to dump to.")
-        worker.make_verl_use_our_worker()
+        worker.replace_actor_worker_class()
 
 
 @register_policy_loss("bapo")
@@ -77,7 +82,7 @@ def compute_policy_loss_bapo(
     config=None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """verl's policy loss with the bounds that our worker found. Each call makes one transfer to the host.
+    """Compute verl's policy loss with the bounds that our worker found. Each call makes one transfer to the host.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: one micro-batch, ``(B, T)``.
@@ -86,21 +91,21 @@ def compute_policy_loss_bapo(
         rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
 
     Returns:
-        The loss, and metrics with the same keys on every call. With ``bound_scope=previous_batch`` the metrics of the
-        bounds are not among them: the worker adds them once an update.
+        The loss, and metrics with the same keys on every call. With ``bound_scope=previous_batch`` they do not include
+        the metrics of the bounds, because the worker adds those once an update.
 
     Raises:
-        ValueError: the config is not ours, another worker than ours calls the loss, or input on response tokens is not
+        ValueError: the config is not ours, a worker other than ours calls the loss, or input on response tokens is not
             finite.
     """
-    if not isinstance(config.policy_loss, BAPOConfig):
+    if not isinstance(config.policy_loss, BAPOPolicyLossConfig):
         raise ValueError(
             f"loss_mode=bapo needs actor_rollout_ref.actor.policy_loss._target_={__name__}.BAPOPolicyLossConfig, "
             f"but the config is a {type(config.policy_loss).__name__}."
         )
     if config.policy_loss.current_bounds is None:
         raise ValueError(
-            "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, and "
+            "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, but "
             "another worker trains here. Use verl's ActorRolloutRefWorker, or derive your worker from ours."
         )
     bounds, diagnostics = config.policy_loss.current_bounds
@@ -117,7 +122,7 @@ def compute_policy_loss_bapo(
     )
     measured = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
     measured["actor/bapo/entropy_covariance"] = surrogate.entropy_covariance
-    if diagnostics is None:  # bound_scope=previous_batch: the worker validates and logs the whole update at its end
+    if diagnostics is None:  # bound_scope=previous_batch: the worker validates and logs when the update ends
         return surrogate.loss, read_scalars(measured)
     values = read_and_validate(bounds, diagnostics, **measured)
     metrics = {name: values.pop(name) for name in measured}

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's PPO trainers with what only a trainer can add to BAPO, and the Ray task that runs them.
+"""verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
 
-They make mini-batches of whole groups, mark batches whose first update is on-policy (which saves the search a forward),
-and tell a dump the versions of the weights. The worker that finds the bounds comes with the loss's config.
+Our trainers do three things: they build mini-batches of whole groups, they mark batches whose first update is on-policy
+(which saves the search a forward), and they tell a dump the versions of the weights. They do not set up the worker that
+finds the bounds; the loss's config does that.
 """
+
+from typing import Any
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 
+from recipe.bapo.compatibility import uses_bypass_mode
 from recipe.bapo.micro_batches import ROLLOUT_VERSION
 from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_MADE
 from verl.trainer.main_ppo import TaskRunnerV1
@@ -17,68 +21,76 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 
 class _BAPOTrainer:
-    """What ours adds to each of verl's trainers."""
+    """Mixin that adds BAPO's parts to one of verl's trainers."""
+
+    config: Any  # verl's trainer sets these three
+    trainer_mode: str
+    local_trigger_step: int
 
     def _balance_batch(self, batch, *args, **kwargs):
-        # verl lists responses in the order in which they ended, short ones first. Sorted by key (a random id of the
-        # prompt with a number), mini-batches are whole groups, whose advantages sum to zero: on one rank all of them,
-        # on several nearly all, because verl then balances lengths over the ranks.
+        # verl lists responses in the order in which they ended, short ones first. Sort them by key (a random id of the
+        # prompt with a number) instead: mini-batches are then whole groups, whose advantages sum to zero. On one rank
+        # this holds for all groups; on several for nearly all, because verl then balances lengths over the ranks.
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
         return super()._balance_batch(batch, *args, **kwargs)
 
     def _first_update_is_on_policy(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 
-        They do not in bypass mode, where they are the rollout engine's, nor in ``separate_async`` after the first local
-        update, where verl restores older weights to compute them. With dropout this is True although the ratios are
-        only near 1: verl computes old log-probs without dropout.
+        Not in bypass mode, where they come from the rollout engine. Not in ``separate_async`` after the first local
+        update, because verl restores older weights to compute them. With dropout this returns True although the ratios
+        are only near 1, because verl computes old log-probs without dropout.
         """
-        correction = self.config.algorithm.rollout_correction  # verl takes null for "no correction", hence no bypass
-        bypass = correction is not None and correction.bypass_mode
-        return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
+        on_policy = self.trainer_mode != "separate_async" or self.local_trigger_step == 0
+        return on_policy and not uses_bypass_mode(self.config)
 
     def _update_actor(self, batch, metrics):
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         batch.extra_info[ON_POLICY_FIRST_UPDATE] = self._first_update_is_on_policy()
-        # ``separate_async`` trains on a rollout batch in several calls, between which no weights are sent. verl has
-        # padded the batch to whole mini-batches: a prompt may have more responses than ``rollout.n``.
+        # ``separate_async`` trains on a rollout batch in several calls and sends no weights between them. The batch is
+        # larger than its prompts times ``rollout.n`` where verl has padded it to whole mini-batches.
         updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
         batch.extra_info[UPDATES_MADE] = self.local_trigger_step * updates
         if actor.policy_loss.get("token_dump_dir") is not None:
             self._add_weight_versions(batch)
         batch = super()._update_actor(batch, metrics)
-        # In bypass mode verl skips the pass that logs the entropy; the update then computes it.
+        # In bypass mode verl skips the pass that logs the entropy, but the update may have computed it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
 
     def _add_weight_versions(self, batch):
-        """Add the versions of the weights that a dump records; an interrupted response has that of its first token."""
+        """Add the weights' versions that a dump records. A resumed response gets the version of its first token."""
         sampled_by = torch.tensor([tag["min_global_steps"] for tag in batch.tags])
         fields = TensorDict({ROLLOUT_VERSION: sampled_by}, batch_size=len(sampled_by))
-        # The worker gets what ``batch.fields`` names.
+        # The worker receives only the fields that ``batch.fields`` names.
         batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
         batch.extra_info[TRAINER_VERSION] = self.global_steps - 1
 
 
 class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):
-    """Rollout and updates take turns."""
+    """Alternates rollout and updates."""
 
 
 class BAPOTrainerColocateAsync(_BAPOTrainer, PPOTrainerColocateAsync):
-    """Partial rollouts on the devices that train."""
+    """Samples partial rollouts on the devices that train."""
 
 
 class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
-    """Rollout on devices of its own."""
+    """Samples on other devices than those that train."""
 
 
-class BAPOTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):  # the class behind the Ray actor class
-    """verl's task runner with our trainers in the place of verl's."""
+# ``TaskRunnerV1`` is a Ray actor class, from which one cannot inherit. Take the plain class behind it.
+_ray_actor: Any = TaskRunnerV1
+_TaskRunner: Any = _ray_actor.__ray_metadata__.modified_class
+
+
+class BAPOTaskRunner(_TaskRunner):
+    """verl's task runner with our trainers in place of verl's."""
 
     def run(self, config):
         """Train. ``config`` is the composed config."""
-        # In this process only. verl compares the modes' names in many places, so they stay.
+        # This affects this process only. The names of the modes stay, because verl compares them in many places.
         TRAINER_REGISTRY["sync"] = BAPOTrainerSync
         TRAINER_REGISTRY["colocate_async"] = BAPOTrainerColocateAsync
         TRAINER_REGISTRY["separate_async"] = BAPOTrainerSeparateAsync

@@ -41,11 +41,11 @@ def train(overrides, task, copies=False, **settings):
 
 
 def runs_of_a_loss(rank, loss_mode, task, folder):
-    from recipe.bapo.worker import BAPOTrainingWorker, make_verl_use_our_worker
+    from recipe.bapo.worker import BAPOTrainingWorker, replace_actor_worker_class
 
     chosen = [f"{LOSS}.loss_mode={loss_mode}"]
     runs = {"verl": train(chosen, task)}
-    make_verl_use_our_worker()
+    replace_actor_worker_class()
     runs["our worker"] = train(chosen, task)
     dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
     runs["our worker, dumping"] = train([*chosen, *dump], task)

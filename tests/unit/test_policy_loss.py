@@ -152,7 +152,7 @@ def test_a_worker_with_a_training_worker_of_its_own_is_named():
         "class Mine(TrainingWorker): pass\n"
         "class MyWorker(ActorRolloutRefWorker): actor_worker_cls = Mine"
     )
-    assert error.startswith("TypeError: MyWorker trains with a worker of its own (actor_worker_cls=Mine)")
+    assert error.startswith("TypeError: MyWorker sets actor_worker_cls=Mine, which does not find clip bounds")
 
 
 def test_a_run_does_not_notice_that_tinkers_worker_was_imported():

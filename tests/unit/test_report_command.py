@@ -60,10 +60,10 @@ def test_an_incomplete_dump_is_named(tmp_path):
     assert [len(update) for update in read_dump(tmp_path)] == [4]  # the update that was cut off is left out
     for path in tmp_path.glob("rank1-*"):
         path.unlink()
-    with pytest.raises(ValueError, match="holds 4 sequences of update 0, which has 8: bring the files of all ranks"):
+    with pytest.raises(ValueError, match="holds 4 sequences of update 0, but this update has 8: put the files"):
         list(read_dump(tmp_path))
     (tmp_path / "rank0-000001.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no whole update yet"):
+    with pytest.raises(ValueError, match="holds no complete update yet"):
         list(read_dump(tmp_path))
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_dump_unequal_numbers_are_named(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_rank", partial(int, rank))
         for _ in range(2):
             write_dump(tmp_path, *(tensor[rows] for tensor in batch), {"dp_size": 2, "global_batch_size": 6})
-    with pytest.raises(ValueError, match="holds 8 sequences of update 0, which has 6: .* has to dump equally many"):
+    with pytest.raises(ValueError, match="holds 8 sequences of update 0, but this update has 6: .* the same number"):
         list(read_dump(tmp_path))
 
 
@@ -143,7 +143,7 @@ def file_of(**changes):
         (file_of(advantages=torch.zeros(2)), "a.safetensors needs old_log_prob, log_prob, advantages, in one shape"),
         (file_of(version=torch.zeros(2)), "'version': (2,)"),
         (file_of(lengths=torch.tensor([2, 2])), "a.safetensors: lengths add up to 4, not 3 tokens."),
-        (file_of(log_prob=torch.full((3,), torch.nan)), "Non-finite values in log_prob of"),
+        (file_of(log_prob=torch.full((3,), torch.nan)), "has non-finite values in log_prob"),
     ],
 )
 def test_bad_input_is_named(tmp_path, monkeypatch, capsys, content, message):

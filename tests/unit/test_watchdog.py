@@ -231,7 +231,7 @@ def test_the_servers_of_another_run_are_found(alone, monkeypatch):
             ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"
         ) as e:
             check_other_runs(alone)
-        assert all(way in str(e.value) for way in ("wait for its end", "scripts/apart.sh", "container"))
+        assert all(way in str(e.value) for way in ("wait until it has ended", "scripts/apart.sh", "container"))
         with socket.create_server(("127.0.0.1", 0)) as head:
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
             assert "a job of a Ray cluster" in check_other_runs(alone)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.checks import CheckWarning, blame_field, innermost, require, require_writable
 from recipe.bapo.checks.config_errors import verls_defaults
-from recipe.bapo.compatibility import refuse_unusable_settings
+from recipe.bapo.compatibility import refuse_unusable_settings, uses_bypass_mode
 from recipe.bapo.records.tokens import refuse_earlier
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -227,12 +227,6 @@ def longest_sequence(config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def bypasses(config) -> bool:
-    """Whether the ratio is against the policy that sampled, so that verl computes no old log-probs."""
-    correction = config.algorithm.rollout_correction  # verl takes null for none
-    return correction is not None and correction.bypass_mode
-
-
 def check_batches(config) -> str:
     """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
@@ -243,7 +237,7 @@ def check_batches(config) -> str:
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
     _check_micro_batches(config, f"{ACTOR}.ppo_", mini * n // ranks)
-    if not bypasses(config):  # of a part of the batch that is trained on at once it computes log-probs
+    if not uses_bypass_mode(config):  # of a part of the batch that is trained on at once it computes log-probs
         at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
         _check_micro_batches(config, f"{ROLLOUT}.log_prob_", at_once * n // ranks)
     updates = batch // mini * actor.ppo_epochs
@@ -294,7 +288,7 @@ def check_parallel(config) -> str:
 
 def check_ratio(config) -> str:
     """Against which policy the ratio is, hence the positive contribution."""
-    bypass = bypasses(config)
+    bypass = uses_bypass_mode(config)
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
         raise CheckWarning(
             "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "

@@ -6,9 +6,10 @@ lies there is counted, because a run that fits must not be refused.
 """
 
 from recipe.bapo.checks import CheckWarning
-from recipe.bapo.checks.config import ACTOR, ROLLOUT, bypasses, longest_sequence, sequence_parallel
+from recipe.bapo.checks.config import ACTOR, ROLLOUT, longest_sequence, sequence_parallel
 from recipe.bapo.checks.machine import GIB, gpus, on_cpu
 from recipe.bapo.checks.model import FUSED, empty_model_of, model_of
+from recipe.bapo.compatibility import uses_bypass_mode
 from recipe.bapo.launch.locks import joins_a_cluster
 from verl.utils import torch_functional as verl_F
 from verl.utils.torch_dtypes import PrecisionType
@@ -63,7 +64,7 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
         "update": {"weights and gradients": weights + gradients, "AdamW": adamw, "vLLM": asleep}
         | {"activations": checkpoints, "gathered": output_layer, later: at_once[later]},
     }
-    if bypasses(config):
+    if uses_bypass_mode(config):
         del phases["log-probs"]
     return phases
 

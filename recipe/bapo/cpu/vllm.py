@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker on a CPU, for verl's weight synchronisation."""
+"""Let verl synchronise weights with vLLM's worker on a CPU."""
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
@@ -8,15 +8,15 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
 def _plain_linear(layer, remove_weight):
-    # Called by vLLM for each linear layer once its weights are loaded.
+    # vLLM calls this for each linear layer once its weights are loaded.
     layer.cpu_linear = torch.nn.functional.linear
 
 
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
-    """Keeps the weights of linear layers as they are.
+    """Keeps vLLM from packing the weights of linear layers.
 
-    vLLM on a CPU packs them after loading and drops the originals; verl's next synchronisation would then find
-    nothing to load into, and hang.
+    On a CPU vLLM packs them after loading and drops the originals. verl's next synchronisation would then have no
+    weights to load into, and hang.
     """
 
     def __new__(cls, **kwargs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of the example task: 1 if the last guess is the sum and the response says so, else 0."""
+"""The reward of the example task: 1 if the last guess is the sum and the response confirms it, else 0."""
 
 import re
 
@@ -7,6 +7,11 @@ LAST_TRY = re.compile(r"(\d\d) yes$")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's reward signature. ``solution_str`` is the response, ``ground_truth`` the two-digit sum."""
+    """Score a response, with verl's reward signature.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the two-digit sum.
+    """
     last_try = LAST_TRY.search(solution_str.strip())
     return float(last_try is not None and last_try.group(1) == ground_truth)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a run: its parent process, what the parent shows and watches, what keeps runs apart, what is cleaned up.
+"""Supervise a run from its parent process: start it, show it, watch it, keep it apart from other runs, clean up.
 
-``__main__`` is the command and the parent's view of training, ``watchdog`` finds a run that would hang, ``demands``
-asks Ray what it waits for, ``cleanup`` leaves nothing behind, ``console`` is what a person reads, ``locks`` keep two
-runs from each other. The parent imports neither verl nor torch: it starts at once, and is none of the processes that
-die.
+``__main__`` is the command and the supervisor. ``watchdog`` detects a run that hangs. ``demands`` asks Ray what it
+waits for. ``cleanup`` ends processes and removes leftovers. ``console`` prints for the user. ``locks`` refuse a second
+run where two would disturb each other. The parent imports neither verl nor torch, so that it starts at once and does
+not die of what kills training.
 
-Here is training's end of the pipe to its parent. It is a pipe and not a file, because a file in the run's folder would
-be lost where its disk is full. ``Supervisor.handle_message`` has to know every kind of message that is sent.
+This module is training's end of the pipe to its parent. We use a pipe instead of a file, because a file in the run's
+folder could not be written when its disk is full. ``Supervisor.handle_message`` handles every kind of message.
 """
 
 import os
@@ -17,29 +17,30 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-PIPE = "BAPO_LAUNCH_PIPE"  # environment variable with the pipe's descriptor, which Ray's workers do not inherit
+PIPE = "BAPO_LAUNCH_PIPE"  # environment variable with the pipe's file descriptor. Ray's workers do not inherit that.
 _descriptor = os.environ.pop(PIPE, None)
 _parent = Connection(int(_descriptor), readable=False) if _descriptor else None
 _one_at_a_time = threading.Lock()
 
 
 def send(kind: str, content=None) -> None:
-    """Send one message to the parent; without one, texts are printed.
+    """Send one message to the parent. Without a parent, print texts and drop other messages.
 
     Args:
         kind: one of the following.
 
             - ``info``: a text for the console.
             - ``error``: a text that says why training ends.
-            - ``checked``: the checks have passed; the path of the run's config, whether Ray is a cluster's, and whether
-              the bounds can move.
-            - ``ray``: Ray is up; the job's id in it.
-            - ``demands``: what Ray has no place for, a list of texts, and what of it is free.
+            - ``checked``: the checks have passed. The content is the path of the run's config, whether the run joins a
+              cluster, and whether the bounds can move.
+            - ``ray``: Ray is up. The content is the id of this job in Ray.
+            - ``demands``: the content is a list of texts, the requests that Ray cannot place, and a text that says
+              which resources are free.
             - ``trained``: training is done, and the process is about to end.
-        content: what belongs to the kind.
+        content: as described above; None for ``trained``.
     """
     if _parent is not None:
-        with suppress(OSError), _one_at_a_time:  # the parent is gone
+        with suppress(OSError), _one_at_a_time:  # raised if the parent has ended
             _parent.send((kind, content))
     elif kind == "info":
         print(content)
@@ -50,7 +51,8 @@ def send(kind: str, content=None) -> None:
 def wait_for_final_check() -> None:
     """Wait up to 60 s for the parent to end this process.
 
-    The parent first looks which of vLLM's processes have died: all of them die with this process, which started Ray.
+    The parent first checks which of vLLM's processes have died. It has to do so before this process ends, because all
+    of them end with it.
     """
     if _parent is not None:
         with suppress(KeyboardInterrupt):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with BAPO and clean up after it: ``python -m recipe.bapo.launch [arguments of recipe.bapo.main_bapo]``.
 
-This process starts training as its child. It shows a line per step and a summary, ends a run that would hang and,
-however training ends, kills what is left of the run and removes what the run would leave behind. The run's folder is
-``OUTPUT_DIR``; what verl and Ray print goes to ``train.log`` in it. Exit code: 0, 1 for a failure, 128 + N for signal
-N. The run script, and with it every user, relies on the command and on its exit codes.
+This process starts training as its child. It shows a line per step and a summary, and ends a run that hangs. However
+training ends, it kills the remaining processes and removes the files that they would leave behind. The run's folder is
+``OUTPUT_DIR``; everything that verl and Ray print goes to ``train.log`` in it. The exit code is 0, 1 for a failure, or
+128 + N for signal N. The run script, and so every user, relies on the command and on its exit codes.
 """
 
+import io
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -24,15 +26,16 @@ from recipe.bapo.launch import PIPE, cleanup, console
 from recipe.bapo.launch.watchdog import Watchdog
 from recipe.bapo.records import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
 
-# Unbuffered (-u): what a killed process printed last is in the log.
+# Unbuffered (-u), so that the log has the last lines of a killed process.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
-MAX_TEMP_LENGTH = 25  # characters of TMPDIR up to which the path of Ray's sockets stays below Unix's limit of 107
-PATIENCE = 20.0  # seconds for training on a cluster to end by itself, and to remove what it leaves on other nodes
+MAX_TEMP_LENGTH = 25  # longest TMPDIR, in characters, with which the path of Ray's sockets has at most Unix's 107
+PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and to clean up on the other nodes
 
 
 def main(arguments: list[str]) -> int:
-    """Start training, follow it to its end, clean up, say how it went. Returns the exit code."""
-    sys.stdout.reconfigure(line_buffering=True)  # where it is a file, too
+    """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # also when it is redirected to a file
     interruptions = catch_interruptions()
     cleanup.adopt_orphans()
     run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
@@ -47,20 +50,21 @@ def main(arguments: list[str]) -> int:
         try:
             while run.poll() and not interruptions:
                 time.sleep(0.2)
-            error, code = run.result(interruptions)
+            failure, code = run.result(interruptions)
         finally:
             run.end()
-        if error is not None:
-            # Ray makes its own folders writable by everybody, and cp takes the mask's bits from their rights.
-            copy = ["cp", "-rT", f"{scratch}/ray/session_latest/logs", run_dir / RAY_LOGS]
-            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C spares it
-    with suppress(OSError):  # the terminal is gone
-        if error is not None:
-            print(f"Error: {error}\nThe whole output: {log}", file=sys.stderr)
+        if failure is not None:
+            # Ray makes its folders writable by everybody; cp with this mask copies them without that right. The new
+            # session keeps Ctrl-C from interrupting the copy.
+            copy = ["cp", "-rT", f"{scratch}/ray/session_latest/logs", str(run_dir / RAY_LOGS)]
+            subprocess.run(copy, umask=0o022, stderr=subprocess.DEVNULL, start_new_session=True)
+    with suppress(OSError):  # raised if the terminal is gone
+        if failure is not None:
+            print(f"Error: {failure}\nThe whole output: {log}", file=sys.stderr)
         elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
             print(log.read_text())
         else:
-            run_dir = Path(run.config.run_dir)  # the command line may name another one than OUTPUT_DIR
+            run_dir = Path(run.config.run_dir)  # the command line may set another folder than OUTPUT_DIR
             print(console.summary(run_dir))
             if not run.config.trainer.val_only:
                 subprocess.run([sys.executable, "-m", "recipe.bapo.plot", run_dir], stderr=subprocess.STDOUT)
@@ -68,9 +72,9 @@ def main(arguments: list[str]) -> int:
 
 
 def catch_interruptions() -> list[signal.Signals]:
-    """The list of the signals that come from now on.
+    """Return a list to which every signal from now on is appended.
 
-    They are only collected: ``main`` ends the run at the first, and later ones do not disturb the clean-up.
+    The handlers do nothing else. ``main`` ends the run at the first signal, and later ones do not disturb the clean-up.
     """
     caught: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -80,23 +84,27 @@ def catch_interruptions() -> list[signal.Signals]:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
-    """For Ray's session and whatever else a run would leave in ``/tmp``: the ``TMPDIR`` of its processes."""
+    """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``."""
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp"
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
 class Supervisor:
-    """Training as a child of this process, in a process group of its own: a terminal's signals do not reach it.
+    """Runs training as a child of this process. It has its own process group, so that Ctrl-C does not reach it.
 
     Args:
-        arguments: of ``recipe.bapo.main_bapo``.
-        log: the file for all that the child prints.
-        scratch: the folder for temporary files of everything below.
+        arguments: the arguments of ``recipe.bapo.main_bapo``.
+        log: the file to which the child's output goes.
+        scratch: the folder for temporary files of the child and of its children.
     """
 
     def __init__(self, arguments: list[str], log: Path, scratch: str):
-        self.log, self.errors = log, []
-        self.config = self.watchdog = self.printer = None  # until the checks have passed
+        self.log = log
+        self.errors: list[str] = []
+        # These three are None until the checks have passed.
+        self.config: Any = None
+        self.watchdog: Watchdog | None = None
+        self.printer: console.StepPrinter | None = None
         self.trained_at: float | None = None  # by the monotonic clock
         self.pipe, childs_end = Pipe(duplex=False)
         with childs_end, open(log, "ab") as out:
@@ -112,20 +120,20 @@ class Supervisor:
             )
 
     def poll(self) -> bool:
-        """Show what is new. Returns False once training has ended, has failed or has to be ended."""
-        ended = self.process.poll() is not None  # before its last messages are read
-        with suppress(EOFError, OSError):  # training has closed the pipe, or the console is gone
+        """Print what is new. Returns False once training has ended, has failed or has to be ended."""
+        ended = self.process.poll() is not None  # asked first, so that no message before the end is missed
+        with suppress(EOFError, OSError):  # raised if training has closed the pipe, or the console is gone
             while self.pipe.poll():
                 self.handle_message(*self.pipe.recv())
-        if self.config is not None:
+        if self.printer is not None:
             with suppress(OSError):
                 self.printer.print_new()
-        if ended or self.config is None:
+        if ended or self.watchdog is None:
             return not ended
         if self.trained_at is not None:
             return time.monotonic() - self.trained_at < self.config.watchdog.max_exit_s
         if self.errors:
-            self.watchdog.check()  # verl does not say that an engine has died
+            self.watchdog.check()  # finds a dead engine, which verl's own error does not mention
             return False
         if not self.watchdog.should_end():
             return True
@@ -133,7 +141,7 @@ class Supervisor:
         return False
 
     def handle_message(self, kind: str, content) -> None:
-        """What training sends; ``send`` lists the kinds."""
+        """Handle one message from training; ``send`` lists the kinds."""
         if kind == "info":
             print(content)
         elif kind == "error":
@@ -144,29 +152,29 @@ class Supervisor:
             run_dir = Path(self.config.run_dir)
             self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
             self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, bounds_can_move)
-        elif kind == "ray":
+        elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
-        elif kind == "demands":
+        elif kind == "demands" and self.watchdog is not None:
             self.watchdog.set_demands(*content)
         elif kind == "trained":
             self.trained_at = time.monotonic()
 
     def result(self, interruptions: list[signal.Signals]) -> tuple[str | None, int]:
-        """What went wrong, None if nothing did, and the exit code."""
+        """Return an error message, or None if nothing went wrong, and the exit code."""
         exit_code = self.process.poll()
         if exit_code == 0:
             return None, 0
         if interruptions:
             return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         if self.trained_at is not None:
-            end = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s): it is killed"
+            end = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s) and is killed"
             if exit_code is not None:
                 end = f"ended with code {exit_code}"
-            with suppress(OSError):  # the terminal is gone
+            with suppress(OSError):  # raised if the terminal is gone
                 print(f"Training is done, but its process {end}.")
             return None, 0
         log = self.log.read_text(errors="replace")
-        if self.watchdog is None:  # the config is not usable, or training did not come to its checks
+        if self.watchdog is None:  # the config is not usable, or training ended before its checks
             return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
         first, actor = console.first_error(log), console.dead_actor(log)
         reasons = (
@@ -180,24 +188,24 @@ class Supervisor:
         return f"Training failed: {'; '.join(filter(None, reasons))}. {self.how_to_resume()}", 1
 
     def how_to_resume(self) -> str:
-        """The last checkpoint, and the settings that resume from it."""
+        """Say which checkpoint is the last, and which settings resume from it."""
         folder = None
-        with suppress(ValueError):  # the last checkpoint is not there
+        with suppress(ValueError):  # raised if the last checkpoint is missing
             folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
         if folder is None:
             return "No checkpoint was saved."
-        return f"The last checkpoint is {folder}: the same OUTPUT_DIR with trainer.resume_mode=auto goes on from it."
+        return f"The last checkpoint is {folder}: to resume, use the same OUTPUT_DIR with trainer.resume_mode=auto."
 
     def full_disk(self) -> str | None:
-        """Says so if there is hardly any space left for checkpoints; torch's own error would not."""
+        """Return a message if there is hardly any space left for checkpoints, because torch's error does not say so."""
         folder = Path(self.config.trainer.default_local_dir)
         if not folder.exists() or (free := shutil.disk_usage(folder).free) >= 64 << 20:
             return None
         return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
 
     def end(self) -> None:
-        """End every process of the run, and remove what they would leave outside its folder."""
-        left = set()
+        """End every process of the run, and remove the files that they would leave outside its folder."""
+        left: set[Path] = set()
         if self.watchdog is not None:
             left = self.watchdog.left_outside()
             if self.watchdog.on_cluster and self.process.poll() is None:
@@ -206,7 +214,7 @@ class Supervisor:
                     self.process.wait(PATIENCE)
         cleanup.kill_descendants()
         cleanup.remove(left)
-        with suppress(OSError):  # the terminal is gone
+        with suppress(OSError):  # raised if the terminal is gone
             if self.printer is not None:
                 self.printer.close()
 

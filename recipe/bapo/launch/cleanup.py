@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a run: all its processes are ended, and what they leave outside its folder is removed.
+"""End all processes of a run, and remove the files that they leave outside its folder.
 
-The parent of a run relies on it for this machine, ``main_bapo`` for the nodes of a cluster. The prefixes and places are
-verl's and vLLM's: look at them with each new version. ``tests/stack/test_faults.py`` finds what is left.
+The parent of a run does this on its machine, and ``main_bapo`` on the nodes of a cluster. verl and vLLM choose the
+names and folders of these files, so check them with each new version. ``tests/stack/test_faults.py`` fails if something
+is left behind.
 """
 
 import ctypes
@@ -16,39 +17,38 @@ from pathlib import Path
 
 import psutil
 
-SOCKETS = Path("/tmp")  # where verl puts the sockets over which weights go to vLLM, whatever TMPDIR is
-# psm_: of Python's, which vLLM makes; verl_weights_: verl's.
+SOCKETS = Path("/tmp")  # verl sends weights to vLLM over sockets in this folder, whatever TMPDIR is
+# psm_: Python's names, for the shared memory that vLLM makes. verl_weights_: verl's.
 SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)
 
 
 def adopt_orphans() -> None:
-    """From now on a process below this one becomes its child when its own parent ends, whatever session it is in."""
+    """From now on adopt every descendant whose parent ends, whatever session it is in."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of Linux's <sys/prctl.h>
 
 
 def end_with_parent() -> None:
-    """In a new child: have the kernel send it SIGINT if this process is killed."""
+    """Call this in a new child, to have the kernel send it SIGINT if its parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGINT, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def descendants() -> dict[int, str]:
-    """The command lines of the processes that this one has started, those that they have started, and so on, by id."""
+    """Return the command lines of all descendants of this process, by process id."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # raised if it has ended
             found[process.pid] = " ".join(process.cmdline()).strip()
     return found
 
 
 def kill_descendants(timeout: float = 10.0) -> None:
-    """Kill the processes below this one, and wait ``timeout`` seconds at most until none is left.
+    """Kill all descendants of this process, and wait until none is left, but at most ``timeout`` seconds.
 
-    ``adopt_orphans`` has to have been called before. Python's resource trackers are spared for half of that time: each
-    ends by itself once the processes that it serves are gone, and removes the shared memory and the semaphores that
-    they have left.
+    Call ``adopt_orphans`` first. Python's resource trackers are spared for half of that time. Each of them ends by
+    itself once its processes are gone, and removes the shared memory and the semaphores that they left.
     """
     began = time.monotonic()
-    with suppress(ChildProcessError):  # there is no child left
+    with suppress(ChildProcessError):  # raised when no child is left
         while time.monotonic() < began + timeout:
             spare_trackers = time.monotonic() < began + timeout / 2
             for pid, command in descendants().items():
@@ -61,10 +61,10 @@ def kill_descendants(timeout: float = 10.0) -> None:
 
 
 def vllm_processes(job: str) -> dict[int, str]:
-    """The titles, by process id, of the vLLM processes on this machine that belong to the job ``job`` of Ray."""
+    """Return the titles of the vLLM processes on this machine that belong to Ray's job ``job``, by process id."""
     found = {}
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
+        with suppress(psutil.Error):  # raised if it has ended, or belongs to another user
             title = " ".join(process.cmdline()).strip()
             if title.startswith("VLLM::") and process.environ().get("VERL_RAY_JOB_ID") == job:
                 found[process.pid] = title
@@ -72,33 +72,33 @@ def vllm_processes(job: str) -> dict[int, str]:
 
 
 def weight_sockets(job: str) -> set[Path]:
-    """The sockets over which weights are on their way from a job's workers to vLLM on this node, now."""
+    """Find the sockets over which a job's workers are sending weights to vLLM on this node."""
     return set(SOCKETS.glob(f"rl-colocate-zmq-{job}-*.sock"))
 
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
-    """Named shared memory of a run's that these processes have mapped and that nobody has removed."""
+    """Find the named shared memory of a run that these processes have mapped and that nobody has removed."""
     mapped: set[Path] = set()
     for pid in pids:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # raised if it has ended
             # psutil's memory_maps() measures every page, which takes seconds.
             mapped.update(map(Path, SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())))
     return mapped
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove files that may be gone."""
+    """Remove these files, as far as they still exist."""
     for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def remove_on_every_node() -> None:
-    """Remove what this job would leave on the nodes of its Ray, waiting 15 seconds at most."""
-    import ray  # the launcher, which needs the functions above, runs without Ray
+    """Remove the files that this job would leave on the nodes of its Ray; wait at most 15 seconds for them."""
+    import ray  # imported here, because the launcher needs the functions above and runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    with suppress(Exception):  # a node is gone, say, or Ray is
+    with suppress(Exception):  # for example, a node is gone, or Ray is
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         task = ray.remote(num_cpus=0)(_remove_on_this_node)
         placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
@@ -109,8 +109,9 @@ def _remove_on_this_node():
     import ray
 
     job, pids = ray.get_runtime_context().get_job_id(), []
-    for process in psutil.Process().parent().children(recursive=True):  # of the node's raylet, which has other jobs too
-        with suppress(psutil.Error):  # it has ended
+    # The parent is the node's raylet. It runs other jobs too, hence the test of the job.
+    for process in psutil.Process().parent().children(recursive=True):
+        with suppress(psutil.Error):  # raised if it has ended
             if process.environ().get("RAY_JOB_ID") == job:
                 pids.append(process.pid)
     remove(shared_memory(pids) | weight_sockets(job))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows a person: a line per step, warnings, in a terminal a progress bar, and a summary at the end.
+"""Print a run for the user: a line per step, warnings, a progress bar in a terminal, and a summary at the end.
 
-Everything shown is read from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's folder, so texts may be
-changed freely; the README shows the summary.
+All of it is read from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's folder. No program reads it, so
+you may change the texts; the README shows the summary.
 """
 
 import json
@@ -19,7 +19,7 @@ from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import ANSWERS, CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
-# The parts of a step's line, each where its metric is logged.
+# The parts of a step's line, by metric. A part is left out if the step did not log its metric.
 IN_A_LINE = {
     "critic/rewards/mean": "  reward {:.3f}",
     "actor/entropy": "  entropy {:.3f}",
@@ -46,10 +46,10 @@ class StepPrinter:
         self.path, self.total, self.bounds_can_move = run_dir / METRICS, total, bounds_can_move
         self.offset = 0  # bytes of the metrics file that have been printed
         self.recent: list[dict[str, float]] = []  # the steps since the last warnings
-        self.bar: tqdm | None = None  # from the first step on, which comes minutes after the start
+        self.bar: tqdm | None = None  # made at the first step, minutes after the start
 
     def print_new(self) -> None:
-        """Print the steps that have been written since the last call."""
+        """Print the steps that were written since the last call."""
         if not self.path.exists():
             return
         with open(self.path) as file:
@@ -61,7 +61,7 @@ class StepPrinter:
             tqdm.write(step_line(step, self.total, data))
             if "training/global_step" in data:
                 self.recent.append(data)
-                if self.bar is None:  # disable=None: shown in a terminal alone
+                if self.bar is None:  # disable=None shows the bar in a terminal only
                     self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
                 self.bar.update(step - self.bar.n)
             if len(self.recent) == WINDOW:
@@ -70,14 +70,14 @@ class StepPrinter:
                 self.recent.clear()
 
     def close(self) -> None:
-        """Print what came last, and leave the progress bar as it is."""
+        """Print the last steps, and leave the progress bar as it is."""
         self.print_new()
         if self.bar is not None:
             self.bar.close()
 
 
 def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
-    """One step of training, or the validation before it, as one line."""
+    """Format one training step, or the validation before training, as one line."""
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
@@ -91,7 +91,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
 
 
 def first_error(log: str) -> str | None:
-    """The first exception that a worker printed to a run's log, and in which worker; None if there is none."""
+    """Find the first exception in a run's log, and the worker that printed it; None if there is none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     of_vllm = r"(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]*\] )?"  # vLLM's processes print through their server
     pattern = rf"^\((\w+) pid=[^)]*\) {of_vllm}([\w.]*(?:Error|Exception)): (.*)$"
@@ -100,16 +100,17 @@ def first_error(log: str) -> str | None:
 
 
 def dead_actor(log: str) -> str | None:
-    """The class of the worker of Ray's that died first, from Ray's error in a run's log; None if there is none."""
+    """Find the class of the Ray worker that died first, from Ray's error in a run's log; None if there is none."""
     match = re.search(r"The actor died.*\n.*class_name: \S*?(\w+)$", log, re.M)
     return match[1] if match else None
 
 
 def summary(run_dir: Path) -> str:
-    """The screen at the end of a run: before and after, and where everything is; of an evaluation verl's figures."""
+    """Format the screen at the end of a run: metrics before and after training, or verl's results of an evaluation."""
     records = [data for _, data in read_metrics(run_dir)]
     latest = [data for _, data in parse_lines((run_dir / METRICS).read_text())] if (run_dir / METRICS).exists() else []
-    if not any("training/global_step" in data for data in latest):  # an evaluation, maybe in a trained run's folder
+    # An evaluation may have been started in the folder of a run that trained before, so only its own metrics count.
+    if not any("training/global_step" in data for data in latest):
         records = latest
     steps = [data for data in records if "training/global_step" in data]
     lines, part = [], max(1, len(steps) // 5)
@@ -131,7 +132,7 @@ def summary(run_dir: Path) -> str:
             lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
         lines += answer_lines(run_dir / ANSWERS)
     else:
-        lines.append("No training step was recorded. Of n responses a problem, verl's mean and spread:")
+        lines.append("No training step was recorded. verl's mean and spread over n responses to each problem:")
         figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics, log and records: {run_dir}")
@@ -139,14 +140,18 @@ def summary(run_dir: Path) -> str:
 
 
 def uses_previous_batch(run_dir: Path) -> bool:
-    """Whether the config in a run's folder says ``bound_scope=previous_batch``."""
+    """Whether the config in a run's folder sets ``bound_scope=previous_batch``."""
     path = run_dir / CONFIG
     key = "actor_rollout_ref.actor.policy_loss.bound_scope"
     return path.exists() and OmegaConf.select(OmegaConf.load(path), key) == "previous_batch"
 
 
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
-    """What the search for bounds did in a run, from its steps that made updates."""
+    """Format what the search for bounds did in a run.
+
+    Args:
+        steps: the metrics of the steps that made updates.
+    """
     if not steps:
         return []
 
@@ -166,9 +171,9 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
 
 
 def answer_lines(folder: Path, prompts: int = 3) -> list[str]:
-    """The answers to the first validation prompts, at the first validation and at the last one.
+    """Format the answers to the first validation prompts, at the first and at the last validation.
 
-    They are the first of the data and not the best of it. verl writes a file ``<step>.jsonl`` for each validation.
+    These are the first prompts of the data, not the best ones. verl writes a file ``<step>.jsonl`` for each validation.
     """
     files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
     if len(files) < 2:

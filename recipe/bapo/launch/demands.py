@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks Ray what it waits for before training starts, in the process that has connected to it.
+"""Ask Ray what it waits for before training starts, in the process that is connected to it.
 
-Where a machine has fewer CPUs than verl asks Ray for, Ray waits for ever and verl says nothing. The watchdog in the
-parent process gets each change by ``send`` and decides when it is worth a line, and when the run ends.
+If a machine has fewer CPUs than verl asks Ray for, Ray waits forever and verl reports nothing. This module sends each
+change to the watchdog in the parent process, which decides when to print it and when to end the run.
 """
 
 import threading
@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-INTERVAL = 10.0  # seconds between two questions to Ray
+INTERVAL = 10.0  # seconds between two requests to Ray
 
 
 def follow(started: Path, report: Callable[[list[str], str], None]) -> None:
-    """Ask Ray in a thread of its own until the file ``started`` exists, and report each change.
+    """Ask Ray repeatedly in a thread until the file ``started`` exists, and report each change.
 
     Args:
-        started: the run's metrics file, which is there once the first step or validation has ended.
-        report: called with the demands that Ray cannot place yet, a phrase each, and with what is free.
+        started: the run's metrics file, which exists once the first step or validation has ended.
+        report: called with the demands that Ray cannot place yet, a phrase each, and with the free resources.
     """
     threading.Thread(target=_follow, args=(started, report), daemon=True).start()
 
 
 def _follow(started, report):
-    import ray  # the launcher, which imports this package, runs without Ray
+    import ray  # imported here, because the launcher imports this package and runs without Ray
 
     before, pause, failed = [], threading.Event(), False
     while not pause.wait(INTERVAL):
@@ -33,9 +33,9 @@ def _follow(started, report):
             now = [] if is_started else pending(ray.get_runtime_context().get_job_id())
             if now != before:
                 report(now, free())
-        except Exception as error:  # Ray's dashboard, which answers, is not up yet or turned off, or Ray is going down
+        except Exception as error:  # Ray's dashboard answers; it may not be up yet, be turned off, or be going down
             if not failed:
-                print(f"Ray does not say yet what it waits for: {error}")
+                print(f"Could not ask Ray what it waits for: {error}")
             failed = True
         else:
             before = now
@@ -44,28 +44,28 @@ def _follow(started, report):
 
 
 def pending(job: str) -> list[str]:
-    """What the job ``job`` has asked Ray for and Ray has no place for yet, a phrase each."""
+    """List what the job ``job`` has asked Ray for and Ray cannot place yet, a phrase each."""
     from ray.util.state import list_placement_groups, list_tasks
 
     groups = list_placement_groups(filters=[("state", "=", "PENDING"), ("creator_job_id", "=", job)], detail=True)
-    # Of an actor this is the task that creates it, so an actor that is busy in its constructor is not among them.
+    # An actor waits through the task that creates it, so an actor that is busy in its constructor is not listed.
     tasks = list_tasks(filters=[("state", "=", "PENDING_NODE_ASSIGNMENT"), ("job_id", "=", job)], detail=True)
     wanted = []
     for group in groups:
-        bundles = Counter(_amounts(bundle["unit_resources"]) for bundle in group.bundles)
+        bundles = Counter(_amounts(bundle["unit_resources"]) for bundle in group.bundles or ())
         parts = " and ".join(f"{count} x ({amounts})" for amounts, count in bundles.items())
         wanted.append(f"a placement group {group.name} of {parts}".replace("  ", " "))
     named = Counter(
-        (task.name.removesuffix(".__init__"), _amounts(task.required_resources))
+        (task.name.removesuffix(".__init__"), _amounts(task.required_resources or {}))
         for task in tasks
-        if task.type != "ACTOR_TASK"  # a call of a method: it waits for its actor, which is listed itself
+        if task.type != "ACTOR_TASK"  # a method call, which waits for its actor; the actor is listed itself
     )
     wanted += [f"{count} x {name} ({amounts})" for (name, amounts), count in named.items()]
     return sorted(wanted)
 
 
 def free() -> str:
-    """How many of the Ray cluster's CPUs and GPUs are free."""
+    """Say how many of the Ray cluster's CPUs and GPUs are free."""
     import ray
 
     total, left = ray.cluster_resources(), ray.available_resources()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps two runs from mixing their weights or their samples, and a run from a Ray cluster that is not there.
+"""Keep two runs from mixing their weights or samples, and refuse a Ray address where no Ray answers.
 
-verl names its sockets after Ray's job number and its queue after nothing, so that two runs on a machine or a cluster
-would silently train on each other's data. The checks look before the start, ``main_bapo`` claims the machine
-and its task runner the cluster: whoever changes a claim has to keep that of two runs that start at once one gets it.
+verl names its sockets by Ray's job number, and its queue always the same. So two runs on a machine or a cluster would
+silently train on each other's data. Preflight looks for another run, then ``main_bapo`` claims the machine and its task
+runner claims the cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
 """
 
 import fcntl
@@ -14,19 +14,20 @@ from contextlib import suppress
 
 from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 
-FIRST_JOB = "01000000"  # the number of the first job of every Ray
+FIRST_JOB = "01000000"  # every Ray gives its first job this number
 
 
 def joins_a_cluster(config) -> bool:
-    """Whether the run uses a Ray that is up already; otherwise it starts one of its own."""
+    """Whether the run uses a Ray that is already running; otherwise it starts its own."""
     return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
 
 
 def check_ray_address(address: str) -> None:
-    """Connect to a Ray address; Ray itself would silently try for two minutes.
+    """Check that something listens at a Ray address, because Ray itself would silently retry for two minutes.
 
     Args:
-        address: as in ``RAY_ADDRESS``: ``HOST:PORT``, also with a scheme; what names no host is left to Ray.
+        address: the value of ``RAY_ADDRESS``: ``HOST:PORT``, perhaps with a scheme. A value that names no host ("",
+            "local", "auto") is not checked.
 
     Raises:
         ValueError: it is not such an address, or nothing listens there.
@@ -46,12 +47,12 @@ def check_ray_address(address: str) -> None:
 
 
 def claim_machine() -> int:
-    """Claim this machine for a run with a Ray of its own, until the returned descriptor is closed.
+    """Claim this machine for a run that starts its own Ray, until the returned descriptor is closed.
 
-    Ray numbers the jobs of two such runs alike, and verl names the socket in ``/tmp`` over which it sends weights to
-    vLLM after that number: each run might get the other's weights. The claim is a lock on that folder, which leaves no
-    file, goes with the process, and holds between containers exactly if they share the folder. A run of verl's own
-    entry point claims nothing, but its vLLM servers are seen.
+    Two such runs have the same job number in their Rays. verl sends weights to vLLM over a socket in ``/tmp`` whose
+    name contains that number, so each run might receive the other's weights. The claim is a lock on that folder: it
+    leaves no file, it is released when the process ends, and it holds between containers exactly if they share the
+    folder. A run that was started with verl's own entry point claims nothing, but we find it by its vLLM servers.
 
     Raises:
         ValueError: another run is on the machine.
@@ -68,35 +69,36 @@ def claim_machine() -> int:
     which = "".join(f" (process {pid}, {title})" for pid, title in list(servers.items())[:1])
     raise ValueError(
         f"another run is on this machine{which}, and verl would send both runs' weights over one socket in {SOCKETS}: "
-        "wait for its end, or give each run a /tmp of its own: scripts/apart.sh, or a container."
+        "wait until it has ended, or give each run its own /tmp: scripts/apart.sh, or a container."
     )
 
 
 class _Claim:
-    """An actor that does nothing but have a name."""
+    """An actor that only holds a name."""
 
 
 def claim_cluster():
     """Claim a Ray cluster for this job, until the returned handle or the job ends.
 
-    verl's TransferQueue has one controller a cluster, by name: a second job would connect to it, put its samples to
-    those of the first and train on both.
+    verl's TransferQueue has one controller in a cluster, found by its name. A second job would connect to it, add its
+    samples to those of the first job, and train on both.
 
     Raises:
         ValueError: another verl run is on the cluster.
     """
-    import ray  # the checks, which need the functions above, can do without
+    import ray  # imported here, because the checks need the functions above and run without Ray
 
     until = time.monotonic() + 20  # a job that has just ended keeps the names for some seconds
     while True:
         try:
             ray.get_actor("TransferQueueController", namespace="transfer_queue")
-        except ValueError:  # there is none
-            with suppress(ValueError):  # the name is taken
+        except ValueError:  # no other run has a controller
+            with suppress(ValueError):  # raised if another run has just taken the name
                 return ray.remote(num_cpus=0)(_Claim).options(name="bapo", namespace="transfer_queue").remote()
         if time.monotonic() > until:
             raise ValueError(
-                "another verl run is on this Ray cluster, and verl would mix the samples of both: its TransferQueue "
-                "has one queue a cluster. Wait for that run's end, or give each run a cluster of its own."
+                "another verl run is on this Ray cluster, and verl would mix the samples of both, because its "
+                "TransferQueue has one queue per cluster. Wait until that run has ended, or give each run its own "
+                "cluster."
             )
         time.sleep(1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds why a run would hang: Ray has too few CPUs, vLLM has died, weights do not reach it, or no step ends.
+"""Detect a run that hangs: Ray has too few CPUs, vLLM has died, weights do not reach it, or no step ends.
 
-verl waits for an answer from a server that is gone or has failed, in some cases for ever; a worker of Ray's that dies
-ends the run without us. A further reason is one more method, called by ``check``; ``tests/stack/test_faults.py``
-injects the faults that each of them finds. The limits are the section ``watchdog`` of the config.
+verl waits for an answer from a server that has died or failed, in some cases forever. (If a Ray worker dies, verl ends
+the run itself.) To detect another fault, add a method and call it in ``check``; ``tests/stack/test_faults.py`` injects
+each fault. The limits are in the section ``watchdog`` of the config.
 """
 
 import subprocess
@@ -19,12 +19,12 @@ INTERVAL = 2.0  # seconds between two checks
 
 
 class Watchdog:
-    """Checks a run's processes and its progress; ``reason`` is what it has found.
+    """Checks a run's processes and its progress. ``reason`` is the reason to end the run, or None.
 
     Args:
-        run_dir: the run's folder; a step has ended when ``metrics.jsonl`` in it grows.
-        limits: the section ``watchdog`` of the config, in seconds; its keys are explained in ``bapo_trainer.yaml``.
-        on_cluster: whether Ray is a cluster's, whose processes are not below this one.
+        run_dir: the run's folder. A step has ended when ``metrics.jsonl`` in it grows.
+        limits: the section ``watchdog`` of the config, in seconds. ``bapo_trainer.yaml`` explains its keys.
+        on_cluster: whether the run joined a cluster, whose processes are not descendants of this one.
     """
 
     def __init__(self, run_dir: Path, limits, on_cluster: bool):
@@ -32,17 +32,17 @@ class Watchdog:
         self.began = time.time()
         self.last_check = time.monotonic()
         self.reason: str | None = None
-        self.job: str | None = None  # its id in Ray, once Ray is up
-        self.demands: list[str] = []  # what Ray has no place for; recipe.bapo.launch.demands
-        self.resources = ""  # what of Ray is free
-        self.demands_since = 0.0  # when they last changed, by the monotonic clock
+        self.job: str | None = None  # the run's job id in Ray, once Ray is up
+        self.demands: list[str] = []  # what Ray cannot place, from recipe.bapo.launch.demands
+        self.resources = ""  # the free resources of Ray
+        self.demands_since = 0.0  # when the demands last changed, by the monotonic clock
         self.demands_told = False
         self.servers: dict[int, str] = {}  # the titles of vLLM's processes that were seen twice, by id
-        self.seen: set[int] = set()  # the ids of those that the last check saw
-        self.shared_memory: set[Path] = set()  # what they held, which nobody holds any more once they are killed
+        self.seen: set[int] = set()  # the ids of vLLM's processes at the last check
+        self.shared_memory: set[Path] = set()  # of vLLM's processes, noted because it cannot be found once they died
 
     def should_end(self) -> bool:
-        """Look for a reason every ``INTERVAL`` seconds; True once verl has had ``grace_s`` to say itself what it is."""
+        """Check every ``INTERVAL`` seconds. True once verl has had ``grace_s`` to report the problem itself."""
         now = time.monotonic()
         if self.reason is None and now - self.last_check >= INTERVAL:
             self.check()
@@ -50,31 +50,31 @@ class Watchdog:
         return self.reason is not None and now - self.last_check >= self.limits.grace_s
 
     def check(self) -> None:
-        """Look for a reason to end the run; the first one stays."""
+        """Look for a reason to end the run, and keep the first one found."""
         self.reason = self.reason or self.silence() or self.unmet_demand() or self.dead_server() or self.stuck_weights()
 
     def silence(self) -> str | None:
-        """The reason if no step has ended for too long, else None."""
+        """Return a reason if no step has ended for too long, else None."""
         last_step = self.began
-        with suppress(OSError):  # there is none yet
+        with suppress(OSError):  # raised before the first step
             last_step = max(self.began, (self.run_dir / METRICS).stat().st_mtime)
         silence, limit = time.time() - last_step, self.limits.max_silence_s
         if silence <= limit:
             return None
         return (
-            f"no step ended in {silence:.0f} s (watchdog.max_silence_s={limit:g}); what each process was doing: "
+            f"no step ended in {silence:.0f} s (watchdog.max_silence_s={limit:g}); the stack of each process is in "
             f"{self.run_dir / STACKS}"
         )
 
     def set_demands(self, demands: list[str], resources: str) -> None:
-        """Take what Ray has no place for now, and what of it is free; training sends each change."""
+        """Note what Ray cannot place now, and which resources are free. Training sends each change."""
         self.demands, self.resources = demands, resources
         self.demands_since, self.demands_told = time.monotonic(), False
 
     def unmet_demand(self) -> str | None:
-        """The reason if Ray has too long had no place for what the run asks for, else None; says so once before that.
+        """Return a reason if Ray has been unable to place a demand for too long, else None; print a warning earlier.
 
-        On a cluster another job may give its resources back, so the run is not ended there.
+        On a cluster another job may release its resources, so the run is not ended there.
         """
         waited = time.monotonic() - self.demands_since
         if not self.demands or waited <= self.limits.pending_notice_s:
@@ -84,7 +84,7 @@ class Watchdog:
             "more, or let it ask for less: docs/troubleshooting.md, 'Ray waits for CPUs or GPUs'"
         )
         if not self.demands_told:
-            with suppress(OSError):  # the terminal is gone
+            with suppress(OSError):  # raised if the terminal is gone
                 print(f"Warning: Ray {waits}.")
             self.demands_told = True
         if self.on_cluster or waited <= self.limits.max_pending_s:
@@ -92,10 +92,11 @@ class Watchdog:
         return f"Ray (watchdog.max_pending_s={self.limits.max_pending_s:g}) {waits}"
 
     def dead_server(self) -> str | None:
-        """The reason if a process of a vLLM server on this node has gone, else None; notes what those there hold.
+        """Return a reason if a process of a vLLM server on this node has died, else None.
 
-        A server is believed at its second sighting: between vfork and exec a child shows the title of its parent, so
-        that any command which an engine runs is, for some microseconds, one more engine.
+        A process counts as a server only when two checks in a row have seen it. Between vfork and exec a child shows
+        its parent's title, so any command that an engine runs looks like another engine for some microseconds. This
+        method also notes the shared memory of the servers, which ``left_outside`` returns.
         """
         there = {pid: title for pid, title in self.processes().items() if title.startswith("VLLM::")}
         gone = [f"{title} (process {pid})" for pid, title in self.servers.items() if pid not in there]
@@ -106,31 +107,31 @@ class Watchdog:
         return f"{gone[0]} of a vLLM server has died" if gone else None
 
     def stuck_weights(self) -> str | None:
-        """The reason if weights are too long on their way, else None: verl removes their socket at the end."""
+        """Return a reason if sending weights takes too long, else None. verl removes their socket when it is done."""
         for path in cleanup.weight_sockets(self.job) if self.job else ():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # raised if verl has just removed it
                 began = path.stat().st_mtime
                 took, limit = time.time() - began, self.limits.max_sync_s
-                if began > self.began and took > limit:  # older ones are of a run that was killed
+                if began > self.began and took > limit:  # an older socket is from a run that was killed
                     return f"the weights did not reach vLLM in {took:.0f} s (watchdog.max_sync_s={limit:g})"
         return None
 
     def processes(self) -> dict[int, str]:
-        """The titles of the run's processes on this node by their ids; on a cluster those of vLLM alone."""
+        """Return the titles of the run's processes on this node, by process id; on a cluster only those of vLLM."""
         if not self.on_cluster:
             return cleanup.descendants()
         return cleanup.vllm_processes(self.job) if self.job else {}
 
     def left_outside(self) -> set[Path]:
-        """What the run's processes on this node hold outside its folder, and what those held that have died."""
+        """List the files outside the run's folder that its processes on this node hold, or held before they died."""
         sockets = cleanup.weight_sockets(self.job) if self.job else set()
         return self.shared_memory | cleanup.shared_memory(self.processes()) | sockets
 
     def write_stacks(self, driver: int) -> None:
-        """Write by py-spy what the process ``driver`` and the run's workers on this node are doing."""
+        """Write the stacks of the process ``driver`` and of the run's workers on this node, with py-spy."""
         spy = Path(sys.executable).with_name("py-spy")
         workers = [pid for pid, title in self.processes().items() if title.startswith(("ray::", "VLLM::"))]
-        with suppress(OSError), open(self.run_dir / STACKS, "w") as out:  # the disk is full, say
+        with suppress(OSError), open(self.run_dir / STACKS, "w") as out:  # raised if the disk is full, for example
             for pid in (driver, *workers):
                 with suppress(subprocess.TimeoutExpired):
                     subprocess.run([spy, "dump", "--pid", str(pid)], stdout=out, stderr=out, timeout=10)

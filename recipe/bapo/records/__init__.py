@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes in its folder and reads back, and the names of the files in the folder itself.
+"""Write and read the files of a run. This module holds the names of those in the run's folder itself.
 
-Other people's scripts read ``metrics.jsonl``. Every package of the recipe may import this one, which imports none of
-them.
+Users' scripts read ``metrics.jsonl``. Every package of the recipe may import this one; it imports none of them.
 """
 
 import os
 from pathlib import Path
 
-METRICS = "metrics.jsonl"  # a line per step, by verl's file logger; recipe.bapo.records.metrics
+METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.records.metrics reads it
 LOG = "train.log"  # everything that verl, Ray and vLLM print
-CONFIG = "config.yaml"  # the whole config that was used
-ANSWERS = "validation"  # folder of the answers at each validation, where trainer.validation_data_dir names it
+CONFIG = "config.yaml"  # the whole config of the run
+ANSWERS = "validation"  # folder of the answers of each validation, if trainer.validation_data_dir names it
 PICTURE = "dynamics.png"
-STACKS = "stacks.txt"  # what each process of a run was doing that was ended because it would hang
-RAY_LOGS = "ray_logs"  # folder of Ray's own logs of a run that failed
+STACKS = "stacks.txt"  # the stack of each process, if the run was ended because it hung
+RAY_LOGS = "ray_logs"  # folder with a copy of Ray's own logs, if the run failed
 
 
 def keep_earlier(path: Path) -> Path:
-    """``path``, free to be written: what an earlier start wrote there is kept as ``<name>.1.<ending>`` and so on."""
+    """Make ``path`` free to be written, and return it. A file of an earlier start becomes ``<name>.1.<ending>``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         numbers = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]
@@ -28,10 +27,10 @@ def keep_earlier(path: Path) -> Path:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint in ``folder``, as verl finds it; None if there is none.
+    """Find the last complete checkpoint in ``folder``, as verl does; None if there is none.
 
     Raises:
-        ValueError: the checkpoint is named but not there; verl would silently start anew.
+        ValueError: verl's tracker file names a checkpoint that is missing. verl would silently start from scratch.
     """
     tracker = folder / "latest_checkpointed_iteration.txt"
     if not tracker.exists():
@@ -41,6 +40,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if not checkpoint.is_dir():
         raise ValueError(
             f"{tracker} names the checkpoint {number!r}, which is not in {sorted(os.listdir(folder))}: write the "
-            "number of a complete one into it, or remove it to start anew."
+            "number of a complete one into it, or remove it to start from scratch."
         )
     return checkpoint

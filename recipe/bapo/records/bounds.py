@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds record: the bounds of every update, bit for bit, in a JSON-lines file for each rank.
+"""Record the bounds of every update, bit for bit, in a JSON-lines file for each rank.
 
-verl averages metrics over ranks, so logs cannot show that all ranks hold the same bounds; this record can.
+verl averages metrics over ranks, so its logs cannot show that all ranks hold the same bounds. This record can.
 """
 
 import json
@@ -15,22 +15,22 @@ class BoundsRecord:
 
     def __init__(self, folder: str | None, rank: int):
         self.folder, self.rank = folder, rank
-        self.file = None  # made with the first line
+        self.file: Path | None = None  # set at the first line
 
     @property
     def is_kept(self) -> bool:
-        """Whether lines are written at all."""
+        """Whether there is a folder, so that lines are written."""
         return self.folder is not None
 
     def write(self, update: int, source: str, values: dict[str, float]) -> None:
-        """Add a line: every value as a hexadecimal number, which is exact.
+        """Add a line. Values are written as hexadecimal numbers, because these are exact.
 
         Args:
-            update: counted from the start of the process; with ``bound_scope=micro_batch`` several lines share one.
-            source: which tokens the search saw. ``pass``: those of this update, by a forward before training;
-                ``on_policy``: those of this update, whose ratios were known to be 1; ``loss``: those of the training
-                forward; ``previous_batch``: those of the same update on the rollout batch before.
-            values: by name, as ``bapo.read_and_validate`` returns them.
+            update: counted from the start of the process. With ``bound_scope=micro_batch`` several lines have the same.
+            source: which tokens the search saw. ``pass``: those of this update, by a forward before training.
+                ``on_policy``: those of this update, whose ratios were known to be 1. ``loss``: those of the training
+                forward. ``previous_batch``: those of the same update on the previous rollout batch.
+            values: numbers by name, as ``bapo.read_and_validate`` returns them.
         """
         if self.folder is None:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a run: the keys of ours, and a reader of the file that verl's file logger writes.
+"""Name BAPO's metrics, and read the file to which verl's file logger writes all metrics of a run.
 
 Console, pictures and scripts read metrics only through these functions.
 """
@@ -11,10 +11,10 @@ from recipe.bapo.records import METRICS
 
 
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    """All ``(step, metrics)`` of a run in order; of a step that a resumed run repeated, the last one counts.
+    """Read all ``(step, metrics)`` of a run in order. If a resumed run repeated a step, its last record counts.
 
     Raises:
-        ValueError: a line is none of verl's file logger.
+        ValueError: verl's file logger did not write one of the lines.
     """
     numbered = [path for path in run_dir.glob(METRICS.replace(".", ".*.")) if path.suffixes[0][1:].isdigit()]
     earlier = sorted(numbered, key=lambda path: int(path.suffixes[0][1:]))
@@ -27,15 +27,15 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
                 f"{path} has a line that verl's file logger did not write ({error}): remove it."
             ) from error
         for step, data in records:
-            # A resumed run validates at the step of its checkpoint before it trains: that adds to the step.
+            # A resumed run first validates at the step of its checkpoint. Add that record to the step's metrics.
             trained = "training/global_step" in data
             steps[step] = data if trained else {**steps.get(step, {}), **data}
     return sorted(steps.items())
 
 
 def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
-    """``(step, metrics)`` of each complete line of a metrics file."""
-    lines = text.split("\n")[:-1]  # what follows the last newline is still being written
+    """Parse each complete line of a metrics file into ``(step, metrics)``."""
+    lines = text.split("\n")[:-1]  # anything after the last newline is still being written
     # verl's file logger writes NaN and infinity as null.
     nan = float("nan")
     return [
@@ -45,7 +45,7 @@ def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
 
 
 def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
-    """The values of ``bapo.read_and_validate`` under the keys by which verl logs them, ``actor/bapo/...``."""
+    """Map the values of ``bapo.read_and_validate`` to the keys that verl logs, ``actor/bapo/...``."""
     named = {f"actor/bapo/{name}": value for name, value in values.items() if name not in ("low", "high")}
     return named | {
         "actor/bapo/clip_low": values["low"],
@@ -55,6 +55,6 @@ def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
 
 
 def validation_reward(data: dict[str, float]) -> float | None:
-    """The mean validation reward in a step's metrics, over data sources; None where there was no validation."""
+    """Return the validation reward in a step's metrics, averaged over data sources; None without a validation."""
     values = [value for key, value in data.items() if key.startswith("val-core/") and "/mean@" in key]
     return sum(values) / len(values) if values else None

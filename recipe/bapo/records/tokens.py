@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dump: what the loss was called with, one safetensors file for each micro-batch and rank.
+"""Write and read token dumps: the loss's arguments, in one safetensors file for each micro-batch and rank.
 
-``write_dump`` is the one function that a trainer calls, ours or another (docs/clip_report.md has an example);
-``read_dump`` yields a dump update by update, whoever wrote it. Scripts of other people read the names of the tensors
-and of the metadata, so these names stay. To add a tensor, give ``write_dump`` an argument for it and add its name to
-``OPTIONAL``.
+A trainer, ours or another, calls only ``write_dump`` (docs/clip_report.md has an example). ``read_dump`` yields any
+dump update by update. Users' scripts rely on the names of tensors and metadata, so these names stay. To add a tensor,
+give ``write_dump`` an argument for it and add its name to ``OPTIONAL``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-TENSORS = ("old_log_prob", "log_prob", "advantages")  # of each response token
-OPTIONAL = ("entropy", "version", "rollout_is_weights")  # of each response token as well, where the run knows them
+TENSORS = ("old_log_prob", "log_prob", "advantages")  # one value for each response token
+OPTIONAL = ("entropy", "version", "rollout_is_weights")  # the same, if the run knows them
 
-_written: dict[Path, int] = {}  # files of this process by folder
+_written: dict[Path, int] = {}  # by folder, the number of the last file that this process wrote
 
 
 def write_dump(
@@ -37,17 +36,18 @@ def write_dump(
     """Add a micro-batch's response tokens to a dump: 12 bytes a token, and 4 more for each optional tensor.
 
     Args:
-        folder: of the dump, the same on all ranks; a process starts with one that holds no file of its rank.
-        old_log_prob, log_prob, advantages, response_mask: what the loss is called with, ``(B, T)``.
-        about: ``dp_size`` and ``global_batch_size``, the responses of one update over all ranks, by which a reader
-            knows which micro-batches made an update; all ranks dump equally many. Without them the first call of every
-            rank is an update, the second, and so on. By verl's names the run's ``loss_mode`` and what it is called
-            with, for the report's row on the run itself: ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c``
-            (missing: no dual clip); of BAPO ``bound_scope`` and ``switches``, as JSON. What is None is left out.
-        entropy, version, rollout_is_weights: of each token, ``(B, T)``: the policy's entropy in nats, the version of
-            the weights that sampled it, verl's rollout correction; None: not known.
-        update, trainer_version: number of the update within its rollout batch, from 0, and version of the weights
-            before the first of these updates; None: not known.
+        folder: of the dump, the same on all ranks. It must not hold a file of this rank when the process starts.
+        old_log_prob, log_prob, advantages, response_mask: the loss's arguments, ``(B, T)``.
+        about: metadata; entries that are None are left out. ``dp_size`` and ``global_batch_size`` (the responses of one
+            update over all ranks) tell a reader which micro-batches belong to one update; all ranks must dump the same
+            number of responses. Without them each call counts as one update: the n-th calls of all ranks together.
+            ``loss_mode`` and the loss's settings, under verl's names, give the report its row on the run itself:
+            ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` (missing: no dual clip). For BAPO also
+            ``bound_scope``, and ``switches``: the options as JSON.
+        entropy, version, rollout_is_weights: for each token, ``(B, T)``: the policy's entropy in nats, the version of
+            the weights that sampled it, verl's rollout correction. None: not known.
+        update: number of the update within its rollout batch, from 0. None: not known.
+        trainer_version: version of the weights before the first update on this rollout batch. None: not known.
 
     Raises:
         ValueError: the folder holds an earlier dump.
@@ -73,22 +73,22 @@ def write_dump(
     tensors |= {name: torch.tensor([number]) for name, number in numbers.items() if number is not None}
     metadata = {key: str(value) for key, value in (about or {}).items() if value is not None}
     path = folder / f"rank{rank}-{number:06d}.safetensors"
-    unfinished = path.with_suffix(".unfinished")  # the report may read while the run writes
+    unfinished = path.with_suffix(".unfinished")  # so that a report that runs meanwhile skips it
     save_file(tensors, unfinished, metadata={"sequences": str(len(old_log_prob)), **metadata})
     unfinished.replace(path)
 
 
 def refuse_earlier(folder: Path, pattern: str = "*.safetensors") -> None:
-    """Raise a ValueError if the folder holds a dump: two runs in one would be read as one."""
+    """Raise a ValueError if the folder holds a dump, because two dumps in one folder would be read as one."""
     if any(folder.glob(pattern)):
         raise ValueError(f"token_dump_dir={folder} holds an earlier dump: remove it, or name another folder.")
 
 
 def about_dump(folder: str | Path) -> dict[str, str]:
-    """The metadata of a dump's first file; empty for a file that ``write_dump`` did not write.
+    """Return the metadata of a dump's first file. A file that ``write_dump`` did not write may have none.
 
     Raises:
-        ValueError: as ``read_dump``.
+        ValueError: as in ``read_dump``.
     """
     return _read(_paths_of(folder)[0])[1]
 
@@ -111,13 +111,14 @@ def read_dump(folder: str | Path) -> Iterator[list[dict[str, Tensor]]]:
         responses = sum(responses for _, responses, _ in parts)
         if responses != wanted and wanted:
             raise ValueError(
-                f"{folder} holds {responses} sequences of update {updates}, which has {wanted}: bring the files of all "
-                f"ranks together (here: {', '.join(sorted(ranks))}), of which each has to dump equally many."
+                f"{folder} holds {responses} sequences of update {updates}, but this update has {wanted}: put the "
+                f"files of all ranks there (found: {', '.join(sorted(ranks))}). Each rank has to dump the same number "
+                "of sequences."
             )
         updates += 1
         yield [micro_batch for micro_batches, _, _ in parts for micro_batch in micro_batches]
     if not updates:
-        raise ValueError(f"{folder} holds no whole update yet: let the run make one.")
+        raise ValueError(f"{folder} holds no complete update yet: let the run finish one.")
 
 
 def _paths_of(folder):
@@ -128,7 +129,7 @@ def _paths_of(folder):
 
 
 def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
-    """For each update: this rank's micro-batches, the responses they hold, and the responses all ranks should hold."""
+    """Yield for each update this rank's micro-batches, their responses, and the responses of all ranks together."""
     update: list[dict[str, Tensor]] = []
     responses = 0
     for path in paths:
@@ -136,7 +137,7 @@ def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]
         update.append(tensors)
         responses += int(metadata.get("sequences", 0))
         wanted = int(metadata.get("global_batch_size", 0))
-        # An update whose dump was cut off has fewer responses and is left out.
+        # An update whose dump was cut off never gets here, because it has fewer responses.
         if responses * int(metadata.get("dp_size", 1)) >= wanted:
             yield update, responses, wanted
             update, responses = [], 0
@@ -152,7 +153,10 @@ def _read(path):
     per_token = [*TENSORS, *(name for name in OPTIONAL if name in tensors)]
     shapes = {name: tuple(tensors[name].shape) if name in tensors else None for name in per_token}
     if None in shapes.values() or len(set(shapes.values())) > 1:
-        raise ValueError(f"{path} needs {', '.join(TENSORS)}, in one shape with what else a token has: {shapes}.")
+        raise ValueError(
+            f"{path} needs the tensors {', '.join(TENSORS)}, and all tensors of its tokens in the same shape, but has "
+            f"{shapes}."
+        )
     tensors |= {name: tensors[name].float() for name in per_token}
     if "lengths" in tensors and tensors["lengths"].sum() != len(tensors["log_prob"]):
         raise ValueError(
@@ -160,5 +164,5 @@ def _read(path):
         )
     unusable = [name for name in per_token if not torch.isfinite(tensors[name]).all()]
     if unusable:
-        raise ValueError(f"Non-finite values in {', '.join(unusable)} of {path}.")
+        raise ValueError(f"{path} has non-finite values in {', '.join(unusable)}.")
     return tensors, metadata

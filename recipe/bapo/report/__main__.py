@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is clipped in a run, is it the staleness, and would BAPO's target be in reach: from the run's dumped tokens.
+"""Report what a run clips, whether staleness is the cause, and whether BAPO's target is in reach, from dumped tokens.
 
 ... actor_rollout_ref.actor.policy_loss.token_dump_dir=/data/dump      # in a run of a few steps, any method
 .venv/bin/python -m recipe.bapo.report /data/dump                      # verdict, and /data/dump/report.html
 .venv/bin/python -m recipe.bapo.report /data/dump --html report.html --json report.json
 
-docs/clip_report.md says what its sections answer and how other trainers dump.
+docs/clip_report.md explains the sections of the page, and how to dump tokens from other trainers.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from recipe.bapo.report.facts import report_on
 
 
 def page(report: dict, name: str) -> str:
-    """HTML of the report on the dump ``name``."""
+    """Render the report on the dump ``name`` as HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -27,7 +27,7 @@ def page(report: dict, name: str) -> str:
 
 
 def percent(share: float) -> str:
-    """``12.3 %``, without a line break in it; small shares keep two digits, so that 0.02 % is not 0."""
+    """Format a share as ``12.3 %`` without a line break. Small shares keep two digits, so that 0.02 % is not 0."""
     digits = ".1f" if share == 0 or abs(share) >= 0.01 else ".2g"
     return f"{100 * share:{digits}}\N{NO-BREAK SPACE}%"
 
@@ -40,11 +40,11 @@ FORMATS = {
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", type=Path, help="the folder that token_dump_dir named")
-    parser.add_argument("--html", type=Path, help="where the page goes (default: report.html in the dump's folder)")
-    parser.add_argument("--json", type=Path, help="write the report's numbers")
+    parser.add_argument("--html", type=Path, help="file for the page (default: report.html in the dump's folder)")
+    parser.add_argument("--json", type=Path, help="file for the report's numbers (default: none)")
     arguments = parser.parse_args()
     html = arguments.html or arguments.dump / "report.html"
     try:

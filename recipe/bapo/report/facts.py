@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's numbers, as its JSON holds them, from what ``measure`` found. Shares are of 1.
+"""Compute the report's numbers, as its JSON holds them, from the sums of ``measure``. Shares are between 0 and 1.
 
-The page reads every number by its path in this JSON; a number that is added here needs its place in
-``page.html.jinja``, which a test holds. The sentences on them are in ``verdict``.
+The page reads every number by its path in this JSON. If you add a number here, show it in ``page.html.jinja`` too; a
+test checks that. The sentences about the numbers are in ``verdict``.
 """
 
 import math
@@ -23,14 +23,14 @@ TARGETS = [k / 100 for k in range(1, 100)]
 
 
 def report_on(folder: Path) -> dict:
-    """The numbers of the report on the dump in ``folder``.
+    """Compute the numbers of the report on the dump in ``folder``.
 
     Raises:
-        ValueError: as ``read_dump``, or the dump's metadata are not usable.
+        ValueError: as in ``read_dump``, or the dump's metadata are not usable.
     """
     about = about_dump(folder)
     own = loss_of_run(about)
-    # A run that says its loss and no dual clip has none; of others verl's default is as good a guess as any.
+    # If the metadata name a loss but no dual clip, the run had none. If they name no loss, assume verl's default.
     clip_ratio_c = float(about.get("clip_ratio_c", 3.0 if own is None else math.inf))
     config = (own and own.search) or BAPOConfig()
     methods = methods_to_compare(config, clip_ratio_c)
@@ -79,7 +79,7 @@ def _gradient(sums):
 
 
 def _spread_of_ratios(sums: Counter) -> dict[str, float]:
-    """How far the ratios of some tokens are from 1."""
+    """Describe how far the ratios of some tokens are from 1."""
     return {
         "clipped_by_grpo": _share(sums["clipped_by_grpo"], sums["positive"] + sums["negative"]),
         "effective_sample_size": _share(sums["ratio"] ** 2, sums["tokens"] * sums["ratio_squared"]),
@@ -89,19 +89,19 @@ def _spread_of_ratios(sums: Counter) -> dict[str, float]:
 
 
 def _rows(measured: Measured, group: str) -> list[dict] | None:
-    """A row for each label of a group, or None where the dump does not say it."""
+    """Make a row for each label of a group; None if the dump has no such labels."""
     rows = sorted(measured.sums[group].items())
     return [{group: label, "tokens": int(sums["tokens"]), **_spread_of_ratios(sums)} for label, sums in rows] or None
 
 
 def _methods(methods: dict[str, Method], measured: Measured) -> list[dict]:
-    """Of each method, by sign: the share of the tokens without a gradient, and of r*|A| what its gradient is."""
+    """Compute for each method and sign the share of tokens without a gradient, and its gradient as a share of r*|A|."""
     total = measured.sums["all"][0]
     tokens = torch.tensor([total["positive"], total["negative"]])
     sizes = torch.tensor([total["positive_gradient"], total["negative_gradient"]])
     rows = []
     for method, without, left in zip(methods, measured.without_gradient, measured.gradient_left, strict=True):
-        if left.isnan().any():  # it needs to know where responses begin, which the dump does not say
+        if left.isnan().any():  # the method needs to know where responses begin, and the dump does not say it
             continue
         shares = {"without_gradient": _by_sign(without, tokens), "gradient_left": _by_sign(left, sizes)}
         rows.append({"method": method, "settings": methods[method].description(), **shares})
@@ -117,7 +117,7 @@ def _by_sign(part, whole):
 
 
 def _rho(statistics: list[ClipStatistics], config: BAPOConfig) -> dict:
-    """Rho by one contribution: before the search, how far bounds move it, and for each target how a search ends."""
+    """Measure rho before the search and at all bounds, and how the search for each target would end."""
     tried = [measure_search_path(update, config) for update in statistics]
     rho = torch.stack([update.positive_contribution for update in tried])
     targets = torch.tensor(TARGETS, dtype=torch.float64)[:, None]

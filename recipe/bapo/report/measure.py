@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a dump: the sums from which ``facts`` follow. One update is in memory at a time.
+"""Read a dump once and collect the sums from which ``facts`` computes the report. One update is in memory at a time.
 
-The size of a token's gradient is ``r * |A|``, that of the loss without clipping with respect to the token's log-prob. A
-sum is added here where the page has a new question; nothing here decides what a reader is told.
+The size of a token's gradient means ``r * |A|``: the gradient of the loss without clipping, with respect to the token's
+log-prob. Add a sum here when the page needs a new number. What the report tells its reader is decided in ``facts`` and
+``verdict``.
 """
 
 from collections import Counter, defaultdict
@@ -19,22 +20,24 @@ from bapo.clip_statistics import UNBOUNDED_RATIO
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.report.methods import Method, Tokens, clipped
 
-CHUNK = 1 << 14  # tokens at a time: they fit a CPU's cache
-# How stale tokens are is told by what these bounds clip, whatever the run's own.
+CHUNK = 1 << 14  # tokens to process at a time; these fit a CPU's cache
+# The report judges staleness by what these bounds clip, whatever bounds the run used.
 PPO_CLIP = partial(clipped, low=0.8, high=1.2)
 
 
 @dataclass
 class Measured:
-    """What one pass over a dump finds; sums over tokens, by sign with A > 0 first.
+    """The result of one pass over a dump.
 
     Attributes:
-        statistics: of every update, in the order of the dump.
-        sums: by name those over all tokens (group ``all``, label 0), over the tokens of an update's number in its
-            rollout batch (``update``) and of an age of the weights in versions (``age``), where the dump says them.
-        largest_negative: largest ratio of a token with A < 0; 0 without one.
-        without_gradient: ``(methods, 2)``: the number of tokens to which a method gives no gradient.
-        gradient_left: ``(methods, 2)``: the sum of |gradient| that a method leaves.
+        statistics: the statistics of every update, in the order of the dump.
+        sums: token sums by group, label and name. The group ``all`` has the label 0. If the dump knows them, the group
+            ``update`` has the number of the update within its rollout batch as its label, and the group ``age`` the
+            age of the weights that sampled the token, in versions.
+        largest_negative: the largest ratio of a token with A < 0; 0 if there is none.
+        without_gradient: ``(methods, 2)``, A > 0 before A < 0: the number of tokens to which a method gives no
+            gradient.
+        gradient_left: ``(methods, 2)``, A > 0 before A < 0: the sum of |gradient| that a method leaves.
     """
 
     statistics: list[ClipStatistics]
@@ -48,23 +51,30 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
     """Read a dump once.
 
     Args:
-        folder, clip_ratio_c: of the dump, and the run's dual clip.
-        config: the ranges of the bounds and the token weight, which are those of every search in ``methods``.
+        folder: the folder of the dump.
+        config: the ranges of the bounds and the token weight. Every search in ``methods`` must have the same.
+        clip_ratio_c: the run's dual clip.
         methods: the losses whose gradients are measured.
 
     Raises:
-        ValueError: as ``read_dump``, or no token counts.
+        ValueError: as in ``read_dump``, or the dump has no response token.
     """
     without_gradient, gradient_left = torch.zeros(2, len(methods), 2, dtype=torch.float64)
     measured = Measured([], defaultdict(lambda: defaultdict(Counter)), 0.0, without_gradient, gradient_left)
     for micro_batches in read_dump(folder):
         chunks = list(_chunks_of(micro_batches))
-        if not chunks:  # every response is masked: such an update changes nothing
+        if not chunks:  # all responses are masked, so the update changes nothing
             continue
         stats = empty_clip_statistics(config)
         for tokens, _ in chunks:
-            rows = [plane[None] for plane in (tokens.old_log_prob, tokens.log_prob, tokens.advantages)]
-            stats += collect_clip_statistics(*rows, torch.ones_like(rows[0]), config, clip_ratio_c)
+            stats += collect_clip_statistics(
+                tokens.old_log_prob[None],
+                tokens.log_prob[None],
+                tokens.advantages[None],
+                torch.ones_like(tokens.log_prob[None]),
+                config,
+                clip_ratio_c,
+            )
         measured.statistics.append(stats)
         position = int(micro_batches[0].get("update", torch.zeros(1)))
         losses = [method.in_update(stats, position) for method in methods]
@@ -76,7 +86,7 @@ def measure(folder: Path, config: BAPOConfig, clip_ratio_c: float, methods: list
 
 
 def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[tuple[Tokens, dict[str, Tensor]]]:
-    """Pieces of the micro-batches, and the labels of their tokens by group (``Measured.sums``)."""
+    """Yield the micro-batches in chunks, with the label of each token by group (see ``Measured.sums``)."""
     for tensors in micro_batches:
         old, log_prob = tensors["old_log_prob"], tensors["log_prob"]
         of_response = torch.full_like(old, torch.nan)
@@ -85,7 +95,7 @@ def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[tuple[Tokens,
             of_response = torch.segment_reduce(log_prob - old, "mean", lengths=lengths).repeat_interleave(lengths)
         labels = {"all": torch.zeros(1)}
         if "update" in tensors:
-            labels["update"] = tensors["update"] + 1  # a dump counts from 0, a reader from 1
+            labels["update"] = tensors["update"] + 1  # a dump counts from 0, the report from 1
         if "version" in tensors and "trainer_version" in tensors:
             labels["age"] = tensors["trainer_version"] - tensors["version"]
         labels = {group: label.expand(len(old)) for group, label in labels.items()}
@@ -98,10 +108,11 @@ def _chunks_of(micro_batches: list[dict[str, Tensor]]) -> Iterator[tuple[Tokens,
 def _add_sums(
     measured: Measured, tokens: Tokens, labels: dict[str, Tensor], losses: list[Callable[[Tokens], Tensor]]
 ) -> None:
+    """Add a chunk's sums to ``measured``. ``losses`` return the factors of its tokens by method (see ``methods``)."""
     ratio, advantages = tokens.ratio.double(), tokens.advantages.double()
     positive, negative = signs = torch.stack([advantages > 0, advantages < 0]).double()
     size, above = ratio * advantages.abs(), negative * (ratio > UNBOUNDED_RATIO)
-    factors = torch.stack([loss(tokens) for loss in (PPO_CLIP, *losses)])
+    factors = torch.stack([PPO_CLIP(tokens), *(loss(tokens) for loss in losses)])
     without = (factors == 0).double()
     columns = {
         "tokens": torch.ones_like(ratio),

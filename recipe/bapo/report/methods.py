@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each loss leaves of a token's gradient, in closed form, from the token's log-probs and advantage alone.
+"""The gradient that each loss gives to a token, in closed form, from the token's log-probs and advantage alone.
 
-The gradient of a token's loss with respect to its log-prob is ``-factor * A`` before aggregation; without clipping the
-factor is the ratio r. Each loss is a function that returns the factors, ``(tokens,)`` and at least 0; its settings have
-verl's names and the published values. A new loss is added here and to ``methods_to_compare``;
-``tests/unit/test_report_methods.py`` holds every factor equal to autograd of verl's own function, which this package
-does not import.
+The gradient of a token's loss with respect to its log-prob is ``-factor * A`` before aggregation. Without clipping the
+factor is the ratio r. Each loss is a function that returns the factors, ``(tokens,)`` and at least 0. Its settings have
+verl's names, and the published values as defaults. Add a new loss here and to ``methods_to_compare``.
+``tests/unit/test_report_methods.py`` compares every factor with autograd of verl's own function; this package does not
+import verl.
 """
 
 import inspect
@@ -21,17 +21,17 @@ from torch import Tensor
 from bapo import BAPOConfig, ClipStatistics, EarlierBounds, search_clip_bounds
 from bapo.ratio import LOG_RATIO_LIMIT, log_ratio_of
 
-GSPO_LOG_RATIO_LIMIT = 10.0  # verl's
-BAPO_TARGETS = (0.4, 0.45, 0.5)  # the paper's two, and that of the authors' README
+GSPO_LOG_RATIO_LIMIT = 10.0  # as in verl
+BAPO_TARGETS = (0.4, 0.45, 0.5)  # the two of the paper, and the one of the authors' README
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Response tokens with all that a loss asks about them: ``(tokens,)`` float32 each.
+    """Everything that a loss needs to know about response tokens: ``(tokens,)`` float32 each.
 
     Attributes:
         old_log_prob, log_prob, advantages: as in the loss.
-        response_log_ratio: the mean log-ratio of the token's response; NaN where the dump does not say where responses
+        response_log_ratio: the mean log-ratio of the token's response; NaN if the dump does not say where responses
             begin.
     """
 
@@ -42,18 +42,18 @@ class Tokens:
 
     @property
     def ratio(self) -> Tensor:
-        """r, whose logarithm is limited to +-20."""
+        """r, with its logarithm clamped to +-20."""
         return log_ratio_of(self.old_log_prob, self.log_prob).exp()
 
     @property
     def ratio_gradient(self) -> Tensor:
-        """dr / dlog_prob: r, or 0 where the limit on the log-ratio holds it."""
+        """dr / dlog_prob: r, or 0 where the log-ratio is clamped."""
         free = (self.log_prob - self.old_log_prob).abs() <= LOG_RATIO_LIMIT
         return torch.where(free, self.ratio, 0)
 
 
 def clipped(tokens: Tokens, low: float, high: float, clip_ratio_c: float = math.inf) -> Tensor:
-    """PPO's clip between two bounds on the ratio, with verl's dual clip: verl's ``vanilla``, and BAPO in one update."""
+    """PPO's clip between two bounds on the ratio, with verl's dual clip. verl's ``vanilla``; BAPO within one update."""
     ratio = tokens.ratio
     above_low = (ratio > low) & (ratio < clip_ratio_c)
     return tokens.ratio_gradient * torch.where(tokens.advantages > 0, ratio < high, above_low)
@@ -74,9 +74,9 @@ def sapo(tokens: Tokens, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
 
 
 def cispo(tokens: Tokens, clip_ratio_low: float = 10.0, clip_ratio_high: float = 0.2) -> Tensor:
-    """verl's ``cispo`` (arXiv 2506.13585): the weight is clipped and every token keeps a gradient.
+    """verl's ``cispo`` (arXiv 2506.13585): the weight is clipped, and every token keeps a gradient.
 
-    The settings are those of verl's examples/cispo_trainer, because the paper prints no number.
+    The settings come from verl's examples/cispo_trainer, because the paper gives no numbers.
     """
     return tokens.ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
 
@@ -84,9 +84,9 @@ def cispo(tokens: Tokens, clip_ratio_low: float = 10.0, clip_ratio_high: float =
 def dppo_tv(
     tokens: Tokens, clip_ratio_low: float = 0.15, clip_ratio_high: float = 0.15, clip_ratio_c: float = 1e4
 ) -> Tensor:
-    """verl's ``dppo_tv`` (arXiv 2602.04879): masks by the change of the token's probability.
+    """verl's ``dppo_tv`` (arXiv 2602.04879): masks a token by the change of its probability.
 
-    The settings are those of verl's examples/dppo_trainer: the loss asks for a large ``clip_ratio_c``.
+    The settings come from verl's examples/dppo_trainer. The loss needs a large ``clip_ratio_c``.
     """
     change = tokens.log_prob.exp() - tokens.old_log_prob.exp()
     kept = torch.where(tokens.advantages > 0, change <= clip_ratio_high, change >= -clip_ratio_low)
@@ -96,9 +96,9 @@ def dppo_tv(
 def dppo_kl(
     tokens: Tokens, clip_ratio_low: float = 0.05, clip_ratio_high: float = 0.05, clip_ratio_c: float = 1e4
 ) -> Tensor:
-    """verl's ``dppo_kl`` (arXiv 2602.04879): masks by the KL divergence between token and not-token.
+    """verl's ``dppo_kl`` (arXiv 2602.04879): masks a token by the binary KL divergence (this token or any other).
 
-    The settings are from where those of ``dppo_tv`` are.
+    The settings come from verl's examples/dppo_trainer, as those of ``dppo_tv``.
     """
     old, new = tokens.old_log_prob.exp(), tokens.log_prob.exp()
     others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
@@ -118,8 +118,8 @@ class Method:
     Attributes:
         loss: one of the functions above.
         settings: its keyword arguments.
-        search: the options of BAPO's search, which is made for each update; None for every other method.
-        earlier: with ``bound_scope=previous_batch``, the bounds that earlier updates left; None: an update uses the
+        search: the options of BAPO's search, which runs for each update; None for every other method.
+        earlier: with ``bound_scope=previous_batch``, the bounds that earlier updates found. None: an update uses the
             bounds that its own search finds.
     """
 
@@ -129,11 +129,11 @@ class Method:
     earlier: EarlierBounds | None = None
 
     def in_update(self, stats: ClipStatistics, position: int) -> Callable[[Tokens], Tensor]:
-        """The method's factors of the tokens of one update.
+        """Return the function that computes this method's factors in one update. Call this for all updates in order.
 
         Args:
             stats: statistics of all tokens of the update.
-            position: number of the update on its rollout batch, from 0. Call this for all updates in their order.
+            position: number of the update on its rollout batch, from 0.
         """
         if self.search is None:
             return partial(self.loss, **self.settings)
@@ -146,12 +146,12 @@ class Method:
         return partial(self.loss, low=bounds.low.item(), high=bounds.high.item(), **self.settings)
 
     def description(self) -> str:
-        """The settings as one line for the reader of the report."""
+        """Format the settings as one line for the reader of the report."""
         if self.loss is not clipped:
             return ", ".join(f"{name}={value:g}" for name, value in self.settings.items())
         text = "[{low:g}, {high:g}]".format(**self.settings) if self.search is None else _describe(self.search)
         dual_clip = self.settings["clip_ratio_c"]
-        return f"{text}, dual clip {dual_clip:g}" if dual_clip < 1e6 else text  # a larger one has no effect
+        return f"{text}, dual clip {dual_clip:g}" if dual_clip < 1e6 else text  # a larger dual clip has no effect
 
 
 def _describe(config):
@@ -161,23 +161,23 @@ def _describe(config):
 
 
 def with_bounds(low: float, high: float, clip_ratio_c: float) -> Method:
-    """PPO's clip with fixed bounds on the ratio."""
+    """Make the method of PPO's clip with fixed bounds on the ratio."""
     return Method(clipped, {"low": low, "high": high, "clip_ratio_c": clip_ratio_c})
 
 
 def as_published(loss: Callable[..., Tensor]) -> Method:
-    """A loss with its published settings, the defaults of its function."""
+    """Make the method of a loss with its published settings, which are the defaults of its function."""
     parameters = list(inspect.signature(loss).parameters.values())[1:]
     return Method(loss, {parameter.name: parameter.default for parameter in parameters})
 
 
 def loss_of_run(about: dict[str, str]) -> Method | None:
-    """The loss that made a dump, from the dump's metadata; None where they do not say enough.
+    """Make the method of the run that wrote a dump, from the dump's metadata; None if they do not say enough.
 
     Raises:
-        ValueError: the switches are not usable.
+        ValueError: BAPO's options in the metadata are not usable.
     """
-    known = {"clip_ratio_c": math.inf} | about  # a trainer without a dual clip names none
+    known: dict[str, str | float] = {"clip_ratio_c": math.inf, **about}  # a trainer without a dual clip names none
     if "switches" in about:
         config = BAPOConfig(**json.loads(about["switches"]))
         if config.fixed:
@@ -194,7 +194,7 @@ def loss_of_run(about: dict[str, str]) -> Method | None:
 
 
 def methods_to_compare(config: BAPOConfig, clip_ratio_c: float) -> dict[str, Method]:
-    """The methods of the report by name; the searches are by ``config``, for each of ``BAPO_TARGETS``."""
+    """Return the methods of the report by name. BAPO's searches use ``config`` with each of ``BAPO_TARGETS``."""
     searches = {f"BAPO {target:g}": replace(config, positive_contribution_target=target) for target in BAPO_TARGETS}
     return {
         "GRPO": with_bounds(0.8, 1.2, clip_ratio_c),

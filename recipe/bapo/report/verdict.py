@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentences at the top of the report: what its numbers say to a reader who reads nothing else.
+"""Write the sentences at the top of the report, for a reader who reads nothing else.
 
-The thresholds that turn a number into a judgement stand here and nowhere else.
+All thresholds that turn a number into a judgement are in this file.
 """
 
-OWN = "this run's own"  # the name of the row of methods that is the run's
-MATTERS = 0.2  # a share of the updates from which the search is worth having
+OWN = "this run's own"  # in the table of methods, the name of the run's own loss
+MATTERS = 0.2  # smallest share of updates that move the bounds for which we call the search worth having
 
 
 def _percent(share):
@@ -13,14 +13,17 @@ def _percent(share):
 
 
 def verdict(report: dict) -> list[str]:
-    """What is clipped, who carries the gradient, which target is in reach; and where the run's own scope differs."""
+    """Say what is clipped, which tokens carry the gradient, and which target is in reach.
+
+    If the run found its bounds on other tokens than this report does (``bound_scope``), say that too.
+    """
     row, negative = report["methods"][0], report["signs"]["negative"]
     who, verb = ("This run's own loss", "leaves") if row["method"] == OWN else (row["method"], "would leave")
     without = {sign: _percent(share) for sign, share in row["without_gradient"].items()}
     rho = report["rho"][0]
     moving = max(rho["met_by_moving"])
     best = [target for target, share in zip(rho["target"], rho["met_by_moving"], strict=True) if share == moving]
-    target = best[(len(best) - 1) // 2]  # in the middle, from where rho may drift either way
+    target = best[(len(best) - 1) // 2]  # the middle one, because rho may drift either way during training
     fit = "BAPO can adapt here" if moving >= MATTERS else "BAPO would mostly be a fixed range here"
     reach = f"target {target:g} is met by moving them in {_percent(moving)} of the updates, no other in more: {fit}."
     if moving < 0.005:
@@ -46,9 +49,10 @@ def verdict(report: dict) -> list[str]:
 
 
 def staleness(report: dict) -> str | None:
-    """One sentence, or None where the dump says neither the update's number nor the weights' age.
+    """Say in one sentence whether staleness explains the clipping; None if the dump has neither update nor age.
 
-    Where it says both, the sentence is about the one with which clipping grows.
+    If the dump has both the number of the update and the age of the weights, the sentence is about the one with which
+    clipping grows.
     """
     sentences = []
     for name in ("age", "update"):
