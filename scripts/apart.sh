@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run a command with a /tmp, a /dev/shm and processes of its own, as in a container, so that several runs share a machine
-# (docs/clusters.md). Nothing that it reads or writes may be in /tmp. Needs root, or a kernel that lets users make
-# namespaces.
+# Run a command with its own /tmp, /dev/shm and process namespace, as in a container, so that several runs can share a
+# machine (docs/clusters.md). The command must not read or write anything in the machine's /tmp. This needs root, or a
+# kernel that lets users create namespaces.
 #
 #   CUDA_VISIBLE_DEVICES=0,1 bash scripts/apart.sh bash recipe/bapo/run_bapo_example.sh [key=value ...]
 #
@@ -13,12 +13,12 @@ fail() { echo "Error: $*" >&2; exit 1; }
 for path in "$PWD" "OUTPUT_DIR=${OUTPUT_DIR:-}" "MODEL_PATH=${MODEL_PATH:-}" "TRAIN_FILE=${TRAIN_FILE:-}" \
     "TEST_FILE=${TEST_FILE:-}" "BAPO_VENV=${BAPO_VENV:-}" "HF_HOME=${HF_HOME:-}" "$@"; do
     [[ $path =~ (^|[=,[])/tmp(/|$|[],]) ]] || continue
-    fail "$path is in /tmp, which the command would not see and whose new files would be lost: use another folder."
+    fail "$path is in /tmp. The command would get another /tmp, whose files are lost at its end: use another folder."
 done
 apart=(unshare --mount --pid --fork --mount-proc)
 [ "$(id -u)" = 0 ] || apart+=(--user --map-root-user)
 "${apart[@]}" true ||
-    fail "no namespaces here (above is why): start it as root, or use a container with a /tmp and /dev/shm of its own."
+    fail "cannot create namespaces (see above): start this as root, or use a container with its own /tmp and /dev/shm."
 folder=$(mktemp -d /var/tmp/apart.XXXXXX)
 trap 'rm -rf "$folder"' EXIT
 "${apart[@]}" bash -c \

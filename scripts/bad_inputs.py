@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give preflight the wrong inputs of docs/dev/bad_inputs.md, and write into the page what it says of each.
+"""Give preflight the wrong inputs of docs/dev/bad_inputs.md, and write its answers into that page.
 
     .venv/bin/python -m scripts.bad_inputs [--only WORD]
 
-The inputs are the first column of the page's tables; a new one is a new row. X in them is a folder of broken files,
-and ``bapo_trainer.yaml: OLD => NEW`` a change in a copy of that file. Inputs of the table of passed ones have to pass.
-The table of commands is written by hand. All are judged in one process, in about ten minutes.
+The inputs are in the first column of the page's tables; to add one, add a row. In an input, X stands for a folder of
+broken files, and ``bapo_trainer.yaml: OLD => NEW`` for a change in a copy of that file. Preflight must not refuse the
+inputs of the table of passed ones. The table of commands is written by hand. All inputs are checked in one process,
+which takes about ten minutes.
 """
 
 import argparse
@@ -32,13 +33,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "dev" / "bad_inputs.md"
 TASK = ROOT / "recipe" / "bapo" / "example" / "files"
 OF_THE_RUN_SCRIPT = ("experiment=example", "size=cpu_example", "trainer.nnodes=1", "trainer.n_gpus_per_node=1")
-OF_THE_MACHINE = ("another run is on this machine", "/dev/shm has")  # how lines begin that depend on what else runs
+OF_THE_MACHINE = ("another run is on this machine", "/dev/shm has")  # beginnings of messages about other processes
 ROW = re.compile(r"^\| `(.*?)` \| (.*) \|$")
 SLIP = "bapo_trainer.yaml: "
 
 
 def make_broken_files(folder: Path) -> None:
-    """The files that the page calls X."""
+    """Make the files in the folder that the page calls X."""
 
     def model(name, remove=(), config=None, **texts):
         shutil.copytree(TASK / "model", folder / name)
@@ -87,7 +88,7 @@ def make_broken_files(folder: Path) -> None:
 
 
 def said_of(typed: str, folder: Path) -> list[str]:
-    """What preflight says is wrong with one input; a warning is marked as one."""
+    """Return preflight's messages about one input. A warning begins with "warning: "."""
     files = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
     environment = {name: str(TASK / file) for name, file in files.items()}
     overrides = []
@@ -104,7 +105,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
         if typed.startswith(SLIP):
             old, new = (part.encode().decode("unicode_escape") for part in typed.removeprefix(SLIP).split(" => "))
             text = ours.read_text()
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in bapo_trainer.yaml"
+            assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in bapo_trainer.yaml"
             ours.write_text(text.replace(old, new))
         with (
             patch.dict(os.environ, environment),
@@ -124,13 +125,13 @@ def said_of(typed: str, folder: Path) -> list[str]:
     places = {str(folder): "X", copy: "recipe/bapo/config", f"{ROOT}/": ""}
     for path, name in places.items():
         texts = [text.replace(path, name) for text in texts]
-    return [re.sub(r"/tmp\w{8}'", "/...'", text) for text in texts]  # a folder for a moment
+    return [re.sub(r"/tmp\w{8}'", "/...'", text) for text in texts]  # the name of a temporary folder
 
 
 def main() -> int:
-    """Command line. Returns 1 if an input is said of in several lines, in none, or should have passed."""
+    """Run the command. Returns 1 if preflight refused an input that should pass, or did not refuse one in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="inputs that contain this")
+    parser.add_argument("--only", default="", help="check only inputs that contain this")
     only = parser.parse_args().only
     lines, bad, section = [], 0, ""
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +152,7 @@ def main() -> int:
                     print(f"{row[1]}: {said}", file=sys.stderr)
             lines.append(line)
     PAGE.write_text("\n".join(lines) + "\n")
-    print(f"{PAGE.relative_to(ROOT)} is written anew; inputs that are not as they should be: {bad}")
+    print(f"Wrote {PAGE.relative_to(ROOT)}. Inputs with an unexpected answer: {bad}")
     return int(bool(bad))
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made the example's task, ``files/``: a tokenizer, a warmed-up tiny model and data sets in verl's parquet schema.
+"""Make the example's task, ``files/``: a tokenizer, a warmed-up tiny model and data sets in verl's parquet schema.
 
-"Guess, check, guess again": asked for the sum of two dice, ``3+6=``, the model guesses until right: ``07 no 09 yes``.
-A right answer ends early; a wrong one runs until the response is full, unless the model claims that it is right. So
-failures are longer than successes, as with reasoning models, and get shorter as reinforcement learning teaches the
-model to claim more. The warm-up teaches the format, honest checking and guesses of which few are right; learning to
-guess well is left to reinforcement learning.
+The task is "guess, check, guess again". Asked for the sum of two dice, ``3+6=``, the model guesses until it is right:
+``07 no 09 yes``. A right guess ends the response early. A wrong one continues until the response is full, unless the
+model claims that it is right. So failures are longer than successes, as with reasoning models, and they get shorter as
+reinforcement learning teaches the model to claim more. The warm-up teaches the format, honest checking, and guesses of
+which few are right. Reinforcement learning then teaches the model to guess well.
 
     python -m scripts.example_task FOLDER [--steps 450] [--right 0.08]
 
-Another machine or version of torch makes a slightly different model. So the files are stored, with their hashes, and
-the run script checks these.
+Another machine or another version of torch makes a slightly different model. So the files are stored with their hashes,
+and the run script checks these.
 """
 
 import argparse
@@ -32,8 +32,8 @@ MAX_RESPONSE = 6 * TRIES  # "07 no " is six bytes, each a token
 DICE = range(1, 7)
 PAIRS = [(a, b) for a in DICE for b in DICE]
 SUMS = range(2, 13)
-# Share of the teacher's guesses that are right: half of them in the first two thirds of the warm-up, to teach the sums
-# and honest checking fast; then few, so that few responses succeed.
+# Share of the teacher's guesses that are right. In the first two thirds of the warm-up it is a half, to teach the sums
+# and honest checking fast. Then it is small, so that few responses of the model succeed.
 FIRST_LESSON, RIGHT_THEN, RIGHT_LATER = 2 / 3, 0.5, 0.08
 SEED = 1
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -45,7 +45,7 @@ def prompt_of(a: int, b: int) -> str:
 
 
 def sample_response(a: int, b: int, right_guesses: float, rng: random.Random) -> str:
-    """A response of the warm-up's teacher, who checks honestly and guesses right in a share of ``right_guesses``."""
+    """Sample a response of the warm-up's teacher, which checks honestly; ``right_guesses``: share of right guesses."""
     response = ""
     for _ in range(TRIES):
         if rng.random() < right_guesses:
@@ -55,7 +55,7 @@ def sample_response(a: int, b: int, right_guesses: float, rng: random.Random) ->
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer without merges: every byte is a token, so text round-trips and a newline is one."""
+    """Make a byte-level BPE tokenizer without merges. Every byte is a token, so any text survives encoding."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -66,7 +66,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer, layers: int, hidden: int) -> Qwen2ForCausalLM:
-    """A random Qwen2 of about a hundred thousand weights; heads of 32, the smallest that vLLM's CPU attention takes."""
+    """Make a random Qwen2 of about 100,000 weights. Its heads have size 32, the smallest for vLLM's CPU attention."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -84,7 +84,7 @@ def make_model(tokenizer, layers: int, hidden: int) -> Qwen2ForCausalLM:
 
 
 def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels ``(size, L)`` of teacher responses; prompts and padding have the label -100."""
+    """Sample token ids and labels ``(size, L)`` of teacher responses. Prompts and padding have the label -100."""
     rows, labels = [], []
     for _ in range(size):
         a, b = rng.choice(PAIRS)
@@ -99,8 +99,7 @@ def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int)
 
 
 def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> float:
-    """Supervised steps on the teacher's responses, at last with a share of ``right`` right guesses. Returns the last
-    loss in nats a token."""
+    """Train on the teacher's responses; ``right``: share of right guesses at the end. Returns the last loss (nats)."""
     first = round(FIRST_LESSON * steps)
     shares = [RIGHT_THEN] * first + [right] * (steps - first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -118,7 +117,7 @@ def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> f
 
 
 def make_rows(split: str, repeats: int) -> pd.DataFrame:
-    """Every pair ``repeats`` times, in verl's row schema."""
+    """Make rows in verl's schema, with every pair ``repeats`` times."""
     return pd.DataFrame(
         {
             "data_source": DATA_SOURCE,
@@ -132,13 +131,13 @@ def make_rows(split: str, repeats: int) -> pd.DataFrame:
 
 
 def make_task(folder: Path, steps: int, right: float = RIGHT_LATER, layers: int = 2, hidden: int = 64) -> None:
-    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``, which is not there yet.
+    """Write ``model/``, ``train.parquet``, ``test.parquet`` and ``SHA256SUMS`` to ``folder``, which must not exist yet.
 
     Args:
         steps: supervised steps of the warm-up.
-        right: share of right guesses it ends with.
-        layers: of the model.
-        hidden: its width, a multiple of 32.
+        right: share of right guesses at the end of the warm-up.
+        layers: number of layers of the model.
+        hidden: width of the model, a multiple of 32.
     """
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
@@ -150,7 +149,7 @@ def make_task(folder: Path, steps: int, right: float = RIGHT_LATER, layers: int 
     tokenizer.save_pretrained(folder / "model")
     make_rows("train", repeats=60).to_parquet(folder / "train.parquet")
     make_rows("test", repeats=8).to_parquet(folder / "test.parquet")
-    lines = [  # for sha256sum --check, which passes over comments
+    lines = [  # for sha256sum --check, which ignores comments
         f"# python -m scripts.example_task FOLDER --steps {steps} --right {right}",
         f"# Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"{platform.machine()}, {torch.get_num_threads()} threads",
@@ -165,5 +164,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=450, help="supervised steps of the warm-up")
-    parser.add_argument("--right", type=float, default=RIGHT_LATER, help="share of right guesses it ends with")
+    parser.add_argument("--right", type=float, default=RIGHT_LATER, help="share of right guesses at its end")
     make_task(**vars(parser.parse_args()))

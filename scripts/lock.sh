@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned: one list
-# each for x86_64 Linux with glibc 2.31 (scripts/setup.sh checks that it is no older) and Python 3.11 and 3.12. Nothing
-# of it is installed.
-#   bash scripts/lock.sh             takes up what changed in the .in files and keeps every other version
-#   bash scripts/lock.sh --upgrade   takes the newest versions that the .in files admit (or another option of uv pip
+# Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned. Each list is
+# for x86_64 Linux with glibc 2.31 or newer (scripts/setup.sh checks that) and for Python 3.11 and 3.12. Nothing is
+# installed.
+#   bash scripts/lock.sh             apply changes of the .in files, and keep every other version
+#   bash scripts/lock.sh --upgrade   take the newest versions that the .in files allow (or give another option of uv pip
 #                                    compile, such as --upgrade-package NAME)
-#   bash scripts/lock.sh --check     asks the package index whether both, and flash-attn, still resolve to what is
-#                                    written; changes nothing
+#   bash scripts/lock.sh --check     ask the package index whether both lists, and flash-attn, still resolve to the same
+#                                    versions; change nothing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/uv ] || VERL_PLATFORM=cpu bash scripts/setup.sh
@@ -25,7 +25,7 @@ compile() {  # compile SOURCE OPTIONS...
 
 lock() {  # lock NAME.txt SOURCE OPTIONS...
     local name=$1; shift
-    cp "$name" "$new/$name"  # its versions are kept
+    cp "$name" "$new/$name"  # uv keeps its versions
     compile "$@" "${upgrade[@]}" --python-version 3.11 --output-file "$new/$name"
     compile "$@" --constraint "$new/$name" --python-version 3.12 --output-file "$new/3.12-$name"
     if ! diff "$new/$name" "$new/3.12-$name"; then
@@ -34,7 +34,7 @@ lock() {  # lock NAME.txt SOURCE OPTIONS...
     elif [ -z "$check" ]; then
         cp "$new/$name" "$name"
     elif ! diff "$name" "$new/$name"; then
-        echo "Error: $name no longer resolves to what is written; see above." >&2
+        echo "Error: $name no longer resolves to the same versions; see above." >&2
         exit 1
     fi
     echo "$name resolves for Python 3.11 and 3.12"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a published data set into verl's parquet schema, each row routed to a scorer of verl's.
+"""Convert a published data set to verl's parquet schema, so that verl routes each row to one of its scorers.
 
     .venv/bin/python scripts/prepare_data.py dapo_math_17k              # from the hub to data/dapo_math_17k.parquet
     .venv/bin/python scripts/prepare_data.py aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
 
-`--source` takes a file, or a folder of what the hub has; without it, and only then, the hub is asked. What was left out
-is counted. A further data set is a row of ``DATA_SETS``.
+`--source` takes a file, or a folder with the files of the hub. Only without it the data set is downloaded. The command
+prints how many rows it dropped. To add a data set, add a row to ``DATA_SETS``.
 """
 
 import argparse
@@ -23,18 +23,18 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 def only_one(answers: str) -> str:
-    """Skywork writes a JSON list of texts, and no scorer of verl's takes several: then there is none."""
+    """Read Skywork's JSON list of texts. verl's scorers take one answer, so a list of several counts as none ("")."""
     found = json.loads(answers)
     return found[0].strip() if len(found) == 1 else ""
 
 
 def after_hashes(answer: str) -> str:
-    """GSM8K writes the way to the answer, and then the answer behind ``####``, with commas in long numbers."""
+    """Read GSM8K's answer, which follows the solution after ``####`` and has commas in long numbers."""
     return answer.rpartition("####")[2].replace(",", "").strip()
 
 
 def without_zeros(answer: str) -> str:
-    """AIME's answers have three digits; verl's scorer compares 7 with "7", not with "007"."""
+    """Remove the leading zeros of AIME's three-digit answers, because verl's scorer compares 7 with "7"."""
     return (answer.lstrip("0") or "0") if answer.isdecimal() else answer
 
 
@@ -44,12 +44,12 @@ class DataSet:
 
     Attributes:
         hub: its name on the Hugging Face hub.
-        files: pattern of its files there, parquet or JSON lines.
-        data_source: what verl routes the reward by. ``math_dapo`` and ``aime*`` read ``Answer: x`` or ``\\boxed{x}``
-            and give -1 or 1; ``lighteval/MATH`` and ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``, up to notation,
-            and give 0 or 1.
-        right_answer: the answer that counts as right, of what the data set has in the place of one; "" for none.
-        has_hint: whether its prompts say how to write the answer; where they do not, ``BOXED`` is added.
+        files: pattern of its files on the hub, parquet or JSON lines.
+        data_source: the name by which verl chooses the reward. ``math_dapo`` and ``aime*`` read ``Answer: x`` or
+            ``\\boxed{x}`` and give -1 or 1. ``lighteval/MATH`` and ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``,
+            ignore differences of notation, and give 0 or 1.
+        right_answer: converts the data set's answer to the one that verl compares with; "" if there is none.
+        has_hint: whether its prompts say how to write the answer. If not, ``BOXED`` is added.
     """
 
     hub: str
@@ -71,14 +71,14 @@ DATA_SETS = {
 
 
 def problem_and_answer(row: dict, data_set: DataSet) -> tuple[str, str]:
-    """From verl's own layout with one user's message, or columns ``problem`` or ``question`` and ``answer``."""
+    """Read a row in verl's layout with one user message, or one with ``problem`` (or ``question``) and ``answer``."""
     problem = row["prompt"][-1]["content"] if "prompt" in row else row.get("problem") or row["question"]
     answer = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
     return problem.strip(), "" if answer in (None, "") else data_set.right_answer(str(answer).strip())
 
 
 def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
-    """A row as verl reads it."""
+    """Make a row in verl's schema."""
     prompt = problem if data_set.has_hint or "\\boxed" in problem else f"{problem}\n\n{BOXED}"
     return {
         "data_source": data_set.data_source,
@@ -90,7 +90,7 @@ def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
 
 
 def published_rows(source: Path | None, data_set: DataSet) -> Dataset:
-    """The rows of the data set's files, local or from the hub."""
+    """Load the rows of the data set's files, local or from the hub."""
     if source is None:
         source = Path(snapshot_download(data_set.hub, repo_type="dataset", allow_patterns=data_set.files))
     pattern = Path(data_set.files).name
@@ -101,7 +101,7 @@ def published_rows(source: Path | None, data_set: DataSet) -> Dataset:
 
 
 def prepare(name: str, source: Path | None, out: Path) -> str:
-    """Make ``out`` of the data set ``name``; returns how many rows were kept and how many dropped.
+    """Write the data set ``name`` to ``out``. Returns a text with the numbers of rows kept and dropped.
 
     Raises:
         ValueError: ``out`` exists, or the source cannot be read, has another layout or no usable row.
@@ -110,7 +110,7 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
     data_set = DATA_SETS[name]
-    answers: dict[str, str] = {}  # of each problem that is kept
+    answers: dict[str, str] = {}  # the answer to each problem that is kept
     unusable = repeated = 0
     try:
         for row in published_rows(source, data_set):
@@ -121,25 +121,25 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
                 repeated += 1
             else:
                 answers[problem] = answer
-    except Exception as error:  # the libraries raise errors of many types for a file that is something else
+    except Exception as error:  # the libraries raise errors of many types for a wrong file
         cause = error.__cause__ or error
         raise ValueError(
             f"{source or 'the hub'} cannot be read as {data_set.hub}: {type(cause).__name__}: {cause}. Give a file, or "
-            "a folder of what the hub has, with --source."
+            "a folder with the files of the hub, with --source."
         ) from error
     rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
     dropped = f"Dropped: {unusable:,} without a problem or one answer, {repeated:,} repeated problems."
     if not rows:
         raise ValueError(f"{out} was not written: no row was left. {dropped}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f"{out.name}.unfinished")  # whoever finds ``out`` takes it for complete
+    unfinished = out.with_name(f"{out.name}.unfinished")  # so that ``out`` is always complete
     Dataset.from_list(rows).to_parquet(unfinished)
     os.replace(unfinished, out)
     return f"{out}: {len(rows):,} rows kept. {dropped}"
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(DATA_SETS))
     parser.add_argument("--source", type=Path, help="a file or folder (default: the hub)")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the golden figures anew from a checkout of the authors' repository, and say how far the stored ones are off.
+"""Recompute the golden figures from a checkout of the authors' repository, and say how far the stored ones were off.
 
     git clone https://github.com/WooooDyy/BAPO /tmp/theirs && git -C /tmp/theirs checkout 7287044
-    VERL_PLATFORM=cpu .venv/bin/python scripts/regenerate_golden.py /tmp/theirs           # stores what it computed
+    VERL_PLATFORM=cpu .venv/bin/python scripts/regenerate_golden.py /tmp/theirs           # stores the new figures
 
-Their ``recipe/bapo/policy_loss.py`` runs as it is, on the stored inputs, with the helpers of the installed verl.
+Their ``recipe/bapo/policy_loss.py`` runs unchanged, on the stored inputs, with the helpers of the installed verl.
 """
 
 import json
@@ -23,7 +23,7 @@ ARRAYS = STORED.with_suffix(".npz")
 
 
 def compute(policy_loss, case, arrays):
-    """What their loss gives on a case's inputs, and its gradient with respect to the log-probs."""
+    """Compute their loss with its metrics on a case's inputs, and its gradient with respect to the log-probs."""
     inputs = (arrays[f"{case['case']}_{name}"] for name in ("old", "lp", "adv", "mask"))
     old, log_prob, advantages, mask = map(torch.tensor, inputs)
     ranges = {f"ratio_{name}": value for name, value in case.items() if name.startswith(("lower_", "upper_"))}
@@ -37,7 +37,7 @@ def compute(policy_loss, case, arrays):
 
 
 def main(checkout):
-    """Command line."""
+    """Run the command."""
     head = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
     if not head.startswith(COMMIT):
         sys.exit(f"Error: {checkout} is at {head[:7]}: check out {COMMIT}.")
@@ -46,14 +46,14 @@ def main(checkout):
     off = []
     for case in cases:
         found, gradient = compute(theirs, case, arrays)
-        old = [float(case[name]) for name in found]  # "inf" where no token is negative
+        old = [float(case[name]) for name in found]  # "inf" if no token is negative
         off.append(np.abs(np.nan_to_num(list(found.values())) - np.nan_to_num(old)).max())
         off.append(np.abs(gradient - arrays[f"{case['case']}_grad"]).max())
         case.update({name: value if np.isfinite(value) else str(value) for name, value in found.items()})
         arrays[f"{case['case']}_grad"] = gradient
     STORED.write_text(json.dumps(cases, indent=0) + "\n")
     np.savez_compressed(ARRAYS, **arrays)
-    print(f"{len(cases)} cases; what was stored is off by at most {max(off):.2g}.")
+    print(f"{len(cases)} cases; the stored figures were off by at most {max(off):.2g}.")
 
 
 if __name__ == "__main__":

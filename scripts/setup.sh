@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Make .venv (the CPU stack: without a GPU, or with VERL_PLATFORM=cpu) or .venv-cuda in the repository's root from the
-# locked requirements.txt or requirements-cuda.txt (scripts/lock.sh writes them), or do nothing if it is up to date. Safe
-# to interrupt, and to start twice. Where the list has changed, the old environment is removed: let no run use it then.
+# Set up the environment in the repository's root: .venv for the CPU stack (without a GPU, or with VERL_PLATFORM=cpu),
+# otherwise .venv-cuda. The packages are those of the locked requirements.txt or requirements-cuda.txt, which scripts/lock.sh
+# writes. If the environment is up to date, nothing is done. It is safe to interrupt this, and to start it twice. If the
+# list has changed, the old environment is removed, so make sure that no run uses it.
 #   BAPO_PYTHON            the Python to use, 3.11 or 3.12 (default: the first found)
-#   BAPO_TORCH_INDEX       a package index for torch, such as the CPU builds' (default: pip's own configuration; where
-#                          that offers only the CUDA build, it works on a CPU too, at several GB)
-#   BAPO_FLASH_ATTN_WHEEL  path or address of a flash-attn wheel for this Python and torch, in place of the build from
-#                          source. The build needs g++ and takes MAX_JOBS and FLASH_ATTN_CUDA_ARCHS (scripts/flash_attn.sh);
-#                          its wheel is kept in .venv-wheels.
+#   BAPO_TORCH_INDEX       a package index for torch, such as the one of the CPU builds (default: pip's configuration. If it
+#                          offers only the CUDA build: that works on a CPU too, but takes several GB)
+#   BAPO_FLASH_ATTN_WHEEL  path or URL of a flash-attn wheel for this Python and torch, instead of a build from source. The
+#                          build needs g++; MAX_JOBS and FLASH_ATTN_CUDA_ARCHS change it (scripts/flash_attn.sh). Its wheel
+#                          is kept in .venv-wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
@@ -36,7 +37,7 @@ pin() { grep "^$1==" $requirements; }
 is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
 if is_complete; then exit 0; fi
 
-check_glibc() {  # llguidance, which vLLM needs, has wheels for this version and newer ones alone
+check_glibc() {  # vLLM needs llguidance, whose wheels require this version or a newer one
     local needed=2.31 here
     here=$(getconf GNU_LIBC_VERSION 2>/dev/null | sed -n 's/^glibc //p' || true)
     [ "$(printf '%s\n' "$needed" "${here:-0}" | sort -V | head -n 1)" = $needed ] || fail \
@@ -44,7 +45,7 @@ check_glibc() {  # llguidance, which vLLM needs, has wheels for this version and
         "newer): use a container with a newer system. Nothing was installed."
 }
 check_glibc
-check_driver() {  # its number, or what the CUDA libraries here (a compatibility package, say) make of it
+check_driver() {  # an old driver is fine if the CUDA libraries support 13, for example by a compatibility package
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
     if [[ $driver =~ ^([0-9]+)\. ]] && [ "${BASH_REMATCH[1]}" -lt 580 ] &&
@@ -54,7 +55,7 @@ check_driver() {  # its number, or what the CUDA libraries here (a compatibility
     fi
 }
 [ -z "$cuda" ] || check_driver
-check_compiler() {  # triton compiles C against Python's headers at its first kernel, minutes into a run
+check_compiler() {  # at its first kernel, minutes into a run, triton compiles C with Python's headers
     local compiler=${CC:-gcc} header
     type "$compiler" >/dev/null 2>&1 || [ -n "${CC:-}" ] || compiler=clang
     type "$compiler" >/dev/null 2>&1 || fail "no C compiler (${CC:-gcc or clang}), which triton needs when it runs:" \
@@ -64,14 +65,14 @@ check_compiler() {  # triton compiles C against Python's headers at its first ke
         "(python3.12-dev or python3.12-devel, say). Nothing was installed."
 }
 
-exec 9>$venv.lock  # another node that shares this folder, say
+exec 9>$venv.lock  # another node that shares this folder may be setting it up, for example
 locked=0
 flock --nonblock 9 2>/dev/null || locked=$?
 if [ $locked = 1 ]; then
     echo "Waiting for another set-up of $venv"
     flock 9
     if is_complete; then exit 0; fi
-elif [ $locked != 0 ]; then  # Lustre mounted without flock, say
+elif [ $locked != 0 ]; then  # for example, Lustre is mounted without flock
     echo "Files cannot be locked in this folder: do not start two set-ups of $venv at once."
 fi
 
@@ -88,7 +89,7 @@ source scripts/flash_attn.sh
 python=$(find_python)
 [ -z "$cuda" ] || check_compiler "$python"
 echo "Setting up $venv (a minute or two)"
-if ! cmp -s $requirements $venv/requirements.txt; then  # none yet, one that was interrupted, or another list's
+if ! cmp -s $requirements $venv/requirements.txt; then  # no environment, an interrupted one, or one of another list
     rm -rf $venv
     "$python" -m venv $venv
     cp $requirements $venv/requirements.txt
@@ -99,7 +100,8 @@ pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
 uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
 step "$(pin uv)" "${pip[@]}" "$(pin uv)"
 step "$requirements" "${uv[@]}" --no-deps -r <(grep -v '^torch==' $requirements)
-# torch with pip, which finds a local CPU build; a CUDA build brings libraries that the CPU list does not have
+# Install torch with pip, which finds a local CPU build. (no-warn-conflicts: the CUDA build needs libraries that the CPU
+# list does not have.)
 step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
 if [ -n "$cuda" ] && ! install_flash_attn; then
     {
@@ -107,7 +109,7 @@ if [ -n "$cuda" ] && ! install_flash_attn; then
         tail -n 30 "$log"
         echo "WARNING: flash-attn could not be installed; above are the last lines of $log."
         echo "Runs then need platform=gpu_without_flash_attn: sdpa attention with smaller token limits."
-        echo "To try again, once that is mended or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
+        echo "To try again, once that is fixed or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
         echo "    rm $venv/complete; bash scripts/setup.sh"
         echo "=============================================================================="
     } >&2

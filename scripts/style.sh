@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Check what needs no set-up: ruff's rules and format, and the subjects of the commits. Takes a minute.
+# Check the style: ruff's rules and format, and the subjects of the commits. This takes a minute and needs no set-up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-FIRST=982181d  # the subjects of earlier commits are as they are
+FIRST=982181d  # check only the subjects of later commits
 
 ruff=.venv/bin/ruff
 if [ ! -x $ruff ]; then  # a machine without our environment, such as CI's first job

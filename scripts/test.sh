@@ -3,11 +3,11 @@
 # Set up what is missing and run tests.
 #
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
-#   bash scripts/test.sh all       these, and the study, stale data, resume, cluster and faults on the real stack
-#   bash scripts/test.sh rest      all but the first
-#   bash scripts/test.sh slow      what is in none of these: faults, two ranks, the memory of all GPU configs, Slurm, and the
-#                                  GPU tests rehearsed on the CPU
-#   bash scripts/test.sh ARGUMENTS of pytest: scripts/test.sh tests/unit -k search
+#   bash scripts/test.sh all       all of the above, and the study, stale data, resume, cluster and faults on the real stack
+#   bash scripts/test.sh rest      only what `all` adds
+#   bash scripts/test.sh slow      tests that are in none of the above: faults, two ranks, the memory of all GPU configs,
+#                                  Slurm, and a rehearsal of the GPU tests on the CPU
+#   bash scripts/test.sh ARGUMENTS pytest with these arguments, such as tests/unit -k search
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export VERL_PLATFORM=cpu  # the tests run the CPU stack, on any machine
@@ -18,7 +18,7 @@ first() {
     bash scripts/style.sh
     .venv/bin/mypy
     pytest -n 2 tests/unit
-    pytest -n 2 --dist loadfile tests/actor  # what a file of them shares is made once
+    pytest -n 2 --dist loadfile tests/actor  # loadfile, because the tests of a file share an actor
     pytest tests/stack/test_example.py
 }
 rest() {

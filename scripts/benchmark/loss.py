@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the search with the loss, forward and backward, against verl's ``vanilla`` loss at 64 x 8k tokens.
+"""Time search and loss together, forward and backward, against verl's ``vanilla`` loss at 64 x 8k tokens.
 
     .venv/bin/python -m scripts.benchmark.loss [--repeats 15] [--json FILE]
 
-The losses run in turn in one process, so that a noisy machine disturbs them alike: read the ratios, not the times. A
-GPU is timed by events on the device. The target is at most 1.5 times ``vanilla``, in float32 on one CPU thread.
-Importing this needs torch alone.
+The losses take turns in one process, so that a noisy machine disturbs all of them. So compare the ratios, not the
+times. On a GPU, time is measured with events on the device. The target is at most 1.5 times ``vanilla``, in float32 on
+one CPU thread. Importing this module needs only torch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DUAL_CLIP = 3.0
 
 
 def make_batch(rows, columns, dtype, device, seed=0):
-    """Old log-probs, log-probs, advantages and mask like those of a few updates on the same rollouts, ``(B, T)``."""
+    """Make old log-probs, log-probs, advantages and mask as after a few updates on the same rollouts, ``(B, T)``."""
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(rows, columns, generator=generator) * 2
     log_prob = old + 0.15 * torch.randn(rows, columns, generator=generator)
@@ -36,13 +36,13 @@ def make_batch(rows, columns, dtype, device, seed=0):
 
 
 def find_bounds_for(policy_loss, batch):
-    """Leave the batch's bounds in a config of ours, as the worker does; nothing in verl's."""
+    """Set the batch's bounds in a config of ours, as the worker does. Leave verl's config alone."""
     if isinstance(policy_loss, BAPOConfig):
         policy_loss.current_bounds = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
 
 
 def make_losses(batch) -> dict[str, Callable[[], object]]:
-    """What is timed: verl's loss, ours with its search, which never reaches its target, and the search alone."""
+    """Return what to time: verl's loss, ours with a search that never reaches its target, and this search alone."""
     from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
     from tests.support.actor import actor_config
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
@@ -70,7 +70,7 @@ def make_losses(batch) -> dict[str, Callable[[], object]]:
 
 
 def milliseconds_of(run, device) -> float:
-    """Of one call, on the device's clock."""
+    """Time one call in milliseconds, by the device's clock."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -84,7 +84,7 @@ def milliseconds_of(run, device) -> float:
 
 
 def measure(runs, repeats, device) -> dict[str, float]:
-    """Median milliseconds of each, all run in turn after one turn to warm up."""
+    """Return the median milliseconds of each function. They take turns, and the first round is a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
@@ -95,7 +95,7 @@ def measure(runs, repeats, device) -> dict[str, float]:
 
 
 def measure_all(rows, columns, repeats) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds by dtype, machine (a number of CPU threads, or the GPU) and what was timed."""
+    """Measure milliseconds by dtype, by machine (a number of CPU threads, or the GPU) and by loss."""
     machines = [("CPU, 1 thread", "cpu", 1), ("CPU, 2 threads", "cpu", 2)]
     if torch.cuda.is_available():
         machines.append((torch.cuda.get_device_name(), "cuda", torch.get_num_threads()))
@@ -109,7 +109,7 @@ def measure_all(rows, columns, repeats) -> dict[str, dict[str, dict[str, float]]
 
 
 def table(found) -> str:
-    """As Markdown: milliseconds of ``vanilla``, and the others in multiples of it."""
+    """Format the results as Markdown: milliseconds of ``vanilla``, and the others as multiples of it."""
     machines = list(next(iter(found.values())))
     lines = [f"| loss | {' | '.join(machines)} |", "|---" * (len(machines) + 1) + "|"]
     for dtype, columns in found.items():
@@ -123,12 +123,12 @@ def table(found) -> str:
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--columns", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="write the milliseconds here")
+    parser.add_argument("--json", type=Path, help="file for the milliseconds")
     arguments = parser.parse_args()
     found = measure_all(arguments.rows, arguments.columns, arguments.repeats)
     print(table(found))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long run of the example on a CPU: does anything grow that should not?
+"""Run the example on a CPU for a long time, and report what grows although it should not.
 
     .venv/bin/python -m scripts.benchmark.soak [--steps 300] [--json FILE] [key=value ...]
 
-The run's processes, files, temporary folders and shared memory are measured every ten seconds. The table compares the
-run's second tenth with its last: memory (proportional set size), threads and open files of every process, files that
-are neither logs nor metrics, and the time of a step. Checkpoints are saved every 20 steps and the last two kept.
+Every ten seconds this measures the run's processes, files, temporary folders and shared memory. The table compares the
+run's second tenth with its last: memory (proportional set size), threads and open files of every process, files other
+than logs and metrics, and the time of a step. The run saves a checkpoint every 20 steps and keeps the last two.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from recipe.bapo.records.metrics import read_metrics
 ROOT = Path(__file__).parents[2]
 
 INTERVAL = 10  # seconds
-GROWS = 1.05, 10.0  # what is more than 5 % and 10 units (MB, threads, files) above the second tenth is called growing
+GROWS = 1.05, 10.0  # a value grows if it rises by more than 5 % and by more than 10 units (MB, threads, files)
 MAY_GROW = {".log", ".jsonl", ".out", ".err"}
 
 
 def bytes_in(folders, but=frozenset()) -> float:
-    """Megabytes allocated to the files in ``folders``, but those with certain endings."""
+    """Return the megabytes of the files in ``folders``, except those with the endings in ``but``."""
     total = 0
     for folder in folders:
         for path in Path(folder).rglob("*"):
@@ -40,17 +40,18 @@ def bytes_in(folders, but=frozenset()) -> float:
                 if path.suffix not in but and path.is_file() and not path.is_symlink():
                     total += path.stat().st_blocks * 512
             except OSError:
-                continue  # gone
+                continue  # the file is gone
     return total / 1e6
 
 
 def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
-    """What is there now, by name; processes of the same title together."""
+    """Measure the run now: values by name, with processes of the same title added up."""
     found: Counter[str] = Counter()
     for process in [root, *root.children(recursive=True)]:
         try:
             command, memory = process.cmdline(), process.memory_full_info().pss / 1e6
-            title = Path(command[0]).name.split(" ")[0].removeprefix("ray::").split(".")[0]  # without the method
+            # Ray adds the name of the current method to a worker's title.
+            title = Path(command[0]).name.split(" ")[0].removeprefix("ray::").split(".")[0]
             if title.startswith("python"):
                 ours = {"recipe.bapo.launch": "launcher", "recipe.bapo.main_bapo": "driver"}
                 title = next((ours[word] for word in command if word in ours), "Ray's dashboard and monitors")
@@ -59,7 +60,7 @@ def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
             found["all, threads"] += process.num_threads()
             found["all, open files"] += process.num_fds()
         except (psutil.Error, IndexError):
-            continue  # it has ended
+            continue  # the process has ended
     found["files of the run but logs and metrics, MB"] = bytes_in([run_dir], MAY_GROW)
     found["logs and metrics, MB"] = bytes_in([run_dir]) - found["files of the run but logs and metrics, MB"]
     temporary = [*Path(tempfile.gettempdir()).glob("bapo-*"), "/dev/shm"]
@@ -68,12 +69,12 @@ def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
 
 
 def part_of(samples, first, last):
-    """The samples between two steps."""
+    """Return the samples between two steps."""
     return [sample["values"] for sample in samples if first <= sample["step"] <= last and sample["values"]]
 
 
 def report(samples, step_times, steps) -> str:
-    """The table, in Markdown."""
+    """Format the table as Markdown."""
     tenth = steps // 10
     early, late = part_of(samples, tenth, 2 * tenth), part_of(samples, steps - tenth, steps)
     lines = ["| what | second tenth | last tenth | change | |", "|---|---|---|---|---|"]
@@ -87,10 +88,10 @@ def report(samples, step_times, steps) -> str:
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write all measurements here")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of the run")
     arguments = parser.parse_args()
     steps = arguments.steps

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finding the bounds costs in one optimizer update of the real actor (verl's FSDP2 engine), by ``bound_scope``.
+"""Time one optimizer update of the real actor (verl's FSDP2 engine) with each ``bound_scope``.
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For each model size the same mini-batch is trained with verl's ``vanilla`` loss and with BAPO in every scope, in one
-process and in turns: a round makes one update with each. The table has the median over the rounds of an update's time
-divided by that of ``vanilla`` in the same round, and the range that holds the middle half of the rounds.
+For each model size this trains on the same mini-batch with verl's ``vanilla`` loss and with BAPO in every scope. They
+take turns in one process: a round makes one update with each. An update's time is divided by the time of ``vanilla`` in
+the same round. The table shows the median of these ratios, and the range of the middle half of the rounds.
 """
 
 import argparse
@@ -25,11 +25,11 @@ BAPO = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": "bapo",
     "actor_rollout_ref.actor.policy_loss._target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
 }
-LOSSES = ("vanilla", "mini_batch", "previous_batch", "micro_batch")  # vanilla first, in verl's own worker
+LOSSES = ("vanilla", "mini_batch", "previous_batch", "micro_batch")  # vanilla comes first, and runs in verl's worker
 
 
 def seconds_of(call):
-    """Seconds of ``call`` until the device has done its work."""
+    """Time ``call`` in seconds, until the device has done its work."""
     import torch
 
     def wait():
@@ -44,7 +44,7 @@ def seconds_of(call):
 
 
 def seconds_of_updates(actor, data, rounds):
-    """Median seconds of an exact update with its extra forward, and of one that is marked as on-policy, without it."""
+    """Return the median seconds of an update with the extra forward, and of one without (marked as on-policy)."""
     seconds = {"with the extra forward": [], "without": []}
     for number in range(rounds + 1):
         for name, of_name in seconds.items():
@@ -56,7 +56,7 @@ def seconds_of_updates(actor, data, rounds):
 
 
 def make_actors(folder, layers, hidden, platform):
-    """An actor for each of ``LOSSES``, all from the same weights, by verl's own config and ours."""
+    """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config and the two lines."""
     from scripts.example_task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
@@ -76,7 +76,7 @@ def make_actors(folder, layers, hidden, platform):
 
 
 def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
-    """Seconds of the updates of one model by loss, round by round, with responses of up to ``longest`` tokens."""
+    """Time the updates of one model: seconds of each round by loss, with responses of up to ``longest`` tokens."""
     actors = make_actors(folder, layers, hidden, platform)
     data = make_mini_batch(actors["vanilla"], seed=1, rows=ROWS, longest=longest)
     seconds = {loss: [] for loss in LOSSES}
@@ -90,7 +90,7 @@ def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
 
 
 def ratios_to_vanilla(seconds):
-    """For each loss the ratios of an update's time to that of ``vanilla``, round by round."""
+    """Divide for each loss the time of an update by the time of ``vanilla`` in the same round."""
     return {
         loss: [own / vanilla for own, vanilla in zip(of_loss, seconds["vanilla"], strict=True)]
         for loss, of_loss in seconds.items()
@@ -98,14 +98,14 @@ def ratios_to_vanilla(seconds):
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--platform", default="cpu", help="a file of recipe/bapo/config/platform")
-    parser.add_argument("--json", type=Path, help="write the seconds of every update here")
+    parser.add_argument("--json", type=Path, help="file for the seconds of every update")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(sys.stderr):  # what verl prints is not the table
+        with contextlib.redirect_stdout(sys.stderr):  # verl prints, too; stdout is for the table
             found = {name: measure(folder, *size, arguments.rounds, arguments.platform) for name, size in SIZES.items()}
     print(f"| model, layers x hidden | weights | vanilla, s | {' | '.join(LOSSES[1:])} |")
     print("|---" * (3 + len(LOSSES) - 1) + "|")

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on the Ray cluster at ``RAY_ADDRESS`` (http://HEAD:8265); called by the run script and scripts/cluster/ray.sh.
+"""Run a job on the Ray cluster at ``RAY_ADDRESS`` (http://HEAD:8265). The run script and ray.sh call this.
 
-    python scripts/cluster/job.py submit NAME COMMAND...   run it in a copy of this repository, and follow it
-    python scripts/cluster/job.py follow NAME              print its output from the start; the exit code is the job's
-    python scripts/cluster/job.py stop NAME                end it
+    python scripts/cluster/job.py submit NAME COMMAND...   run COMMAND in a copy of this repository, and follow it
+    python scripts/cluster/job.py follow NAME              print the job's output from the start, and exit with its code
+    python scripts/cluster/job.py stop NAME                end the job
 
-Of the environment the job gets the variables named in ``FORWARDED`` and those that begin with one of
-``FORWARDED_KINDS``, never a secret: what is called ``WANDB_API_KEY`` or ``HF_TOKEN`` belongs into the environment of
-``scripts/cluster/ray.sh head`` and ``join``. Of those left out it names, without their values, what a run
-might have heeded.
+The job gets the environment variables in ``FORWARDED`` and those that begin with one of ``FORWARDED_KINDS``, but never
+a secret such as ``WANDB_API_KEY`` or ``HF_TOKEN``: set these where you call ``scripts/cluster/ray.sh head`` and
+``join``. The command prints the names, not the values, of relevant variables that were not forwarded.
 """
 
 import asyncio
@@ -29,29 +28,29 @@ FORWARDED = (
 )
 FORWARDED_KINDS = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")
 NAMED_KINDS = ("CUDA_", "RAY_", "VERL_", "WANDB_", "UCX_", "FI_", "MLX5_", "TRITON_", "PYTORCH_", "XDG_CACHE_")
-HERE_ALONE = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")  # how this command reaches the cluster
+HERE_ALONE = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")  # only this command needs them
 SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-PATIENCE = 120  # seconds for a cluster that has just been started to take jobs
+PATIENCE = 120  # seconds to wait until a new cluster accepts jobs
 
 
 def is_forwarded(name: str) -> bool:
-    """Whether a job gets this variable of the environment."""
+    """Whether a job gets this environment variable."""
     return name in FORWARDED or (name.startswith(FORWARDED_KINDS) and not name.endswith(SECRETS))
 
 
 def is_named(name: str) -> bool:
-    """Whether the command says that it leaves this variable out: a run would perhaps have heeded it."""
+    """Whether to print that this variable was not forwarded, because a run might use it."""
     return name.startswith((*NAMED_KINDS, *FORWARDED_KINDS)) and name not in HERE_ALONE and not is_forwarded(name)
 
 
 def connect() -> JobSubmissionClient:
-    """The client; ends the program if there is no cluster."""
+    """Connect to the cluster. Exits the program if there is none."""
     address = os.environ.get("RAY_ADDRESS", "http://127.0.0.1:8265")
     try:
         return JobSubmissionClient(address)
     except AuthenticationError as error:
-        sys.exit(f"Error: RAY_ADDRESS={address} wants the token of scripts/cluster/ray.sh head. {error}")
-    except Exception as error:  # of Ray, or of the libraries by which it connects
+        sys.exit(f"Error: RAY_ADDRESS={address} requires the token of scripts/cluster/ray.sh head. {error}")
+    except Exception as error:  # from Ray, or from the libraries that it connects with
         said = " ".join(str(error).split())
         sys.exit(f"Error: RAY_ADDRESS={address} takes no jobs: give http://HEAD:8265 of scripts/cluster/ray.sh. {said}")
 
@@ -60,9 +59,7 @@ def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
     """Submit a command and follow it; returns its exit code."""
     environment = [f"{key}={value}" for key, value in os.environ.items() if value and is_forwarded(key)]
     if left_out := sorted(filter(is_named, os.environ)):
-        print(
-            f"Not given to the job: {', '.join(left_out)}. What it needs of these, set where ray.sh starts the nodes."
-        )
+        print(f"Not given to the job: {', '.join(left_out)}. If it needs one, set it where ray.sh starts the nodes.")
     runtime_env = {"working_dir": str(ROOT), "excludes": [".venv*", "runs", ".*_cache", ".hypothesis"]}
     until = time.monotonic() + PATIENCE
     while True:
@@ -75,7 +72,7 @@ def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
             if "No available agent" not in str(error) or time.monotonic() > until:
                 sys.exit(f"Error: job {name} was not taken: {str(error).strip().splitlines()[-1]}")
             time.sleep(2)
-    print(f"Job {name}. It goes on without this command; to follow it again or to end it:")
+    print(f"Job {name}. It continues if you interrupt this command. To follow it again or to end it:")
     print(f"  bash scripts/cluster/ray.sh follow {name}\n  bash scripts/cluster/ray.sh stop {name}", flush=True)
     return follow(client, name)
 
@@ -88,7 +85,7 @@ def follow(client: JobSubmissionClient, name: str) -> int:
             print(lines, end="", flush=True)
 
     try:
-        client.get_job_info(name)  # raises where there is no such job
+        client.get_job_info(name)  # raises if there is no such job
         asyncio.run(tail())
         info = client.get_job_info(name)
     except KeyboardInterrupt:
@@ -110,7 +107,7 @@ def stop(client: JobSubmissionClient, name: str) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command. Returns the exit code."""
     logging.getLogger("ray").setLevel(logging.WARNING)
     match sys.argv[1:]:
         case ["submit", name, *command] if command:

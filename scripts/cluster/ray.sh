@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/clusters.md). The repository is at the same path
-# on every node.
+# Run Ray on several nodes, for jobs of recipe/bapo/run_bapo_example.sh (docs/clusters.md). The repository must be at the
+# same path on every node.
 #
 #   bash scripts/cluster/ray.sh head [OPTIONS]           on the first node; prints what the others need
 #   bash scripts/cluster/ray.sh join IP:PORT [OPTIONS]   on every other node
-#   bash scripts/cluster/ray.sh wait N                   until N nodes are there
+#   bash scripts/cluster/ray.sh wait N                   wait until N nodes have joined
 #   bash scripts/cluster/ray.sh follow JOB               print a job's output; the exit code is the job's
 #   bash scripts/cluster/ray.sh stop JOB                 end a job
 #
-# head and join set up the environment, run until they are ended (Ctrl-C or SIGTERM) and take their node's Ray with them.
-# OPTIONS go to `ray start`. From the environment:
-#   RAY_ADDRESS           of the head's dashboard (http://127.0.0.1:8265), for wait, follow and stop
-#   RAY_AUTH_TOKEN_PATH   the secret that all nodes share (~/.ray/auth_token); head makes it if it is missing, and head
-#                         and join take it from everybody but its owner
-#   WAIT_SECONDS          how long wait waits (600)
-#   BAPO_VENV, VERL_PLATFORM, GPUS_PER_NODE   as for the run script; GPUS_PER_NODE on a CPU only: logical slots (1)
+# head and join set up the environment and run until you end them (Ctrl-C or SIGTERM), which ends Ray on their node.
+# OPTIONS go to `ray start`. Environment variables:
+#   RAY_ADDRESS           address of the head's dashboard (http://127.0.0.1:8265), for wait, follow and stop
+#   RAY_AUTH_TOKEN_PATH   file with the secret that all nodes share (~/.ray/auth_token). head makes it if it is missing;
+#                         head and join make it readable by its owner only
+#   WAIT_SECONDS          how long `wait` waits at most (600)
+#   BAPO_VENV, VERL_PLATFORM   as for the run script
+#   GPUS_PER_NODE         on a CPU only: logical slots of a node (1)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -33,7 +34,7 @@ else
 fi
 venv=${BAPO_VENV:-$PWD/$venv}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
-export RAY_JOB_STOP_WAIT_TIME_S=60  # a job that is stopped cleans up first
+export RAY_JOB_STOP_WAIT_TIME_S=60  # time for a stopped job to clean up
 export RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
 ray=$venv/bin/ray
 
@@ -42,27 +43,27 @@ need_venv() {
     [ -x "$ray" ] || fail "$ray does not exist: set BAPO_VENV to a virtual environment with the requirements, or run scripts/setup.sh."
 }
 
-start() {  # start OPTIONS...: this node, until it is ended
+start() {  # start OPTIONS...: run Ray on this node until it is ended
     unset RAY_ADDRESS
     "$ray" start --block --disable-usage-stats "${platform[@]}" "$@" &
     local pid=$! status=0 ended=
     trap 'ended=1; kill $pid 2>/dev/null' INT TERM
     wait $pid || status=$?
-    while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done  # the first wait ends with the signal
-    # Ray leaves its address behind, and the next ray.init() on this machine would look for it there.
+    while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done  # a signal ends the first wait
+    # Ray leaves its address behind, and the next ray.init() on this machine would try to connect to it.
     local file=/tmp/ray/ray_current_cluster
     [ ! -s $file ] || "$ray" health-check --address "$(cat $file)" >/dev/null 2>&1 || rm -f $file
-    [ -z "$ended" ] || status=0  # as it was asked to
+    [ -z "$ended" ] || status=0  # we were asked to end
     exit "$status"
 }
 
-close_token() {  # Ray makes this file readable by everybody where it starts on one machine
+close_token() {  # when Ray starts on a single machine, it makes this file readable by everybody
     local mode
     mode=$(stat -Lc %a "$RAY_AUTH_TOKEN_PATH")
     [[ $mode != *00 ]] || return 0
     chmod go-rwx "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || fail \
-        "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH can be used by others (mode $mode), who could submit jobs: chmod 600 it, or give a file of your own."
-    echo "$RAY_AUTH_TOKEN_PATH could be used by others (mode $mode); only its owner can use it now. If anyone may have read it, remove it on every node and start the head again." >&2
+        "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH can be used by others (mode $mode), who could submit jobs: chmod 600 it, or give another file."
+    echo "$RAY_AUTH_TOKEN_PATH could be used by others (mode $mode); now only its owner can use it. If someone may have read it, remove it on every node and start the head again." >&2
 }
 
 need_token() {

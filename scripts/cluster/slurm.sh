@@ -6,26 +6,29 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=bapo-%j.log
-# Training on the nodes of a Slurm allocation: a Ray head on the first, the others join, and the run script submits its
-# job. From the repository's root, with the run script's environment and overrides; options of sbatch win over the above:
+# Train on the nodes of a Slurm allocation: the first node starts a Ray head, the others join, and the run script submits
+# its job. Call sbatch in the repository's root, with the environment and overrides of the run script. Options of sbatch
+# win over those above.
 #
 #   MODEL_PATH=/models/mine TRAIN_FILE=/data/train.parquet TEST_FILE=/data/test.parquet \
 #       sbatch --nodes=4 --gpus-per-node=8 scripts/cluster/slurm.sh [key=value ...]
 #
-#   HEAD_IP                the head's address between the nodes (its first one, which may be a container bridge's)
-#   PORT, DASHBOARD_PORT   of the head (6379, 8265)
+#   HEAD_IP                the head's address in the nodes' network (default: its first address; set this if that one
+#                          belongs to a container bridge)
+#   PORT, DASHBOARD_PORT   ports of the head (6379, 8265)
 #
-# Not `ray symmetric-run`: in Ray 2.60 it exits with 0 where Ray does not start.
+# This does not use `ray symmetric-run`, because in Ray 2.60 that exits with 0 when Ray does not start.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?Error: submit this with sbatch}"
 [ -f scripts/cluster/ray.sh ] || { echo "Error: $PWD is not the repository's root: call sbatch there." >&2; exit 1; }
 nodes=$SLURM_JOB_NUM_NODES port=${PORT:-6379}
 export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
-[ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh  # once, before the nodes look for it
+[ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh  # once, before all nodes use it
 address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
 step=(srun --overlap --mem=0 --cpu-bind=none)
 finish() {
-    # Each step's ray.sh ends its Ray and exits with 0. SIGTERM, or ending srun, would log the steps as cancelled.
+    # On SIGINT each step's ray.sh ends its Ray and exits with 0. With SIGTERM, or by ending srun, Slurm would log the steps
+    # as cancelled.
     scancel --quiet --signal=INT "$SLURM_JOB_ID" || true
     [ -z "${waiting:-}" ] || kill "$waiting" 2>/dev/null || true
     for _ in {1..60}; do

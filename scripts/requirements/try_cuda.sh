@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Try the CUDA set on a machine without a GPU: install requirements-cuda.txt into a fresh environment, build flash-attn's
-# Python side (its CUDA build skipped), and run the unit and actor tests there on the CPU platform, with vLLM's CUDA
-# package in place of the CPU one. The environment takes two minutes and about 12 GB.
+# Try the CUDA requirements on a machine without a GPU: install requirements-cuda.txt into a new environment, build the
+# Python part of flash-attn (without its CUDA kernels), and run the unit and actor tests there on the CPU platform, with
+# vLLM's CUDA package instead of the CPU one. The environment takes two minutes and about 12 GB.
 #   bash scripts/requirements/try_cuda.sh FOLDER [ARGUMENTS of pytest]
-#       FOLDER is made, or used again where a trial of the same list made it
-# From the environment: BAPO_PYTHON, as for scripts/setup.sh.
+#       FOLDER is created. If an earlier trial of the same list created it, it is used again.
+# Environment variable: BAPO_PYTHON, as for scripts/setup.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=$(realpath -m "${1:?Error: give a folder for the environment, such as /tmp/cuda_env}"); shift
@@ -13,14 +13,14 @@ python=$folder/bin/python
 pin() { grep "^$1==" requirements-cuda.txt; }
 
 if ! cmp -s requirements-cuda.txt "$folder/requirements.txt"; then
-    [ -e "$folder/pyvenv.cfg" ] || [ ! -e "$folder" ] || rmdir "$folder"  # never what is something else
+    [ -e "$folder/pyvenv.cfg" ] || [ ! -e "$folder" ] || rmdir "$folder"  # fails unless it is empty: never remove other files
     rm -rf "$folder"
     "${BAPO_PYTHON:-python3}" -m venv "$folder"
     "$python" -m pip install -q "$(pin uv)"
     "$folder/bin/uv" pip install -q --no-deps --python "$python" --python-platform x86_64-manylinux_2_31 \
-        -r requirements-cuda.txt  # as scripts/lock.sh resolved it
+        -r requirements-cuda.txt  # the same platform as in scripts/lock.sh
     "$folder/bin/uv" pip check -q --python "$python"
-    # Not installed: without its kernels it cannot be imported.
+    # Built, but not installed, because it cannot be imported without its kernels.
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip wheel -q --no-deps \
         --no-build-isolation --wheel-dir "$folder/wheels" "$(grep -om1 'flash-attn==[0-9.]*' scripts/flash_attn.sh)"
     cp requirements-cuda.txt "$folder/requirements.txt"

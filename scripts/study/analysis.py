@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the third study's raw table to failures, primary tests and tables. docs/dev/plan.md states the rules."""
+"""Compute failures, primary tests and tables from the third study's raw table, by the rules of docs/dev/plan.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,24 +10,24 @@ from scipy import stats
 
 from scripts.study.plan import LABELS, METHODS, PLACES, TABLE, TASKS, Comparison, Place, comparisons
 
-MARGIN = np.log(1 / 0.95)  # of an equivalence: 5 % of the updates
-LEVEL, RESAMPLES = 0.05, 10_000
-JUDGED_BY = ["task", "learning_rate"]  # what a run shares with its control
+MARGIN = np.log(1 / 0.95)  # two methods are equivalent if their updates differ by less than 5 %
+RESAMPLES = 10_000  # of the bootstrap
+JUDGED_BY = ["task", "learning_rate"]  # a run and its control have these in common
 
 
 def read_table(path: Path = TABLE) -> pd.DataFrame:
-    """The raw table with the columns of ``with_failures``; a dual clip that is off is 0."""
+    """Read the raw table and add the columns of ``with_failures``. A dual clip that is off is 0."""
     return with_failures(pd.read_parquet(path).fillna({"dual_clip": 0}))
 
 
 def with_failures(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with the columns ``control``, ``failed``, ``stable`` and ``log_updates``, by the plan's rules.
+    """Add the columns ``control``, ``failed``, ``stable`` and ``log_updates`` by the plan's rules.
 
-    A run failed if its final reward is below half of its control's mean (GRPO on fresh data at the same task and
-    learning rate) or below its own before the first update, if a weight is not finite, or, on the retry task, if more
-    than a fifth of the prompts are solved in under 2 % of the samples. A learning rate is stable if no control failed.
-    ``log_updates`` is the log of the updates to the target reward; of a run that failed or never got there, that of
-    all its updates.
+    A run's control is the mean of GRPO on fresh data at the same task and learning rate. A run failed if one of these
+    holds: its final reward is below half of its control's; its final reward is below its reward before the first
+    update; a weight is not finite; or, on the retry task, more than a fifth of the prompts are solved in under 2 % of
+    the samples. A learning rate is stable if no control failed. ``log_updates`` is the log of the updates to the target
+    reward, or of all updates if the run failed or never reached the target.
 
     Raises:
         ValueError: a run has no control.
@@ -49,7 +49,7 @@ def with_failures(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_place(frame: pd.DataFrame, place: Place, method: str | None = None) -> pd.DataFrame:
-    """The rows of a place, of one method or of all, at its learning rates where fresh data are stable."""
+    """Select the rows of a place, of one method or of all, at its learning rates where fresh data are stable."""
     rows = frame[
         (frame["task"] == place.task)
         & (frame["source"] == place.source)
@@ -63,16 +63,18 @@ def at_place(frame: pd.DataFrame, place: Place, method: str | None = None) -> pd
 
 
 def halves(seeds: pd.Index) -> list[pd.Index]:
-    """The seeds in two halves: every second one in order."""
+    """Split the seeds into two halves: the sorted seeds go to them in turn."""
     ordered = seeds.sort_values()
     return [ordered[::2], ordered[1::2]]
 
 
 def best_rates(rows: pd.DataFrame) -> dict[int, float]:
-    """The learning rate at which each seed is evaluated: the other half's best, by the mean of ``log_updates``.
+    """Choose the learning rate at which each seed is evaluated: the best of the other half of the seeds.
+
+    The best rate has the lowest mean of ``log_updates``.
 
     Args:
-        rows: of one method at one place.
+        rows: the rows of one method at one place.
     """
     by_seed = rows.pivot_table(index="seed", columns="learning_rate", values="log_updates")
     first, second = halves(by_seed.index)
@@ -81,20 +83,20 @@ def best_rates(rows: pd.DataFrame) -> dict[int, float]:
 
 
 def at_best_rate(rows: pd.DataFrame, measure: str = "log_updates") -> pd.Series:
-    """A measure of one method at one place, by seed: the mean over its stalenesses at the rate of ``best_rates``."""
+    """Average a measure of one method at one place over its stalenesses, by seed, at the rates of ``best_rates``."""
     rates = best_rates(rows)
     chosen = rows[rows["learning_rate"] == rows["seed"].map(rates)]
     return chosen.groupby("seed")[measure].mean().sort_index()
 
 
 def by_seed(frame: pd.DataFrame, place: Place, method: str, measure: str) -> pd.Series:
-    """What a comparison compares, by seed: ``speed`` at the best rates, ``failing`` over all stable ones."""
+    """Return a comparison's measure by seed: ``speed`` at the best rates, or ``failing`` over all stable rates."""
     rows = at_place(frame, place, method)
     return at_best_rate(rows) if measure == "speed" else rows.groupby("seed")["failed"].mean().sort_index()
 
 
 def interval(differences: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean over seeds, always from the same random numbers."""
+    """Compute the percentile bootstrap interval of the mean over seeds, always with the same random numbers."""
     if np.ptp(differences) == 0:
         return float(differences[0]), float(differences[0])
     found = stats.bootstrap(
@@ -109,8 +111,8 @@ def interval(differences: np.ndarray, level: float = 0.95) -> tuple[float, float
 
 
 def p_value(differences: np.ndarray, claim: str) -> float:
-    """Of a paired t-test of no difference, or of two one-sided ones of a difference beyond ``MARGIN``."""
-    if np.ptp(differences) == 0:  # no spread, no t: equal runs
+    """Return p of a paired t-test (claim: difference), or of two one-sided ones against ``MARGIN`` (equivalence)."""
+    if np.ptp(differences) == 0:  # equal differences have no spread, so there is no t statistic
         apart = abs(differences[0]) > (MARGIN if claim == "equivalence" else 0)
         return float(apart if claim == "equivalence" else not apart)
     if claim == "difference":
@@ -121,7 +123,7 @@ def p_value(differences: np.ndarray, claim: str) -> float:
 
 
 def holm(values: list[float]) -> list[float]:
-    """Holm's adjusted p-values."""
+    """Adjust p-values by Holm's method."""
     values = np.array(values)
     order = values.argsort(kind="stable")
     adjusted = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1)
@@ -138,11 +140,12 @@ def is_there(frame: pd.DataFrame, comparison: Comparison) -> bool:
 
 
 def primary_tests(frame: pd.DataFrame, planned: list[Comparison] | None = None) -> pd.DataFrame:
-    """One row a primary test: the mean difference, its interval, p, and Holm's p over all planned ones.
+    """Make one row for each primary test: the mean difference, its interval, p, and p after Holm's correction.
 
-    A ``speed`` difference is a log ratio: below 0 the method needs fewer updates. Beside it stand the share of pairs in
-    which both runs got there (``both``) and the difference over these alone (``conditional``). A test whose cells are
-    not all there has no figures and counts in Holm's correction with p = 1.
+    A ``speed`` difference is a log ratio: below 0 the method needs fewer updates. ``both`` is the share of pairs in
+    which both runs reached the target, and ``conditional`` the difference over these pairs only. If cells of a test are
+    missing, its row has no figures, and the test counts with p = 1 in Holm's correction. The correction is over all
+    planned tests.
     """
     planned = comparisons() if planned is None else planned
     found = []
@@ -165,7 +168,7 @@ def primary_tests(frame: pd.DataFrame, planned: list[Comparison] | None = None) 
 
 
 def conditional(frame: pd.DataFrame, comparison: Comparison) -> dict[str, float]:
-    """The share of pairs of runs in which both reached the target and did not fail, and their mean log ratio."""
+    """Return the share of pairs in which both runs reached the target without failing, and their mean log ratio."""
     parts = []
     for name in (comparison.method, comparison.other):
         rows = at_place(frame, comparison.place, name)
@@ -177,7 +180,7 @@ def conditional(frame: pd.DataFrame, comparison: Comparison) -> dict[str, float]
 
 
 def control_table(frame: pd.DataFrame) -> list[str]:
-    """GRPO on fresh data at every learning rate."""
+    """Make the table of GRPO on fresh data at every learning rate."""
     rows = []
     for (task, rate), part in frame[frame["source"] == "fresh"].groupby(JUDGED_BY):
         reward = f"{part['final_reward'].mean():.3f} ({part['final_reward'].min():.3f})"
@@ -186,14 +189,14 @@ def control_table(frame: pd.DataFrame) -> list[str]:
 
 
 def against_grpo(frame: pd.DataFrame, place: Place, method: str) -> np.ndarray:
-    """Log ratios of the updates to the target reward by seed, each method at its own best rate; empty if one lacks."""
+    """Return log ratios of the updates to the target by seed, each method at its best rates; empty without data."""
     if not is_there(frame, Comparison(place, method, "grpo")) or at_place(frame, place).empty:
         return np.zeros(0)
     return (by_seed(frame, place, method, "speed") - by_seed(frame, place, "grpo", "speed")).to_numpy()
 
 
 def ratio(differences: np.ndarray) -> str:
-    """The mean of log ratios as a ratio with its interval."""
+    """Format the mean of log ratios as a ratio with its interval."""
     if not len(differences):
         return "-"
     low, high = np.exp(interval(differences))
@@ -201,7 +204,7 @@ def ratio(differences: np.ndarray) -> str:
 
 
 def ratio_table(frame: pd.DataFrame) -> list[str]:
-    """Updates to the target reward against GRPO, by method and place; intervals are not corrected."""
+    """Make the table of updates to the target against GRPO, by method and place. Intervals are not corrected."""
     rows = []
     for method in LABELS:
         differences = [against_grpo(frame, place, method) for place in PLACES]
@@ -211,7 +214,7 @@ def ratio_table(frame: pd.DataFrame) -> list[str]:
 
 
 def failure_table(frame: pd.DataFrame) -> list[str]:
-    """Failed runs of all runs at stable learning rates, by method and place; nothing where a cell is missing."""
+    """Make the table of failed runs at stable learning rates, by method and place. "-" if a cell is missing."""
     rows, there = [], set(frame["cell"])
     for method in LABELS:
         parts = [
@@ -226,14 +229,14 @@ def failure_table(frame: pd.DataFrame) -> list[str]:
 
 
 def by_place(rows: list[list[str]]) -> list[str]:
-    """A table with a column for each place at which something was run."""
+    """Make a table with a column for each place at which something was run."""
     columns = zip(["method", *(place.name for place in PLACES)], *rows, strict=True)
     head, *rows = zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)
     return markdown(head, rows)
 
 
 def means_table(frame: pd.DataFrame, place: Place) -> list[str]:
-    """Description: every method at its best rate, and beside it means over all its runs, whatever became of them."""
+    """Make a descriptive table: every method at its best rates, and means over all its runs, failed ones included."""
     head = ["method", "updates to target against GRPO", "best rates", "final reward", "entropy", "no gradient +"]
     head += ["no gradient -", "failing", "mean reward, all runs", "final reward, all runs"]
     rows = []
@@ -255,7 +258,7 @@ def means_table(frame: pd.DataFrame, place: Place) -> list[str]:
 
 
 def primary_table(tests: pd.DataFrame) -> list[str]:
-    """The primary tests; speeds as ratios of updates."""
+    """Make the table of the primary tests, with speeds as ratios of updates."""
     head = [
         "where",
         "method against",
@@ -285,12 +288,12 @@ def primary_table(tests: pd.DataFrame) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
+    """Format a table as Markdown lines."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
 def print_tables(path: Path = TABLE) -> None:
-    """All tables in markdown."""
+    """Print all tables as Markdown."""
     frame = read_table(path)
     lines = ["## Fresh data", "", *control_table(frame)]
     lines += ["## Updates to the target reward against GRPO", "", *ratio_table(frame)]

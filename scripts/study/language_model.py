@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the study on the language model, one process each, that can be stopped and taken up by name.
+"""Run the study on the language model. Each run is one process, which can be stopped and resumed by its name.
 
     .venv/bin/python -m scripts.study.language_model list
     .venv/bin/python -m scripts.study.language_model run grpo-epochs-1e-5-seed1 [--threads 2]
     .venv/bin/python -m scripts.study.language_model table
 
-Model and task are those of ``recipe/bapo/language_model``, which has to be made before. After each rollout batch a run
-writes its rows to docs/results/language_model/NAME.parquet and its state (weights, optimizer, generators) to
-.cache/study/NAME.pt, about 2 GB, which goes when the run is complete. The same command takes a run up where it was
-stopped, and does nothing for a complete one. The plan is docs/dev/plan_language_model.md.
+Model and task come from ``recipe/bapo/language_model``; make them first. After each rollout batch a run writes its rows
+to docs/results/language_model/NAME.parquet, and its state (weights, optimizer, generators) to .cache/study/NAME.pt. The
+state has about 2 GB and is removed when the run is complete. The same command resumes a stopped run, and does nothing
+for a complete one. The plan is docs/dev/plan_language_model.md.
 
-As in ``scripts.study.loop`` one model samples and trains in float32 in one process, and the old log-probs are the
-trainer's own. An update is cut into micro-batches, because the logits of a mini-batch would take gigabytes.
+As in ``scripts.study.loop``, one model samples and trains in float32 in one process, and the old log-probs are the
+trainer's own. An update is split into micro-batches, because the logits of a mini-batch would take gigabytes.
 """
 
 import argparse
@@ -39,19 +39,19 @@ from scripts.study.methods import config_of
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
-PROMPTS, SAMPLES = 8, 8  # of an update
-MICRO_BATCH = 16  # responses of a forward
+PROMPTS, SAMPLES = 8, 8  # prompts of an update, and responses to each
+MICRO_BATCH = 16  # responses in one forward
 SAMPLED_AT_ONCE = 128
 HELD_OUT = 128  # items, each answered once after every rollout batch
 DUAL_CLIP = 3.0
 TARGET = config_of("bapo").positive_contribution_target
-# Mini-batches of a rollout batch and epochs on it: 16 updates on each either way.
+# Mini-batches of a rollout batch, and epochs on it. Both make 16 updates on each rollout batch.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run; its name says everything. ``rollouts`` batches make ``16 * rollouts`` updates."""
+    """The settings of one run. It makes ``16 * rollouts`` updates."""
 
     method: str
     source: str
@@ -61,17 +61,17 @@ class Run:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The name of the run on the command line."""
         return f"{self.method}-{self.source}-{self.learning_rate}-seed{self.seed}"
 
 
-# Stage (a): how much is clipped, and how often rho is below the target, at each source of staleness.
+# Stage (a): measure how much is clipped, and how often rho is below the target, at each source of staleness.
 PLANNED = [Run("grpo", source, "1e-5", 1) for source in SOURCES]
 
 
 @torch.no_grad()
 def sample(model, tokenizer, rows: list[dict], generator: torch.Generator) -> Rollouts:
-    """One response to each row's prompt, at temperature 1; all prompts have the same number of tokens."""
+    """Sample one response to each row's prompt, at temperature 1. All prompts have the same number of tokens."""
     prompts = torch.tensor([tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows])
     parts = [_respond(model, tokenizer, part, generator) for part in prompts.split(SAMPLED_AT_ONCE)]
     responses, mask = (torch.cat(planes) for planes in zip(*parts, strict=True))
@@ -83,7 +83,7 @@ def sample(model, tokenizer, rows: list[dict], generator: torch.Generator) -> Ro
 
 
 def _respond(model, tokenizer, prompts, generator):
-    """Tokens and mask ``(B, MAX_RESPONSE)``."""
+    """Sample tokens, and return them with their mask, both ``(B, MAX_RESPONSE)``."""
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     tokens = torch.full((len(prompts), MAX_RESPONSE), pad)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -101,7 +101,7 @@ def _respond(model, tokenizer, prompts, generator):
 
 @torch.no_grad()
 def log_probs(model, rollouts: Rollouts) -> Tensor:
-    """Of the response tokens ``(B, T)``, micro-batch by micro-batch as training computes them."""
+    """Compute log-probs of the response tokens ``(B, T)``, in the same micro-batches as training."""
     return torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in _micro_batches(rollouts)])
 
 
@@ -110,22 +110,23 @@ def _micro_batches(rollouts):
 
 
 def advantages_of(rollouts: Rollouts) -> Tensor:
-    """verl's group-relative advantages ``(B, T)``; the responses of a group follow each other."""
+    """Compute verl's group-relative advantages ``(B, T)``. The responses of a group must be consecutive."""
     scores = torch.zeros(rollouts.mask.shape)
-    scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
+    scores[:, -1] = rollouts.rewards  # verl adds up the scores of a response's tokens
     groups = np.arange(len(rollouts.ids)) // SAMPLES
     return compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)[0]
 
 
 def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> dict[str, float]:
-    """One optimizer update, and what its tokens say of GRPO's and of BAPO's bounds.
+    """Make one optimizer update, and measure its tokens at GRPO's and at BAPO's bounds.
 
     Args:
-        rollouts: of a mini-batch; ``old`` are the log-probs of its tokens before any update.
-        method: of configs/method.
+        rollouts: a mini-batch.
+        old: log-probs of its tokens before any update, ``(B, T)``.
+        method: the name of a file in configs/method.
     """
     advantages, config = advantages_of(rollouts), config_of(method)
-    before = None if config.fixed else log_probs(model, rollouts)  # the pass, which fixed bounds do without
+    before = None if config.fixed else log_probs(model, rollouts)  # fixed bounds do not need this forward
     low, high = config.ratio_lower_start, config.ratio_upper_start
     if before is not None:
         bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
@@ -143,7 +144,7 @@ def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> di
             low=low,
             high=high,
             clip_ratio_c=DUAL_CLIP,
-            aggregate=lambda values, mask: (values * mask).sum() / tokens,  # the mini-batch's token-mean
+            aggregate=lambda values, mask: (values * mask).sum() / tokens,  # token-mean over the mini-batch
         ).loss.backward()
         now.append(log_prob.detach())
         entropies.append(entropy[mask])
@@ -160,8 +161,10 @@ def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> di
 
 
 def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """At GRPO's fixed bounds: rho and the clipped share of the tokens of each sign. At BAPO's: rho before its search,
-    the bounds that it would find, and whether they reach its target."""
+    """Measure tokens at GRPO's bounds (rho, clipped share by sign) and for BAPO's search.
+
+    For the search: rho before it, the bounds that it would find, and whether they reach its target.
+    """
     grpo, bapo = (
         read_values(*find_clip_bounds(old, now, advantages, mask, config, clip_ratio_c=DUAL_CLIP))
         for config in (config_of("grpo"), config_of("bapo"))
@@ -173,7 +176,7 @@ def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> d
 
 
 class Training:
-    """A run in progress: model, optimizer, generators and the rows so far; ``state`` is where it is kept."""
+    """A run in progress: model, optimizer, generators and the rows so far. ``state`` is the file of its state."""
 
     def __init__(self, run: Run, model_folder: Path, state: Path):
         self.run, self.state = run, state
@@ -192,13 +195,13 @@ class Training:
 
     @property
     def rollouts_done(self) -> int:
-        """Whole rollout batches that were trained on."""
+        """Number of rollout batches on which all updates were made."""
         return self.rows[-1]["rollout"] + 1 if self.rows else 0
 
     def train_on_one_batch(self) -> None:
-        """Sample a rollout batch, make its updates, measure the held-out reward, and keep everything."""
+        """Sample a rollout batch, make its updates, measure the held-out reward, and save the state."""
         number, (mini_batches, epochs) = self.rollouts_done, SOURCES[self.run.source]
-        # The prompts of a rollout batch depend on seed and number alone, so that methods are paired by them.
+        # The prompts of a rollout batch depend only on seed and number, so all methods get the same.
         items = list(draw_rows(f"study-{self.run.seed}-{number}", PROMPTS * mini_batches))
         rollouts = sample(self.model, self.tokenizer, [row for row in items for _ in range(SAMPLES)], self.generator)
         parts = torch.arange(len(rollouts.ids)).split(PROMPTS * SAMPLES)
@@ -213,7 +216,7 @@ class Training:
         self.keep()
 
     def keep(self) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state in one piece, so that a kill leaves the old or the new one."""
         kept = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rows": self.rows}
         self.state.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.state.with_suffix(".unfinished")
@@ -222,7 +225,7 @@ class Training:
 
 
 def write_rows(rows: list[dict], path: Path, about: dict[str, str]) -> None:
-    """Write a run's rows as parquet, with what made them in the file's metadata."""
+    """Write a run's rows as parquet; ``about``: metadata of the file, such as command and commit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.Table.from_pandas(pd.DataFrame(rows), preserve_index=False)
     table = table.replace_schema_metadata({**(table.schema.metadata or {}), **about})
@@ -232,7 +235,7 @@ def write_rows(rows: list[dict], path: Path, about: dict[str, str]) -> None:
 
 
 def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path = STATES) -> None:
-    """Begin a planned run or take it up, to its end."""
+    """Start or resume a planned run, and train it to its end."""
     planned = {run.name: run for run in PLANNED}
     if name not in planned:
         raise SystemExit(f"Error: no run {name} is planned: choose from {', '.join(planned)}.")
@@ -248,12 +251,12 @@ def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path =
         training.train_on_one_batch()
         print(line_of(training), flush=True)
         write_rows(training.rows, path, about)
-    write_rows(training.rows, path, about)  # where it was stopped after its last batch
+    write_rows(training.rows, path, about)  # again, in case it was stopped between its last batch and the write
     training.state.unlink()
 
 
 def line_of(training: Training) -> str:
-    """The last rollout batch in a line."""
+    """Format the last rollout batch as one line."""
     last, name = training.rows[-1], training.run.name
     return (
         f"{name}  rollout {training.rollouts_done}/{training.run.rollouts}  reward {last['reward']:.3f}  held out "
@@ -264,15 +267,15 @@ def line_of(training: Training) -> str:
 
 
 def is_complete(run: Run, path: Path) -> bool:
-    """Whether the rows of all its rollout batches are there."""
+    """Whether the file has the rows of all rollout batches."""
     return path.exists() and pd.read_parquet(path, columns=["rollout"])["rollout"].max() + 1 == run.rollouts
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
-    """The plan's figures of a run: means over the updates after the first on each rollout batch.
+    """Compute the plan's figures of a run: means over the updates after the first on each rollout batch.
 
-    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] below the target,
-    and what BAPO's search would have done.
+    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below the
+    target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
     """
     later = rows[rows["place"] > 0]
     out_of_reach, met = later["bapo_saturated"] > 0, (later["bapo_search_steps"] == 0) & (later["bapo_saturated"] == 0)
@@ -295,7 +298,7 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def print_table(folder: Path = ROWS) -> None:
-    """Print a row for each run that has begun, as markdown."""
+    """Print a row for each started run, as Markdown."""
     rows = [table_row(pd.read_parquet(path)) for path in sorted(folder.glob("*.parquet"))]
     if rows:
         print(f"| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
@@ -304,10 +307,10 @@ def print_table(folder: Path = ROWS) -> None:
 
 
 def main() -> int:
-    """Command line. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["list", "run", "table"])
-    parser.add_argument("names", nargs="*", help="of `run`; without one all that are planned, one after the other")
+    parser.add_argument("names", nargs="*", help="for `run`: names (default: all planned runs, one by one)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     if arguments.part == "table":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reinforcement learning of the example's model in one process: the study's larger model.
+"""Train the example's model by reinforcement learning in one process: the study's larger model.
 
-It shares with the small policies the methods and what is measured, and with a real run the task, the model and verl's
-group-relative advantages. It leaves out verl's trainer, FSDP, vLLM, Ray and several micro-batches per update: one model
-samples and trains in float32, the mini-batch is one forward, the old log-probs are the trainer's own.
+Methods and measures are the same as for the small policies. Task, model and verl's group-relative advantages are the
+same as in a real run. There is no trainer of verl, no FSDP, vLLM or Ray, and no split into micro-batches: one model
+samples and trains in float32, a mini-batch is one forward, and the old log-probs are the trainer's own.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from scripts.study.methods import PREVIOUS_BATCH, Tokens, find_bounds, loss_of, 
 from scripts.study.train import TARGETS, Cell, table_rows
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-MODEL = Path(__file__).parent / "anchor_model"  # the example's after a longer warm-up with few right guesses
-FINAL_SAMPLES = 64  # of each problem, after the last update
+MODEL = Path(__file__).parent / "anchor_model"  # the example's model after a longer warm-up with few right guesses
+FINAL_SAMPLES = 64  # responses to each problem after the last update
 WINDOW = 32  # updates between two probes of the table's series
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, apart from method and seed.
+    """The settings of a run, except method and seed.
 
     Attributes:
         mini_batches: optimizer updates per rollout batch and epoch.
         epochs: how often each sample is used.
-        updates: optimizer updates in all, a multiple of ``mini_batches * epochs``.
+        updates: total optimizer updates, a multiple of ``mini_batches * epochs``.
         prompts: prompts per update.
-        samples: responses per prompt, the group that GRPO compares.
-        learning_rate: of AdamW, constant.
-        norm_clip, dual_clip: of the gradient's norm, and of negative tokens' ratio; None: off.
+        samples: responses per prompt: the group within which GRPO compares.
+        learning_rate: learning rate of AdamW, constant.
+        norm_clip: limit on the gradient's norm. None: off.
+        dual_clip: limit on the ratio of tokens with negative advantage. None: off.
     """
 
     mini_batches: int
@@ -56,11 +57,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        updates: the measures of every update, and of a search ``low``, ``high`` and how it went.
-        final_reward: of responses sampled after the last update.
+        updates: the measures of every update. If the method searches: also ``low``, ``high`` and how the search went.
+        final_reward: mean reward of responses sampled after the last update.
         weights: hash of the weights after the last update.
     """
 
@@ -79,13 +80,13 @@ class Rollouts:
     prompt_length: int
 
     def rows(self, index) -> Rollouts:
-        """Some of them."""
+        """Select some responses."""
         return Rollouts(self.ids[index], self.mask[index], self.rewards[index], self.prompt_length)
 
 
 @torch.no_grad()
 def sample(model, tokenizer, pairs: list[tuple[int, int]], generator: torch.Generator) -> Rollouts:
-    """One response to each pair, at temperature 1."""
+    """Sample one response to each pair, at temperature 1."""
     prompts = torch.tensor([tokenizer.encode(prompt_of(a, b) + "\n") for a, b in pairs])
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     done = torch.zeros(len(pairs), dtype=torch.bool)
@@ -106,7 +107,7 @@ def sample(model, tokenizer, pairs: list[tuple[int, int]], generator: torch.Gene
 
 
 def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens and the entropy at each, in nats, both ``(B, T)``."""
+    """Compute log-prob and entropy of each response token, in nats, both ``(B, T)``."""
     logits = model(input_ids=rollouts.ids).logits[:, rollouts.prompt_length - 1 : -1]
     log_probs = logits.log_softmax(-1)
     responses = rollouts.ids[:, rollouts.prompt_length :]
@@ -117,7 +118,7 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
 
 
 def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Settings) -> Result:
-    """Train from the model in a folder; ``method``: as in ``scripts.study.methods``, or BAPO's switches."""
+    """Train the model in a folder; ``method``: a name from ``scripts.study.methods``, or BAPO's options."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -135,19 +136,18 @@ def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Set
 
 
 def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list[tuple[Rollouts, Tensor, Tensor]]:
-    """A rollout batch in mini-batches of whole groups: responses, old log-probs and advantages ``(B, T)``."""
+    """Sample a rollout batch in mini-batches of whole groups: responses, old log-probs and advantages ``(B, T)``."""
     size = settings.prompts * settings.samples
     draw = torch.randint(len(PAIRS), (settings.prompts * settings.mini_batches,), generator=generator)
     pairs = [PAIRS[i] for i in draw.repeat_interleave(settings.samples)]
     rollouts = sample(model, tokenizer, pairs, generator)
     scores = torch.zeros(rollouts.mask.shape)
-    scores[:, -1] = rollouts.rewards  # verl sums a response's token scores
+    scores[:, -1] = rollouts.rewards  # verl adds up the scores of a response's tokens
     groups = np.arange(len(pairs)) // settings.samples
     advantages, _ = compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)
     batches = []
-    for part in torch.arange(len(pairs)).split(
-        size
-    ):  # cut as training will be: the first update's ratios are exactly 1
+    # Split the log-probs as training does, so that the ratios of the first update are exactly 1.
+    for part in torch.arange(len(pairs)).split(size):
         rows = rollouts.rows(part)
         with torch.no_grad():
             batches.append((rows, log_probs_of(model, rows)[0], advantages[part]))
@@ -157,7 +157,7 @@ def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list
 def update(
     model, optimizer, batch: tuple, method: str | BAPOConfig, settings: Settings, earlier: list[dict[str, float]]
 ) -> dict[str, float]:
-    """One optimizer update and its measures; ``earlier``: those of all updates before it."""
+    """Make one optimizer update and return its measures; ``earlier``: the measures of all updates before it."""
     rows, old_log_prob, advantages = batch
     log_prob, entropy = log_probs_of(model, rows)
     tokens = Tokens(old_log_prob[None], log_prob[None], advantages[None], rows.mask[None])
@@ -184,7 +184,7 @@ def update(
 
 
 def settings_of(cell: Cell) -> Settings:
-    """The settings of a cell of the study: 16 prompts of 8 responses, and rollouts of four mini-batches."""
+    """Return the settings of a cell of the study: 16 prompts of 8 responses, and rollouts of four mini-batches."""
     fresh = cell.source == "fresh"
     return Settings(
         mini_batches=1 if fresh else 4,
@@ -198,10 +198,10 @@ def settings_of(cell: Cell) -> Settings:
 
 
 def rows_of(cell: Cell, seeds: list[int]) -> list[dict]:
-    """The rows of the table of one cell, run by run.
+    """Run one cell and return its rows of the table, one for each seed.
 
-    The reward and the entropy of its series are those of the first four mini-batches of every ``WINDOW`` updates, which
-    are fresh in each of them, and at the end those of new samples and of the last update.
+    The series of reward and entropy have one point for every ``WINDOW`` updates, from their first four mini-batches,
+    which are always fresh. The last reward is that of new samples, and the last entropy that of the last update.
     """
     rows = []
     for seed in seeds:

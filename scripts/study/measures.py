@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a run: at the tokens of every update, and over the run. ``R`` runs, ``U`` updates."""
+"""Measure runs: the tokens of every update, and summaries of a run. ``R`` is the number of runs, ``U`` of updates."""
 
 import torch
 from torch import Tensor
 
 from scripts.study.methods import Tokens, contribution_at
 
-POINTS = 16  # of a series in the table
+POINTS = 16  # length of a series in the table
 SEARCHED = ("positive_contribution_start", "search_steps", "saturated")
 
 
 @torch.no_grad()
 def token_measures(tokens: Tokens, gradient: Tensor, bounds: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the tokens of one update say, each ``(R,)``.
+    """Measure the tokens of one update. Each result is ``(R,)``.
 
     Args:
-        tokens: of the update.
-        gradient: of the loss with respect to ``log_prob``, ``(R, N, T)``: the same question to every method.
+        tokens: the tokens of the update.
+        gradient: gradient of the loss with respect to ``log_prob``, ``(R, N, T)``, whatever the method.
         bounds: ``low`` and ``high``, ``(R,)``.
 
     Returns:
-        ``no_gradient_positive`` and ``no_gradient_negative``: the share of the tokens of that sign that the loss leaves
-        without a gradient; ``gradient_above_3``: the share that negative tokens with r > 3 have of the sum of
-        |gradient|; ``effective_sample``: (sum r)^2 / (n sum r^2), 1 where every ratio is the same; ``rho``: the
-        positive contribution at the bounds.
+        ``no_gradient_positive`` and ``no_gradient_negative``: share of the tokens of that sign without a gradient.
+        ``negative_above_3``: share of the negative tokens that have r > 3. ``gradient_above_3``: share of
+        sum(|gradient|) contributed by negative tokens with r > 3. ``effective_sample``: (sum r)^2 / (n sum r^2), which
+        is 1 if all ratios are equal. ``rho``: the positive contribution at the bounds.
     """
     ratio = tokens.log_ratio().exp() * tokens.mask
     positive, negative = (tokens.advantages > 0) & tokens.mask, (tokens.advantages < 0) & tokens.mask
@@ -42,7 +42,7 @@ def token_measures(tokens: Tokens, gradient: Tensor, bounds: dict[str, Tensor]) 
 
 
 def crossing(reward: Tensor, target: float) -> Tensor:
-    """Where ``reward`` ``(P, R)`` first reaches the target, in probes, between two by a straight line; NaN: nowhere."""
+    """Find the probe where ``reward`` ``(P, R)`` first reaches the target, interpolated linearly; NaN if none does."""
     reached = reward >= target
     after = reached.int().argmax(0).clamp(min=1)
     before, later = reward.gather(0, after[None] - 1).squeeze(0), reward.gather(0, after[None]).squeeze(0)
@@ -51,12 +51,13 @@ def crossing(reward: Tensor, target: float) -> Tensor:
 
 
 def summaries(updates: dict[str, Tensor], probes: dict[str, Tensor], target: float) -> dict[str, Tensor]:
-    """The columns of the table that a run's course gives, each ``(R,)`` or a series ``(R, points)``.
+    """Compute the columns of the table from the measures of a run, each ``(R,)`` or a series ``(R, points)``.
 
     Args:
-        updates: by measure, ``(U, R)``.
-        probes: reward and entropy of the policy before the first update and every so many after it, ``(P + 1, R)``.
-        target: the reward whose update is recorded.
+        updates: ``(U, R)`` by measure.
+        probes: reward and entropy of the policy before the first update and at equal distances after it,
+            ``(P + 1, R)``.
+        target: the target reward, for the number of updates to it.
     """
     reward, entropy, norm = probes["reward"], probes["entropy"], updates["grad_norm"]
     every = len(norm) / (len(reward) - 1)
@@ -81,7 +82,7 @@ def summaries(updates: dict[str, Tensor], probes: dict[str, Tensor], target: flo
 
 
 def search_columns(updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How the searches ended, as shares of the updates, and the candidate of each, ``(R, U)``; without a search NaN."""
+    """Return how searches ended, as shares of the updates, and their candidates ``(R, U)``; NaN without a search."""
     runs = updates["grad_norm"].shape[1]
     if "search_steps" not in updates:
         names = ("rho_start", "at_once", "on_the_way", "out_of_reach")
@@ -98,5 +99,5 @@ def search_columns(updates: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def thinned(values: Tensor) -> Tensor:
-    """About ``POINTS`` of the probes ``(P + 1, R)``, the first and the last among them, ``(R, points)``."""
+    """Keep about ``POINTS`` of the probes ``(P + 1, R)``, including the first and the last; ``(R, points)``."""
     return values[:: max(1, (len(values) - 1) // POINTS)].T

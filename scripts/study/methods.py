@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of the study: the loss of each, batched over runs, and the bounds of those that have some.
+"""The methods of the study: their losses, batched over runs, and the bounds of those that have bounds.
 
-Names, and what they may carry after ``@``:
+Names of methods, with the settings that may follow ``@``:
 
-- a file of configs/method with BAPO's switches: ``grpo``, ``bapo@0.4`` (a target), ``bapo@0.4,ratio_upper_max=2.0``;
+- a file of configs/method with BAPO's options: ``grpo``, ``bapo@0.4`` (a target), ``bapo@0.4,ratio_upper_max=2.0``;
 - a loss of verl's registry with the settings of ``VERL``: ``cispo``, ``cispo@clip_ratio_high=2.0``;
 - ``topr`` and ``m2po``;
-- ``schedule``: fixed bounds for each epoch on a rollout, ``SCHEDULE``;
-- bounds of an earlier run: ``other_seed:bapo@0.4`` (those that the next seed's run had at the same update) and
-  ``own_mean:bapo@0.4`` (the mean of the same seed's run, at every update);
-- bounds of the rollout batch before: ``previous_batch:bapo@0.4``, see ``previous_batch_bounds``.
+- ``schedule``: fixed bounds for each epoch on a rollout, from ``scripts.study.schedule``;
+- bounds of an earlier run: ``other_seed:bapo@0.4`` (the bounds of the next seed's run at the same update) and
+  ``own_mean:bapo@0.4`` (the mean bounds of the same seed's run, at every update);
+- bounds of the previous rollout batch: ``previous_batch:bapo@0.4``, see ``previous_batch_bounds``.
 
-``R`` runs, ``N`` responses, ``T`` tokens.
+``R`` is the number of runs, ``N`` of responses, ``T`` of tokens.
 """
 
 import functools
@@ -26,29 +26,29 @@ from bapo import BAPOConfig, clipped_surrogate_loss
 from bapo.search import reaches_target, search_path
 
 ROOT = Path(__file__).parents[2]
-PREVIOUS_BATCH = "previous_batch:"  # before the name of a method that searches
+PREVIOUS_BATCH = "previous_batch:"  # prefix of the name of a method that searches
 M2PO_BUDGET = 0.04  # mean squared log-ratio (arXiv 2510.01161)
 
 # Losses of verl 0.9.1's registry with their published settings. The advantages are GRPO's for all of them.
 _SEQUENCE_MEAN = "seq-mean-token-mean"
 VERL = {
-    # arXiv 2507.18071; verl's examples/gspo_trainer. The loss recommends this aggregation.
+    # arXiv 2507.18071; verl's examples/gspo_trainer. verl's loss recommends this aggregation.
     "gspo": dict(clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg_mode=_SEQUENCE_MEAN),
-    # arXiv 2511.20347; verl's defaults. The loss aggregates so whatever it is told.
+    # arXiv 2511.20347; verl's defaults. verl's loss always aggregates like this.
     "sapo": dict(tau_pos=1.0, tau_neg=1.05, loss_agg_mode=_SEQUENCE_MEAN),
-    # arXiv 2506.13585 has no lower bound and does not print the upper one; both are from verl's examples/cispo_trainer.
+    # arXiv 2506.13585 has no lower bound and does not give the upper one. Both are from verl's examples/cispo_trainer.
     "cispo": dict(clip_ratio_low=10.0, clip_ratio_high=0.2),
-    # arXiv 2602.04879; verl's examples/dppo_trainer. verl's default clip_ratio_c is 3; the loss asks for a large one.
+    # arXiv 2602.04879; verl's examples/dppo_trainer. The loss needs a large clip_ratio_c; verl's default is 3.
     "dppo_tv": dict(clip_ratio_low=0.15, clip_ratio_high=0.15, clip_ratio_c=1e4),
     "dppo_kl": dict(clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=1e4),
-    # GRPO aggregated as GSPO and SAPO are: what of their difference from GRPO is the aggregation's.
+    # GRPO with the aggregation of GSPO and SAPO, to see how much of their difference from GRPO it explains.
     "vanilla": dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0, loss_agg_mode=_SEQUENCE_MEAN),
 }
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss sees: ``old_log_prob``, ``log_prob``, ``advantages`` and bool ``mask``, each ``(R, N, T)``."""
+    """The arguments of a loss: ``old_log_prob``, ``log_prob``, ``advantages`` and bool ``mask``, each ``(R, N, T)``."""
 
     old_log_prob: Tensor
     log_prob: Tensor
@@ -56,23 +56,23 @@ class Tokens:
     mask: Tensor
 
     def of_run(self, run: int) -> tuple[Tensor, ...]:
-        """The four tensors of one run, ``(N, T)``."""
+        """Return the four tensors of one run, ``(N, T)``."""
         return tuple(tensor[run] for tensor in (self.old_log_prob, self.log_prob.detach(), self.advantages, self.mask))
 
     def log_ratio(self) -> Tensor:
-        """Log of the importance ratio without a graph, limited to +-20 as in the losses, ``(R, N, T)``."""
+        """Compute the log of the importance ratio without a graph, clamped to +-20 as in the losses, ``(R, N, T)``."""
         return (self.log_prob.detach() - self.old_log_prob).clamp(-20, 20)
 
 
 def loss_of(method: str, tokens: Tokens, bounds: dict[str, Tensor], dual_clip: float | None) -> Tensor:
-    """The loss, added up over the runs: every run has the gradient that it would have alone.
+    """Compute the loss, added up over the runs, so that every run has the gradient that it would have alone.
 
     Args:
-        method: its name.
-        tokens: with a graph at ``log_prob``.
-        bounds: ``low`` and ``high``, ``(R,)``; ignored by verl's losses and TOPR, which have none.
-        dual_clip: of negative tokens with a large ratio; ignored by verl's losses, which have their own, by M2PO, which
-            has none, and by TOPR, where one above 1 changes nothing.
+        method: the method's name.
+        tokens: the tokens, with a graph at ``log_prob``.
+        bounds: ``low`` and ``high``, ``(R,)``. verl's losses and TOPR have no bounds and ignore them.
+        dual_clip: limit on the ratio of negative tokens. verl's losses ignore it, because they have their own; so does
+            M2PO, which has none, and TOPR, which it would not change if it is above 1.
     """
     base = method.partition("@")[0]
     if base in VERL:
@@ -94,13 +94,13 @@ def loss_of(method: str, tokens: Tokens, bounds: dict[str, Tensor], dual_clip: f
 
 
 def per_run_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The token-mean of each run, added up over the runs."""
+    """Add up the token-means of the runs."""
     return ((values * mask).sum((1, 2)) / mask.sum((1, 2)).clamp(min=1)).sum()
 
 
 @functools.cache
 def verl_settings(method: str):
-    """The function of verl's registry and its ``ActorConfig``."""
+    """Return the function of verl's registry and its ``ActorConfig``."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -111,17 +111,17 @@ def verl_settings(method: str):
 
 
 def verl_loss(method: str, tokens: Tokens) -> Tensor:
-    """verl's own loss, called once with the responses of all runs.
+    """Call verl's own loss once with the responses of all runs.
 
-    verl multiplies the loss of each token by ``rollout_is_weights`` before it aggregates. With the weights below its
-    mean over all runs becomes the sum of each run's own mean.
+    verl multiplies the loss of each token by ``rollout_is_weights`` before it aggregates. The weights below turn its
+    mean over all runs into the sum of the means of the runs.
     """
     function, config = verl_settings(method)
     tensors = [tokens.old_log_prob, tokens.log_prob, tokens.advantages, tokens.mask.float()]
     if config.loss_agg_mode == "token-mean":
         count = tokens.mask.sum((1, 2), keepdim=True)
         weights = (count.sum() / count).expand_as(tokens.mask)
-    else:  # a mean over responses: each run has as many
+    else:  # a mean over responses, of which all runs have the same number
         weights = torch.full_like(tokens.old_log_prob, len(tokens.mask))
     *flat, weights = (tensor.flatten(0, 1) for tensor in (*tensors, weights))
     loss, _ = function(*flat, loss_agg_mode=config.loss_agg_mode, config=config, rollout_is_weights=weights)
@@ -130,9 +130,9 @@ def verl_loss(method: str, tokens: Tokens) -> Tensor:
 
 @functools.cache
 def config_of(method: str) -> BAPOConfig:
-    """The switches of a method that configs/method has."""
+    """Load the options of a method that has a file in configs/method."""
     name, _, switches = method.partition("@")
-    files = ["bapo", name]  # every other file inherits that one
+    files = ["bapo", name]  # every other file inherits bapo.yaml
     values = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "method" / f"{file}.yaml") for file in files))
     values = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
     for switch in filter(None, switches.split(",")):
@@ -142,13 +142,13 @@ def config_of(method: str) -> BAPOConfig:
 
 
 def path_of(config: BAPOConfig) -> tuple[Tensor, Tensor]:
-    """The candidates of the search in its order: lower and upper bounds, both ``(candidates,)`` float64."""
+    """Return the candidates of the search in order: lower and upper bounds, both ``(candidates,)`` float64."""
     upper, lower = search_path(config)
     return config.lower.grid()[lower], config.upper.grid()[upper]
 
 
 def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
-    """The bounds of every run and, of a search, how it went; each value ``(R,)`` float64."""
+    """Find the bounds of every run; for a search also how it went. Each value is ``(R,)`` float64."""
     runs, base = len(tokens.mask), method.partition("@")[0]
     if base == "m2po":
         return m2po_bounds(tokens)
@@ -163,23 +163,23 @@ def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[st
 def previous_batch_bounds(
     method: str, tokens: Tokens, dual_clip: float | None, earlier: list[Tensor], updates_on_a_batch: int
 ) -> dict[str, Tensor]:
-    """The bounds that the search found at the same update of the rollout batch before.
+    """Return the bounds that the search found at the same update of the previous rollout batch.
 
-    On the first batch they are those of the latest search, and before any search the starts of the ranges.
+    On the first batch these are the bounds of the latest search, and before any search the starts of the ranges.
 
     Args:
         method: ``previous_batch:`` and a method that searches.
-        tokens: of this update. They are searched too, but only later updates use what is found.
+        tokens: the tokens of this update. They are searched, too, but only later updates use the result.
         dual_clip: as in ``search``.
         earlier: the ``search_steps`` ``(R,)`` of all updates before this one.
-        updates_on_a_batch: how many updates are made on one rollout batch.
+        updates_on_a_batch: number of updates on one rollout batch.
 
     Returns:
         ``low`` and ``high`` are the bounds to use; the other entries describe the search of these tokens. All ``(R,)``.
     """
     searching = method.removeprefix(PREVIOUS_BATCH)
     found = find_bounds(searching, tokens, dual_clip)
-    del found["positive_contribution"]  # it belongs to bounds that this update does not use
+    del found["positive_contribution"]  # measured at bounds that this update does not use
     if len(earlier) >= updates_on_a_batch:
         steps = earlier[-updates_on_a_batch]
     else:
@@ -189,23 +189,23 @@ def previous_batch_bounds(
 
 
 def fixed_bounds(low: float, high: float, runs: int) -> dict[str, Tensor]:
-    """The same bounds for every run."""
+    """Return the same bounds for every run."""
     return {"low": torch.full((runs,), low).double(), "high": torch.full((runs,), high).double()}
 
 
 def m2po_bounds(tokens: Tokens) -> dict[str, Tensor]:
-    """M2PO (arXiv 2510.01161, Algorithm 1) as bounds.
+    """Compute the bounds that are equivalent to M2PO (arXiv 2510.01161, Algorithm 1).
 
-    It drops the tokens whose update would move the ratio further from 1 (A > 0 and r > 1, or A < 0 and r < 1), those
-    with the largest (log r)^2 first, until the mean of the others' is at most ``M2PO_BUDGET``. A clipped token has no
-    gradient either, so its mask is a pair of bounds exp(-t) and exp(t), anew for every update.
+    M2PO drops tokens whose update would move the ratio further from 1 (A > 0 and r > 1, or A < 0 and r < 1). It drops
+    those with the largest (log r)^2 first, until the mean of (log r)^2 of the others is at most ``M2PO_BUDGET``. A
+    clipped token has no gradient either, so each update's mask is equivalent to a pair of bounds exp(-t) and exp(t).
     """
     log_ratio = tokens.log_ratio().double()
     outward = (log_ratio * tokens.advantages > 0) & tokens.mask
     size = torch.where(outward, log_ratio.abs(), 0.0).flatten(1).sort(1).values
     size = torch.nn.functional.pad(size, (1, 0))  # a zero, which is always kept
     counted = (size > 0).cumsum(1)
-    kept = size.square().cumsum(1) <= M2PO_BUDGET * counted  # the mean of the first so many: it never falls
+    kept = size.square().cumsum(1) <= M2PO_BUDGET * counted  # the sizes are sorted, so their running mean never falls
     last = kept.sum(1, keepdim=True) - 1
     next_size = size.gather(1, (last + 1).clamp(max=size.shape[1] - 1)).squeeze(1)
     limit = torch.where(kept.all(1), torch.inf, (size.gather(1, last).squeeze(1) + next_size) / 2)
@@ -213,9 +213,9 @@ def m2po_bounds(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[str, Tensor]:
-    """The bounds of ``bapo.find_clip_bounds``, for all runs at once: a call for each would double the time of a run.
+    """Find the bounds of ``bapo.find_clip_bounds`` for all runs at once; a call for each would double a run's time.
 
-    P and N at every candidate of the path, then the first candidate that reaches the target, or the last.
+    Compute P and N at every candidate of the path, then take the first that reaches the target, or the last.
     """
     ratio, positive, negative = _weighted(tokens, config.token_weight)
     low, high = config.lower.grid(), config.upper.grid()
@@ -238,7 +238,7 @@ def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[
 
 
 def _weighted(tokens, token_weight):
-    """The ratio, and ``w |A|`` of positive and of negative tokens, each ``(R, N * T)`` float64."""
+    """Return the ratio, and ``w |A|`` of positive and of negative tokens, each ``(R, N * T)`` float64."""
     ratio = tokens.log_ratio().exp().double().flatten(1)
     weight = tokens.advantages.double() * tokens.mask
     if token_weight == "rollout_prob":
@@ -258,7 +258,7 @@ def _negative_sum(ratio, negative, low, contribution, dual_clip):
 
 
 def contribution_at(tokens: Tokens, low: Tensor, high: Tensor) -> Tensor:
-    """The positive contribution of Eq. 8 ``(R,)`` at bounds ``(R,)``, with the paper's token weight."""
+    """Compute the positive contribution of Eq. 8 ``(R,)`` at bounds ``(R,)``, with the paper's token weight."""
     ratio, positive, negative = _weighted(tokens, "rollout_prob")
     p = _positive_sum(ratio, positive, high[:, None], "value")
     n = _negative_sum(ratio, negative, low[:, None], "value", None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the third study runs and which comparisons are declared; docs/dev/plan.md says why. Both were written first.
+"""The runs and the declared comparisons of the third study. docs/dev/plan.md has the reasons.
 
-A cell is all seeds of one method at one staleness and learning rate.
+Both were written before the data. A cell is all seeds of one method at one staleness and learning rate.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 TABLE = RESULTS / "third_study.parquet"
 
-# Pilots used the seeds from 3000 on, the second study 1 to 20; neither is used here. An even number: two halves.
+# Not the seeds of the pilots (from 3000 on) or of the second study (1 to 20). Their number is even, for two halves.
 SEEDS = {
     "chain": list(range(101, 141)),
     "hard_chain": list(range(201, 221)),
     "larger_model": list(range(301, 311)),
 }
-TASKS = {"chain": "retry task", "hard_chain": "hard retry task", "larger_model": "larger model"}  # their names
+TASKS = {"chain": "retry task", "hard_chain": "hard retry task", "larger_model": "larger model"}  # names in tables
 UPDATES = {"chain": 256, "hard_chain": 256, "larger_model": 320}
 RATES = {"chain": [4e-3, 8e-3, 1.6e-2], "hard_chain": [2e-3, 4e-3, 8e-3], "larger_model": [1e-3, 2e-3]}
 
@@ -46,29 +46,32 @@ LABELS = {
     "dppo_tv@clip_ratio_c=3.0": "DPPO-TV, ratio up to 3",
 }
 BOUNDS = ["grpo", "high_only", "widest", "bapo@0.4"]
-SHIPPED = ["gspo", "sapo", "cispo", "dppo_tv", "dppo_kl"]  # by verl
-CONTROLS = ["other_seed:bapo@0.4", "own_mean:bapo@0.4"]  # of the search
+SHIPPED = ["gspo", "sapo", "cispo", "dppo_tv", "dppo_kl"]  # losses that verl ships
+CONTROLS = ["other_seed:bapo@0.4", "own_mean:bapo@0.4"]  # bounds that are not from the run's own search
 DESCRIBED = ["clip_higher", "bapo@0.35", "bapo@0.45", "vanilla", *(name for name in LABELS if "=" in name)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A source of staleness on a task, its stalenesses, whether the dual clip of 3 is on, and the learning rates."""
+    """A source of staleness on a task, with its stalenesses, dual clip (3, or None: off) and learning rates."""
 
     task: str
     source: str
     stalenesses: tuple[int, ...]
     dual_clip: float | None = 3.0
-    rates: tuple[float, ...] = ()  # none: all of the task's
+    rates: tuple[float, ...] = ()  # empty: all rates of the task
 
     @property
     def name(self) -> str:
-        """What tables and tests call it."""
+        """The name of the place in tables and tests."""
         source = {"epochs": "epochs", "once": "one epoch", "delay": "delay", "partial": "partial rollout"}[self.source]
         return f"{TASKS[self.task]}, {source}" + ("" if self.dual_clip else ", no dual clip")
 
     def cells(self, methods: list[str]) -> list[Cell]:
-        """These methods at every staleness and learning rate; a cell that others take bounds from comes before them."""
+        """Return the cells of these methods at every staleness and learning rate, in the order of the methods.
+
+        List a method before those that take bounds from it.
+        """
         return [
             Cell(self.task, self.source, staleness, rate, self.dual_clip, method, UPDATES[self.task])
             for method in methods
@@ -92,7 +95,7 @@ UNSCHEDULED = [method for method in SCHEDULED if method != "schedule"]
 HARD = ["grpo", "clip_higher", "high_only", "bapo@0.28", "bapo@0.38", "other_seed:bapo@0.38", "bapo@0.48"]
 HARD += ["topr", "cispo", "dppo_tv"]
 LARGE = ["grpo", "high_only", "bapo@0.4", "bapo@0.47", "bapo@0.5", "topr", "cispo", "dppo_tv"]
-METHODS = {  # of every place
+METHODS = {  # by place
     EPOCHS: [*SCHEDULED, *DESCRIBED],
     DELAY: [*UNSCHEDULED, *DESCRIBED],
     PARTIAL: UNSCHEDULED,
@@ -105,12 +108,12 @@ METHODS = {  # of every place
 
 
 def controls() -> list[Cell]:
-    """GRPO on fresh data at every task and learning rate: at staleness 1 every ratio is 1 and no clip does anything."""
+    """Return the cells of GRPO on fresh data: every ratio is 1 there, so no clip has an effect."""
     return [Cell(task, "fresh", 1, rate, 3.0, "grpo", UPDATES[task]) for task, rates in RATES.items() for rate in rates]
 
 
 def cells() -> list[Cell]:
-    """All cells in the order in which they run, the most valuable first; a donor stands before those that need it."""
+    """Return all cells in the order in which they run: the most valuable first, donors before those that need them."""
     fresh = {task: [cell for cell in controls() if cell.task == task] for task in RATES}
     declared = [
         *fresh["chain"],
@@ -132,8 +135,8 @@ def cells() -> list[Cell]:
 class Comparison:
     """One primary test: ``method`` against ``other`` at a place.
 
-    ``measure`` is ``speed`` (log ratio of the updates to the target reward) or ``failing`` (difference of the failing
-    shares); ``claim`` is ``difference`` or ``equivalence`` (within 5 % of the updates).
+    ``measure`` is ``speed`` (log ratio of the updates to the target reward) or ``failing`` (difference of the shares of
+    failed runs). ``claim`` is ``difference`` or ``equivalence`` (within 5 % of the updates).
     """
 
     place: Place
@@ -144,7 +147,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """All primary tests; everything else is description."""
+    """Return all primary tests. Everything else in the tables is description."""
     chain = [EPOCHS, DELAY, PARTIAL]
     others = ["grpo", "high_only", *SHIPPED, "topr"]
     speed = [Comparison(place, "bapo@0.4", other) for place in chain for other in others]

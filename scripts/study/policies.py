@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many small policies as one batched model: every tensor has the runs as its first dimension.
+"""Many small policies as one batched model: the first dimension of every tensor is the run.
 
-A policy is a network of two hidden layers from the features of a prompt and of the tokens so far to the logits of the
-next token. ``R`` is the number of runs, ``N`` of responses to a run, ``T`` the longest response, ``V`` the vocabulary.
+A policy is a network with two hidden layers. It maps features of the prompt and of the tokens so far to the logits of
+the next token. ``R`` is the number of runs, ``N`` of responses in a run, ``T`` the length of the longest response,
+``V`` the size of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,28 +14,28 @@ import torch
 from torch import Tensor
 
 HIDDEN = 64
-SAMPLING, PROMPTS, PROBES, WARM_UP, WEIGHTS, TASK = range(6)  # what a seed's random numbers are for
+SAMPLING, PROMPTS, PROBES, WARM_UP, WEIGHTS, TASK = range(6)  # purposes of a seed's random numbers
 
 
 def stream(seed: int, purpose: int, index: int = 0) -> np.random.Generator:
-    """Random numbers that depend on seed, purpose and index alone, so that all methods draw the same ones."""
+    """Return a generator that depends only on seed, purpose and index, so that all methods draw the same numbers."""
     return np.random.default_rng([seed, purpose, index])
 
 
 def uniforms(seeds: list[int], purpose: int, index: int, *shape: int) -> Tensor:
-    """Uniform numbers in [0, 1), ``(R, *shape)`` float32."""
+    """Draw uniform numbers in [0, 1), ``(R, *shape)`` float32."""
     draws = [stream(seed, purpose, index).random(shape, dtype=np.float32) for seed in seeds]
     return torch.from_numpy(np.stack(draws))
 
 
 def weight_shapes(task) -> list[tuple[int, ...]]:
-    """Of one policy: three matrices, each followed by its bias."""
+    """Return the shapes of one policy's weights: three matrices, each followed by its bias."""
     sizes = [task.feature_count, HIDDEN, HIDDEN, task.vocabulary]
     return [shape for rows, columns in zip(sizes, sizes[1:], strict=False) for shape in ((rows, columns), (1, columns))]
 
 
 def random_weights(task, seeds: list[int]) -> Tensor:
-    """``(R, weights)``: He's normal matrices, biases 0."""
+    """Draw weights ``(R, weights)``: matrices by He's normal initialisation, biases 0."""
     runs = []
     for seed in seeds:
         rng = stream(seed, WEIGHTS)
@@ -47,12 +48,12 @@ def random_weights(task, seeds: list[int]) -> Tensor:
 
 
 def next_log_probs(task, weights: Tensor, prompts: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probs of the token that follows.
+    """Compute the log-probs of the next token.
 
     Args:
         weights: ``(R, weights)``.
         prompts: ``(R, N)``.
-        tokens: those so far, ``(R, N, t)``.
+        tokens: the tokens so far, ``(R, N, t)``.
 
     Returns:
         ``(R, N, V)``.
@@ -73,7 +74,7 @@ class Responses:
     Attributes:
         prompts: ``(R, N)``.
         tokens: ``(R, N, T)``.
-        log_prob: of the sampled tokens under the policies that sampled them, ``(R, N, T)``.
+        log_prob: log-probs of the tokens under the policies that sampled them, ``(R, N, T)``.
         mask: true up to the end of the response, ``(R, N, T)``.
         rewards: 0 or 1, ``(R, N)``.
     """
@@ -87,7 +88,7 @@ class Responses:
 
 @torch.no_grad()
 def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: Tensor, draws: Tensor) -> Responses:
-    """One response to each prompt, from given uniform numbers.
+    """Sample one response to each prompt, with the given uniform numbers.
 
     Args:
         log_probs_after: maps prompts ``(R, N)`` and the tokens so far ``(R, N, t)`` to log-probs ``(R, N, V)``.
@@ -100,7 +101,7 @@ def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: T
         log_probs = log_probs_after(prompts, tokens)
         cumulative = log_probs.exp().cumsum(-1)
         token = torch.searchsorted(cumulative, draws[..., position, None].contiguous(), right=True).squeeze(-1)
-        token = token.clamp_(max=task.vocabulary - 1)  # where rounding leaves the sum below the draw
+        token = token.clamp_(max=task.vocabulary - 1)  # rounding can leave the sum below the draw
         chosen.append(log_probs.gather(-1, token[..., None]).squeeze(-1))
         masks.append(alive)
         tokens = torch.cat([tokens, token[..., None]], -1)
@@ -116,15 +117,15 @@ def sample(task, log_probs_after: Callable[[Tensor, Tensor], Tensor], prompts: T
 
 
 def sample_from(task, weights: Tensor, prompts: Tensor, draws: Tensor) -> Responses:
-    """``sample`` from one set of weights ``(R, weights)``."""
+    """Sample from one set of weights ``(R, weights)``; see ``sample``."""
     return sample(task, lambda p, tokens: next_log_probs(task, weights, p, tokens), prompts, draws)
 
 
 def log_probs_of(task, weights: Tensor, responses: Responses) -> Tensor:
-    """Log-probs ``(R, N, T)`` of sampled tokens, with a graph to ``weights``.
+    """Compute log-probs ``(R, N, T)`` of sampled tokens, with a graph to ``weights``.
 
-    Position by position, as the sampler computes them: where the weights are those that sampled, they are equal bit for
-    bit, so that every ratio is exactly 1.
+    This goes position by position, as the sampler does. With the weights that sampled, the log-probs are equal to the
+    sampler's bit for bit, so every ratio is exactly 1.
     """
     tokens = responses.tokens
     return torch.stack(
@@ -139,7 +140,7 @@ def log_probs_of(task, weights: Tensor, responses: Responses) -> Tensor:
 
 
 class AdamW:
-    """torch's AdamW with its defaults, on ``(R, weights)``; the gradient's norm is clipped run by run, None: never."""
+    """torch's AdamW with its defaults, on ``(R, weights)``. It clips the gradient's norm in each run; None: never."""
 
     def __init__(self, weights: Tensor, learning_rate: float, norm_clip: float | None):
         self.weights, self.learning_rate, self.norm_clip = weights, learning_rate, norm_clip
@@ -147,7 +148,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> Tensor:
-        """One step; returns the norms ``(R,)`` before clipping."""
+        """Make one step. Returns the norms ``(R,)`` before clipping."""
         norm = gradient.norm(dim=1)
         if self.norm_clip is not None:
             gradient = gradient * (self.norm_clip / (norm + 1e-6)).clamp(max=1)[:, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the raw table of ``scripts.study.previous_batch`` to its tests and tables.
+"""Compute tests and tables from the raw table of ``scripts.study.previous_batch``.
 
-docs/dev/plan_previous_batch.md states the rules; what a failed run is comes from the third study.
+docs/dev/plan_previous_batch.md states the rules. A failed run is defined as in the third study.
 """
 
 from pathlib import Path
@@ -37,16 +37,16 @@ from scripts.study.train import Cell
 
 
 def read_table(path: Path = TABLE) -> pd.DataFrame:
-    """The raw table with the columns of ``analysis.with_failures``; its controls are the third study's."""
+    """Read the raw table and add the columns of ``analysis.with_failures``. The controls are the third study's."""
     third = pd.read_parquet(plan.TABLE)
     frame = pd.concat([third[third["source"] == "fresh"], pd.read_parquet(path)], ignore_index=True)
     return analysis.with_failures(frame.fillna({"dual_clip": 0}))
 
 
 def against(frame: pd.DataFrame, place: Place, method: str, exact: str = EXACT, measure: str = "speed") -> np.ndarray:
-    """A method minus exact BAPO by seed: log ratios of the updates, or (``failing``) failing shares.
+    """Return a method minus exact BAPO by seed: log ratios of the updates, or (``failing``) shares of failed runs.
 
-    Empty if a cell of either is not in the table. Only seeds that both have are compared.
+    The result is empty if a cell of either is missing. Only seeds that both have are compared.
     """
     if not analysis.is_there(frame, Comparison(place, method, exact)):
         return np.zeros(0)
@@ -60,13 +60,13 @@ def within_margin(differences: np.ndarray) -> bool:
 
 
 def failing_verdicts(differences: np.ndarray, margin: float = FAILING_MARGIN) -> dict[str, bool]:
-    """The plan's two answers to a test of failing; both, one or neither can hold."""
+    """Answer the plan's two questions about failed runs. Both, one or neither can be true."""
     low, high = interval(differences)
     return {"fails more": low > 0, "not much more": high < margin}
 
 
 def what_the_task_tells(within: dict[str, bool]) -> str:
-    """The plan's reading of a place; ``within``: of each of ``BESIDE``, whether it is within the margin."""
+    """Say by the plan's rule what a place can tell; ``within``: whether each of ``BESIDE`` is within the margin."""
     if not within[OTHER_SEED]:
         return "whether bounds are the run's own"
     if all(within.values()):
@@ -75,7 +75,7 @@ def what_the_task_tells(within: dict[str, bool]) -> str:
 
 
 def signed(differences: np.ndarray) -> str:
-    """The mean of differences with its interval."""
+    """Format the mean of differences with its interval."""
     if not len(differences):
         return "-"
     low, high = interval(differences)
@@ -83,7 +83,7 @@ def signed(differences: np.ndarray) -> str:
 
 
 def ratio(differences: np.ndarray) -> str:
-    """The mean of log ratios as a ratio with its interval, with a digit more than the margin has."""
+    """Format the mean of log ratios as a ratio with its interval, with one more digit than the margin has."""
     if not len(differences):
         return "-"
     low, high = np.exp(interval(differences))
@@ -91,7 +91,7 @@ def ratio(differences: np.ndarray) -> str:
 
 
 def speed_table(frame: pd.DataFrame) -> list[str]:
-    """Updates to the target reward against exact BAPO at every place, and what the place can tell."""
+    """Make the table of updates to the target reward against exact BAPO at every place, and what the place can tell."""
     rows = []
     for place in PLACES:
         found = {method: against(frame, place, method) for method in (LAGGED, *BESIDE)}
@@ -103,10 +103,10 @@ def speed_table(frame: pd.DataFrame) -> list[str]:
 
 
 def got_there_table(frame: pd.DataFrame) -> list[str]:
-    """The declared tests of speed.
+    """Make the table of the declared tests of speed.
 
-    Beside each stand the share of pairs in which both runs got there, the ratio over these alone, and the difference of
-    the mean rewards over all updates, which is description.
+    Each row also has the share of pairs in which both runs reached the target, the ratio over these pairs only, and the
+    difference of the mean rewards over all updates (description).
     """
     rows = []
     for place in PLACES:
@@ -126,7 +126,7 @@ def got_there_table(frame: pd.DataFrame) -> list[str]:
 
 
 def failing_table(frame: pd.DataFrame) -> list[str]:
-    """Failed runs of every method, and of the lagged one the difference from exact BAPO."""
+    """Make the table of failed runs of every method, with the difference between the lagged method and exact BAPO."""
     rows = []
     for place in (PARTIAL_128, *PLACES):
         counts = []
@@ -141,7 +141,10 @@ def failing_table(frame: pd.DataFrame) -> list[str]:
 
 
 def failing_beside_table(frame: pd.DataFrame) -> list[str]:
-    """Description: the other sources of bounds at the place of the test of failing, on the seeds that both have."""
+    """Make a descriptive table of failed runs with other sources of bounds, at the place of the declared test.
+
+    Only seeds that both methods have are compared.
+    """
     rows, exact = [], analysis.at_place(frame, PARTIAL_128, EXACT)
     for method in BESIDE:
         part = analysis.at_place(frame, PARTIAL_128, method)
@@ -152,7 +155,7 @@ def failing_beside_table(frame: pd.DataFrame) -> list[str]:
 
 
 def used_steps(own: np.ndarray, updates_on_a_batch: int) -> np.ndarray:
-    """The candidates whose bounds a lagged run used, from those that each update's own search found, ``(R, U)``."""
+    """Return the candidates whose bounds a lagged run used, given those that its own searches found, ``(R, U)``."""
     used = np.zeros_like(own)
     first = min(updates_on_a_batch, own.shape[1])
     used[:, 1:first] = own[:, : first - 1]
@@ -161,7 +164,7 @@ def used_steps(own: np.ndarray, updates_on_a_batch: int) -> np.ndarray:
 
 
 def lag_row(frame: pd.DataFrame, cell: Cell) -> list[str]:
-    """Of a lagged cell: how its own searches ended and how far the bounds that it used lie from theirs."""
+    """Make the row of a lagged cell: how its own searches ended, and how far the used bounds were from theirs."""
     rows = frame[frame["cell"] == cell.name]
     own = np.stack(rows["search_steps"].to_list())
     used = used_steps(own, cell.updates_on_a_batch)
@@ -172,7 +175,7 @@ def lag_row(frame: pd.DataFrame, cell: Cell) -> list[str]:
 
 
 def lag_table(frame: pd.DataFrame) -> list[str]:
-    """How far the lagged bounds are from a search over the update's own tokens, by cell."""
+    """Make the table of distances between the lagged bounds and those of a search on the update's own tokens."""
     rows, there = [], set(frame["cell"])
     for place in (*PLACES, PARTIAL_128):
         for cell in place.cells([LAGGED]):
@@ -184,7 +187,7 @@ def lag_table(frame: pd.DataFrame) -> list[str]:
 
 
 def means_table(frame: pd.DataFrame, place: Place, methods: list[str]) -> list[str]:
-    """Description: means over all runs of each cell."""
+    """Make a descriptive table of means over all runs of each cell."""
     rows, there = [], set(frame["cell"])
     for method in methods:
         for cell in place.cells([method]):
@@ -201,7 +204,7 @@ def means_table(frame: pd.DataFrame, place: Place, methods: list[str]) -> list[s
 
 
 def described_table(frame: pd.DataFrame) -> list[str]:
-    """The hard task and the larger model: the lagged bounds against the exact ones, without a declared test."""
+    """Make a descriptive table of the hard task and the larger model: lagged bounds against exact ones."""
     rows = []
     for place, exact in DESCRIBED:
         lagged = PREVIOUS_BATCH + exact
@@ -217,7 +220,7 @@ def described_table(frame: pd.DataFrame) -> list[str]:
 
 
 def follow_up_lines(path: Path = FOLLOW_UP_TABLE) -> list[str]:
-    """The test on the hard task that was added after the data; nothing while its cells are not all there."""
+    """Format the test on the hard task that was added after the data; nothing while cells are missing."""
     if not path.exists():
         return []
     frame, place = read_table(path), HARD[0]
@@ -244,13 +247,13 @@ def follow_up_lines(path: Path = FOLLOW_UP_TABLE) -> list[str]:
 
 
 def missing(frame: pd.DataFrame, planned: list[Cell]) -> list[str]:
-    """Names of planned cells that are not in the table with all their seeds."""
+    """Return the names of planned cells that are not in the table with all their seeds."""
     sizes = frame.groupby("cell").size()
     return [cell.name for cell in planned if sizes.get(cell.name, 0) != len(seeds_of(cell))]
 
 
 def print_tables(path: Path = TABLE) -> None:
-    """All tables in markdown."""
+    """Print all tables as Markdown."""
     frame = read_table(path)
     failing = against(frame, PARTIAL_128, LAGGED, measure="failing")
     lines = ["## Speed: the declared tests", "", *got_there_table(frame)]

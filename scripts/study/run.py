@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the third study, or a part of it; a study that was stopped goes on with the next missing cell.
+"""Run the third study, or a part of it. A study that was stopped continues with the next missing cell.
 
-bash scripts/study/run.sh                 run what is missing, then print the tables
-bash scripts/study/run.sh gather          put finished cells into docs/results/third_study.parquet, while others run
-bash scripts/study/run.sh tables          the tables alone, from the parquet file
-bash scripts/study/run.sh list            the planned cells and which of them are there
-bash scripts/study/run.sh again CELL ..   run cells anew and compare them with the table
+bash scripts/study/run.sh                 run the missing cells, then print the tables
+bash scripts/study/run.sh gather          move finished cells into docs/results/third_study.parquet, while others run
+bash scripts/study/run.sh tables          only print the tables, from the parquet file
+bash scripts/study/run.sh list            list the planned cells, and which are missing
+bash scripts/study/run.sh again CELL ..   run cells again and compare them with the table
 """
 
 import argparse
@@ -23,14 +23,14 @@ import pandas as pd
 from scripts.study.plan import ROOT, SEEDS, TABLE, cells
 from scripts.study.train import Cell, Trainer
 
-DONE = ROOT / "runs" / "study" / "cells"  # a file for each cell that the table does not have yet
+DONE = ROOT / "runs" / "study" / "cells"  # has a file for each finished cell that is not in the table yet
 CODE = ("bapo", "scripts/study")
-SEEDS_AT_A_TIME = 40  # one batched model: with 160 a run takes twice as long, because no tensor fits the cache
+SEEDS_AT_A_TIME = 40  # runs in one batched model; with 160 a run takes twice as long, because no tensor fits the cache
 SeedsOf = Callable[[Cell], list[int]]
 
 
 def code_hash() -> str:
-    """git's tree hashes of the code that makes the numbers, with ``+changes`` where the files differ from them."""
+    """Return git's tree hashes of the code that makes the numbers, with ``+changes`` if files are not committed."""
 
     def git(*words):
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -40,14 +40,15 @@ def code_hash() -> str:
 
 
 def train_cell(cell: Cell, seeds: list[int], donor: pd.DataFrame | None = None) -> list[dict]:
-    """The rows of one cell, in this process, on one thread: the same sums on every run.
+    """Run one cell in this process and return its rows. It uses one thread, so that sums are the same every time.
 
-    ``donor``: rows of its donor cell, with ``seed`` and ``search_steps``.
+    Args:
+        donor: rows of its donor cell, with ``seed`` and ``search_steps``.
     """
     import torch
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # a policy that has collapsed is full of them, and they are slow
+    torch.set_flush_denormal(True)  # a collapsed policy has many denormal numbers, which are slow
     if cell.task == "larger_model":
         from scripts.study.loop import rows_of
 
@@ -65,7 +66,7 @@ def train_cell(cell: Cell, seeds: list[int], donor: pd.DataFrame | None = None) 
 
 
 def run_and_keep(cell: Cell, seeds: list[int], code: str, table: Path, folder: Path) -> float:
-    """Run one cell and write its rows, complete or not at all. Returns its seconds of CPU time a run."""
+    """Run one cell and write its rows, all or none. Returns the CPU seconds per run."""
     began = time.process_time()
     rows = train_cell(cell, seeds, rows_of_cell(cell.donor, table, folder) if cell.donor else None)
     seconds = (time.process_time() - began) / len(seeds)
@@ -76,7 +77,7 @@ def run_and_keep(cell: Cell, seeds: list[int], code: str, table: Path, folder: P
 
 
 def rows_of_cell(cell: Cell, table: Path, folder: Path) -> pd.DataFrame:
-    """The rows of a finished cell, from its file or the table."""
+    """Read the rows of a finished cell, from its file or from the table."""
     path = folder / f"{cell.name}.jsonl"
     if path.exists():
         return pd.DataFrame(map(json.loads, path.read_text().splitlines()))
@@ -84,21 +85,21 @@ def rows_of_cell(cell: Cell, table: Path, folder: Path) -> pd.DataFrame:
 
 
 def finished(table: Path = TABLE, folder: Path = DONE) -> set[str]:
-    """Names of the cells that are in the table or in a file."""
+    """Return the names of the cells that are in the table or in a file."""
     names = {path.name.removesuffix(".jsonl") for path in folder.glob("*.jsonl")}
     return names | (set(pd.read_parquet(table, columns=["cell"])["cell"]) if table.exists() else set())
 
 
 def seeds_of(cell: Cell) -> list[int]:
-    """The seeds of a cell of the third study."""
+    """Return the seeds of a cell of the third study."""
     return SEEDS[cell.task]
 
 
 def run_missing(
     planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds: SeedsOf = seeds_of
 ) -> None:
-    """Run what is missing, a cell on each core; a cell with a donor starts once its donor is finished."""
-    import scripts.study.loop  # noqa: F401  # now, and not in a worker after somebody has edited it
+    """Run the missing cells, ``workers`` at a time. A cell with a donor starts once its donor is finished."""
+    import scripts.study.loop  # noqa: F401  # here, so that no worker imports it after somebody has edited it
 
     folder.mkdir(parents=True, exist_ok=True)
     there, code, began = finished(table, folder), code_hash(), time.time()
@@ -120,22 +121,22 @@ def run_missing(
                 left = (time.time() - began) / number * (total - number)
                 print(f"{number}/{total}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # an error or Ctrl-C shows at once, not after all other cells
+            pool.shutdown(cancel_futures=True)  # so that an error or Ctrl-C does not wait for all other cells
             raise
 
 
 def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> None:
-    """Move the rows of all files into the table, in the order of the plan; what it does not plan comes last."""
+    """Move the rows of all files into the table, in the order of the plan. Cells that are not planned come last."""
     files = sorted(folder.glob("*.jsonl"))
     parts = [pd.read_parquet(table)] if table.exists() else []
-    there = {name for part in parts for name in part["cell"]}  # whose files a kill may have left
+    there = {name for part in parts for name in part["cell"]}  # their files remain if an earlier call was killed
     new = [path for path in files if path.name.removesuffix(".jsonl") not in there]
     rows = [compact(json.loads(line)) for path in new for line in path.read_text().splitlines()]
     frame = pd.concat([*parts, pd.DataFrame(rows)], ignore_index=True)
     if frame.empty:
         return
     order = {cell.name: place for place, cell in enumerate(planned)}
-    frame = frame.astype({"dual_clip": float})  # None is NaN
+    frame = frame.astype({"dual_clip": float})  # None becomes NaN
     frame = frame.iloc[frame["cell"].map(order).fillna(len(order)).argsort(kind="stable")].reset_index(drop=True)
     for name in frame.select_dtypes("float64").columns.difference(["learning_rate", "dual_clip"]):
         frame[name] = frame[name].astype("float32")
@@ -148,7 +149,7 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
 
 
 def compact(row: dict) -> dict:
-    """A row with its series rounded to three significant digits; single figures and whole numbers keep all theirs."""
+    """Round the series of a row to three significant digits. Single values and integers stay exact."""
 
     def rounded(value):
         return float(f"{value:.3g}") if isinstance(value, float) and math.isfinite(value) else value
@@ -157,7 +158,7 @@ def compact(row: dict) -> dict:
 
 
 def run_again(again: list[Cell], table: Path = TABLE, folder: Path = DONE) -> bool:
-    """Run cells anew and say whether the table has the same numbers; true if all of them are the same."""
+    """Run cells again and compare them with the table. Returns whether all numbers are the same."""
     all_same = True
     for cell in again:
         there = rows_of_cell(cell, table, folder).set_index("seed")
@@ -172,11 +173,11 @@ def run_again(again: list[Cell], table: Path = TABLE, folder: Path = DONE) -> bo
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", default="all", choices=["all", "gather", "tables", "list", "again"])
-    parser.add_argument("cells", nargs="*", help="of `again`")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="cells at a time")
+    parser.add_argument("cells", nargs="*", help="for `again`: names of cells")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of cells to run at a time")
     arguments = parser.parse_args()
     if arguments.part == "all":
         run_missing(cells(), arguments.workers)

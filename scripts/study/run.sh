@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The third study (docs/dev/plan.md), on a CPU: about three hours on 2 quiet cores; resumed where it was stopped.
+# Run the third study (docs/dev/plan.md) on a CPU, in about three hours on 2 idle cores. If it was stopped, it continues.
 # `run.sh --help` lists its parts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed bounds for each epoch on a rollout: no search, and no forward pass for one.
+"""Fixed bounds for each epoch on a rollout, which need no search and no forward for it.
 
-The values are rounded means over the updates of BAPO 0.4 in a pilot on seeds of its own (16 epochs on the retry chain).
+The values are rounded means over the updates of BAPO 0.4 in a pilot on other seeds (16 epochs on the retry chain).
 """
 
 import numpy as np
 
-EPOCHS = [0, 1, 8, 15]  # between these a straight line; the last one's from there on
+EPOCHS = [0, 1, 8, 15]  # bounds are interpolated linearly between these, and constant after the last
 C_LOW = [0.83, 0.72, 0.65, 0.62]
 C_HIGH = [2.6, 2.15, 1.7, 1.5]
 
 
 def bounds_of_epoch(epoch: int) -> tuple[float, float]:
-    """Lower and upper bound of epoch 0, 1, .. on a rollout."""
+    """Return the lower and upper bound of epoch 0, 1, ... on a rollout."""
     return float(np.interp(epoch, EPOCHS, C_LOW)), float(np.interp(epoch, EPOCHS, C_HIGH))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study's retry tasks, batched over runs: each seed has its own right answers and its own prior.
+"""The study's retry tasks, batched over runs. Each seed has its own right answers and its own prior.
 
-``R`` is the number of runs, ``N`` of responses to a run, ``V`` the vocabulary.
+``R`` is the number of runs, ``N`` of responses in a run, ``V`` the size of the vocabulary.
 """
 
 import functools
@@ -16,19 +16,19 @@ WARM_UP_STEPS, WARM_UP_RESPONSES, WARM_UP_RATE = 500, 128, 3e-3
 
 
 class RetryChain:
-    """Guess one of 32 answers up to ``length`` times; the right one ends the response and earns 1.
+    """Guess one of 32 answers up to ``length`` times. The right answer ends the response and earns 1.
 
-    The prior of every prompt is peaked at wrong answers and gives the right one the same small share at every guess.
-    Whether a policy still knows the rare right answer of a prompt can be counted.
+    The prior of every prompt has its peaks at wrong answers, and gives the right one the same small share at every
+    guess. So one can count for how many prompts a policy still knows the rare right answer.
 
     Args:
-        seeds: one a run.
-        prompt_count: prompts of a run.
-        length: guesses of a response.
+        seeds: one seed for each run.
+        prompt_count: number of prompts in a run.
+        length: largest number of guesses in a response.
         right_shares: smallest and largest share of the right answer in a prompt's prior; drawn log-uniformly.
     """
 
-    vocabulary, spread = 32, 1.85  # spread: deviation of the wrong answers' logits in the prior
+    vocabulary, spread = 32, 1.85  # spread: standard deviation of the wrong answers' logits in the prior
 
     def __init__(self, seeds: list[int], prompt_count: int, length: int, right_shares: tuple[float, float]):
         self.prompt_count, self.length = prompt_count, length
@@ -42,7 +42,7 @@ class RetryChain:
         self.prior = (wrong * (1 - share)).scatter(-1, self.right[..., None], share).float()
 
     def features(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """The prompt, the number of the guess, and the set of earlier guesses: ``(R, N, feature_count)``."""
+        """Encode the prompt, the number of the guess and the set of earlier guesses: ``(R, N, feature_count)``."""
         index = torch.cat([prompts[..., None], tokens + self.prompt_count + self.length], -1)
         features = torch.zeros(*prompts.shape, self.feature_count).scatter_(-1, index, 1.0)
         features[..., self.prompt_count + tokens.shape[-1]] = 1.0
@@ -57,16 +57,16 @@ class RetryChain:
         return ((tokens == self.right.gather(1, prompts)[..., None]) & mask).any(-1)
 
     def teacher(self, prompts: Tensor, tokens: Tensor) -> Tensor:
-        """Log-probs ``(R, N, V)`` that the warm-up teaches."""
+        """Return the log-probs ``(R, N, V)`` that the warm-up teaches."""
         index = prompts[..., None].expand(-1, -1, self.vocabulary)
         return self.prior.gather(1, index).log()
 
     @torch.no_grad()
     def success(self, weights: Tensor, prompts: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """An unbiased estimate of the share of responses that succeed, with far less noise than counting them.
+        """Estimate the share of responses that succeed, without bias and with far less noise than by counting them.
 
-        Only wrong answers are sampled, and the share 1 - (1 - p_1) ... (1 - p_length) is returned, where p_t is the
-        right answer's probability at guess t after the wrong ones before it.
+        Only wrong answers are sampled. The estimate is 1 - (1 - p_1) ... (1 - p_length), where p_t is the probability
+        of the right answer at guess t, after the wrong answers before it.
 
         Args:
             weights: ``(R, weights)``.
@@ -99,9 +99,9 @@ TASKS = {
 }
 
 
-@functools.lru_cache(maxsize=16)  # a study has its seeds in some batches
+@functools.lru_cache(maxsize=16)  # a study runs its seeds in a few batches
 def warmed_up(name: str, seeds: tuple[int, ...]) -> Tensor:
-    """Weights ``(R, weights)`` after supervised steps towards the teacher: where all methods start."""
+    """Return the weights ``(R, weights)`` after supervised steps towards the teacher. All methods start from these."""
     task = TASKS[name](list(seeds))
     weights = random_weights(task, list(seeds)).requires_grad_()
     optimizer = AdamW(weights, WARM_UP_RATE, norm_clip=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One cell of the study: all its seeds trained at once, and what is measured of each run."""
+"""Train one cell of the study, all seeds at once, and measure each run."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ from scripts.study.policies import (
 from scripts.study.schedule import bounds_of_epoch
 from scripts.study.tasks import TASKS, warmed_up
 
-GROUP, GROUPS, MINI_BATCHES = 8, 16, 4  # responses a prompt, prompts an update, mini-batches a rollout of ``epochs``
+GROUP, GROUPS, MINI_BATCHES = 8, 16, 4  # responses to a prompt, prompts of an update, mini-batches of ``epochs``
 NORM_CLIP = 1.0
 PROBE_EVERY = 4  # updates
-PROBE_SAMPLES, FINAL_SAMPLES = 4, 16  # a prompt
-TARGETS = {"chain": 0.8, "hard_chain": 0.35, "larger_model": 0.6}  # the reward whose update is recorded
-UNSOLVED = 0.02  # a prompt whose responses succeed less often is not solved
+PROBE_SAMPLES, FINAL_SAMPLES = 4, 16  # responses to each prompt
+TARGETS = {"chain": 0.8, "hard_chain": 0.35, "larger_model": 0.6}  # target reward, for the number of updates to it
+UNSOLVED = 0.02  # a prompt is unsolved if a smaller share of its responses succeeds
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything about a run but its seed.
+    """The settings of a run, except its seed.
 
     Attributes:
-        task: ``chain`` and ``hard_chain`` of ``scripts.study.tasks``, or ``larger_model``, the example's.
-        source: of staleness: ``fresh`` (every update trains on what the present policy sampled), ``epochs`` (each
-            rollout of four mini-batches used S times), ``once`` (each rollout of S mini-batches used once), ``delay``
-            (a queue of S updates), ``partial`` (a queue, and each token sampled by the policy of its own time).
-        staleness: S; of ``fresh`` 1.
-        learning_rate: of AdamW, constant.
-        dual_clip: None: off.
+        task: ``chain`` or ``hard_chain`` of ``scripts.study.tasks``, or ``larger_model``, which is the example's task.
+        source: the source of staleness. ``fresh``: every update trains on samples of the current policy. ``epochs``:
+            each rollout of four mini-batches is used S times. ``once``: each rollout of S mini-batches is used once.
+            ``delay``: samples wait in a queue for S updates. ``partial``: the same, and each token is sampled by the
+            policy at that time.
+        staleness: S; 1 for ``fresh``.
+        learning_rate: learning rate of AdamW, constant.
+        dual_clip: limit on the ratio of negative tokens; None: off.
         method: see ``scripts.study.methods``.
-        updates: optimizer updates.
+        updates: number of optimizer updates.
     """
 
     task: str
@@ -71,13 +72,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What it is called in the table, on the command line and in messages."""
+        """The name of the cell in the table, on the command line and in messages."""
         dual_clip = f"dual{self.dual_clip:g}" if self.dual_clip else "nodual"
         return f"{self.task}-{self.source}{self.staleness}-lr{self.learning_rate:g}-{dual_clip}-{self.method}"
 
     @property
     def donor(self) -> Cell | None:
-        """The cell whose bounds this one's runs use, if its method is ``other_seed:`` or ``own_mean:`` another."""
+        """The cell whose bounds this cell's runs use, if its method begins with ``other_seed:`` or ``own_mean:``."""
         if self.method.startswith(PREVIOUS_BATCH):
             return None
         kind, _, method = self.method.partition(":")
@@ -85,7 +86,7 @@ class Cell:
 
     @property
     def updates_on_a_batch(self) -> int:
-        """Optimizer updates on one rollout batch; with a queue every update has a batch of its own."""
+        """Number of optimizer updates on one rollout batch. With a queue every update has its own batch."""
         return {"epochs": MINI_BATCHES * self.staleness, "once": self.staleness}.get(self.source, 1)
 
 
@@ -98,18 +99,18 @@ class Batch:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """GRPO's: reward minus the group's mean, over its standard deviation; ``(R, N)`` in whole groups."""
+    """Compute GRPO's advantages, (reward - group's mean) / group's standard deviation; ``(R, N)`` in whole groups."""
     groups = rewards.view(rewards.shape[0], -1, GROUP)
     centred = groups - groups.mean(-1, keepdim=True)
     return (centred / (groups.std(-1, keepdim=True) + 1e-6)).view(rewards.shape)
 
 
-Sampler = Callable[..., Batch]  # of the number of the batch
-Source = Iterator[tuple[Batch, int]]  # mini-batches, and how often each was used before
+Sampler = Callable[..., Batch]  # takes the number of the batch
+Source = Iterator[tuple[Batch, int]]  # yields mini-batches, and how often each was used before
 
 
 def fresh(sampler: Sampler, staleness: int, updates: int) -> Source:
-    """Train on what the present policy sampled."""
+    """Train on samples of the current policy."""
     for update in range(updates):
         yield sampler(update), 0
 
@@ -130,7 +131,7 @@ def once(sampler: Sampler, staleness: int, updates: int) -> Source:
 
 
 def delay(sampler: Sampler, staleness: int, updates: int) -> Source:
-    """Train on what was sampled ``staleness`` updates ago; at first on what the first policy sampled."""
+    """Train on samples from ``staleness`` updates ago; at first on samples of the first policy."""
     queue: deque[Batch] = deque(sampler(k) for k in range(staleness))
     for update in range(updates):
         if update + staleness < updates:
@@ -152,8 +153,8 @@ class Trainer:
 
     Args:
         cell: what to train.
-        seeds: one a run.
-        donor: ``search_steps`` of the donor cell's runs, ``(R, updates)``; None if the cell has no donor.
+        seeds: one seed for each run.
+        donor: ``search_steps`` of the donor cell's runs, ``(R, updates)``. None if the cell has no donor.
     """
 
     def __init__(self, cell: Cell, seeds: list[int], donor: Tensor | None = None):
@@ -167,7 +168,7 @@ class Trainer:
         self.donated = donated_bounds(cell, donor) if donor is not None else None
 
     def sampler(self, number: int, ages: int | None = None) -> Batch:
-        """Mini-batch ``number``: whole groups, and their advantages; ``ages``: of the first token, in updates."""
+        """Sample mini-batch ``number``, in whole groups with advantages; ``ages``: first token's age in updates."""
         draws = uniforms(self.seeds, PROMPTS, number, GROUPS)
         prompts = (draws * self.task.prompt_count).long().repeat_interleave(GROUP, 1)
         draws = uniforms(self.seeds, SAMPLING, number, GROUP * GROUPS, self.task.length)
@@ -185,7 +186,7 @@ class Trainer:
         return Batch(responses, advantages)
 
     def train(self) -> None:
-        """All updates, with a probe of the policy before and every few of them."""
+        """Make all updates, with a probe of the policy before the first and after every few."""
         self.probe()
         for batch, epoch in SOURCES[self.cell.source](self.sampler, self.cell.staleness, self.cell.updates):
             self.update(batch, epoch)
@@ -193,7 +194,7 @@ class Trainer:
                 self.probe()
 
     def update(self, batch: Batch, epoch: int = 0) -> None:
-        """One optimizer step of every run; ``epoch``: how often the batch was used before."""
+        """Make one optimizer step in every run; ``epoch``: how often the batch was used before."""
         responses = batch.responses
         log_prob = log_probs_of(self.task, self.weights, responses)
         tokens = Tokens(responses.log_prob, log_prob, batch.advantages, responses.mask)
@@ -205,7 +206,7 @@ class Trainer:
         self.updates.append({"grad_norm": norm, **kept, **token_measures(tokens, of_tokens, bounds)})
 
     def bounds(self, tokens: Tokens, epoch: int) -> dict[str, Tensor]:
-        """The bounds of this update, ``(R,)`` each."""
+        """Return the bounds of this update, ``(R,)`` each."""
         if self.donated is not None:
             low, high = self.donated
             return {"low": low[:, len(self.updates)], "high": high[:, len(self.updates)]}
@@ -219,12 +220,12 @@ class Trainer:
         return find_bounds(self.cell.method, tokens, self.cell.dual_clip)
 
     def probe(self) -> None:
-        """Reward and entropy of the policy as it is now, on all prompts."""
+        """Measure reward and entropy of the current policy on all prompts."""
         success, entropy = self.success(PROBE_SAMPLES, len(self.probes))
         self.probes.append({"reward": success.mean((1, 2)), "entropy": entropy})
 
     def success(self, samples: int, index: int) -> tuple[Tensor, Tensor]:
-        """The share of successes ``(R, prompts, samples)``, 0 if a weight is not finite, and the entropy ``(R,)``."""
+        """Measure the successes ``(R, prompts, samples)``, 0 if a weight is not finite, and the entropy ``(R,)``."""
         prompts = torch.arange(self.task.prompt_count).repeat_interleave(samples).expand(len(self.seeds), -1)
         draws = uniforms(self.seeds, PROBES, index, prompts.shape[1], self.task.length)
         success, entropy = self.task.success(self.weights.detach(), prompts, draws)
@@ -236,7 +237,7 @@ class Trainer:
         return self.weights.detach().isfinite().all(1)
 
     def rows(self) -> list[dict]:
-        """One row of the table for each run."""
+        """Make one row of the table for each run."""
         by_prompt = self.success(FINAL_SAMPLES, len(self.probes))[0].mean(-1)
         columns = {
             "final_reward": by_prompt.mean(1),
@@ -252,7 +253,7 @@ class Trainer:
 
 
 def table_rows(cell: Cell, seeds: list[int], hashes: list[str], columns: dict[str, Tensor]) -> list[dict]:
-    """The rows of the table: cell, seed, hash of the last weights, and the columns ``(R,)`` or ``(R, n)``."""
+    """Make the rows of the table: cell, seed, hash of the final weights, and the columns ``(R,)`` or ``(R, n)``."""
     return [
         {"cell": cell.name, **vars(cell), "seed": seed, "weights": hashes[run]}
         | {key: value[run].tolist() for key, value in columns.items()}
@@ -261,7 +262,7 @@ def table_rows(cell: Cell, seeds: list[int], hashes: list[str], columns: dict[st
 
 
 def donated_bounds(cell: Cell, search_steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper bounds ``(R, updates)`` of a cell that uses those of its donor's runs."""
+    """Compute lower and upper bounds ``(R, updates)`` of a cell that uses the bounds of its donor's runs."""
     low, high = (bound[search_steps.long()] for bound in path_of(config_of(cell.donor.method)))
     if cell.method.startswith("other_seed:"):
         return low.roll(-1, 0), high.roll(-1, 0)

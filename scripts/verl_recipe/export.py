@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the recipe as verl's collection could take it: the loss, its worker and trainer, and nothing round them.
+"""Write the recipe in the form of verl's collection of recipes: only the loss, its worker and its trainer.
 
     .venv/bin/python -m scripts.verl_recipe.export FOLDER
 
-writes ``FOLDER/bapo``: the core in ``core/``, imports relative, so that the folder works as ``recipe.bapo`` in verl's
-tree and needs no installed package of ours. Left out are launch, checks, the CPU platform, the report and data sets.
-What differs from the files here is in this folder: the entry point, the frame of the config and the README.
+This writes ``FOLDER/bapo``, with the core in ``core/`` and relative imports. The folder works as ``recipe.bapo`` in
+verl's tree and needs no installed package of ours. It does not contain launch, checks, the CPU platform, the report and
+data sets. The files that differ from ours are in this folder: the entry point, the frame of the config and the README.
 """
 
 import argparse
@@ -30,9 +30,9 @@ TAKEN = (
     "records/metrics.py",
     "records/tokens.py",
 )
-MARK = "    # The switches of BAPO, from the repository's bapo_trainer.yaml.\n"
+MARK = "    # BAPO's options, from the repository's bapo_trainer.yaml.\n"
 
-# As in the collection's pyproject.toml.
+# The same rules as in the collection's pyproject.toml.
 COLLECTIONS_STYLE = """line-length = 120
 [lint]
 isort = {known-first-party = ["verl"]}
@@ -42,10 +42,10 @@ ignore = ["F405", "F403", "E731", "B007", "UP032", "G004", "UP045", "UP035"]
 
 
 def export(folder: Path) -> Path:
-    """Write the recipe to ``folder / "bapo"``, which must not be there yet, and return that.
+    """Write the recipe to ``folder / "bapo"`` and return this path.
 
     Raises:
-        FileExistsError: it is there.
+        FileExistsError: ``folder / "bapo"`` exists already.
     """
     target = folder / "bapo"
     (target / "config").mkdir(parents=True)
@@ -65,12 +65,12 @@ def export(folder: Path) -> Path:
     (target / "ruff.toml").write_text(COLLECTIONS_STYLE)
     subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "--fix", target], check=True)
     subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--quiet", target], check=True)
-    (target / "ruff.toml").unlink()  # the collection has its own
+    (target / "ruff.toml").unlink()  # the collection has its own style file
     return target
 
 
 def with_relative_imports(text: str, package: str) -> str:
-    """A file's text for the package in which it is: ``core``, ``records``, or the recipe itself ("")."""
+    """Make a file's imports relative; ``package`` is where the file is: ``core``, ``records``, or "" for the recipe."""
     up = ".." if package else "."
     core = "." if package == "core" else f"{up}core"
     text = re.sub(r"^from bapo import", f"from {core} import", text, flags=re.M)
@@ -80,13 +80,13 @@ def with_relative_imports(text: str, package: str) -> str:
 
 
 def switches_with_comments() -> str:
-    """The block ``policy_loss`` of our config, as it stands there."""
+    """Return the text of the block ``policy_loss`` of our config."""
     text = (RECIPE / "config" / "bapo_trainer.yaml").read_text()
     return re.search(r"^    policy_loss:\n(?:      .*\n)+", text, re.M).group()
 
 
 def main():
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     target = export(parser.parse_args().folder)

@@ -169,7 +169,7 @@ def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, t
     "variables, reason",
     [
         ({"BUILD_FAILS": "1"}, "the compiler's own words"),
-        ({"NVCC": "12.8"}, "nvcc of CUDA 13 is needed, for which torch is built; here: "),
+        ({"NVCC": "12.8"}, "the build needs nvcc of CUDA 13, for which torch is built; here: "),
         ({"CXX": "no-such-c++"}, "no C++ compiler (no-such-c++)"),
         ({"IMPORT_FAILS": "1"}, ""),
         ({"CAPABILITIES": "7.5"}, "no kernels for GPUs"),
