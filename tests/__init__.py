@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of the repository that are no part of the package."""
+"""Tests of the repository. They are not part of the package."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real actor worker (verl's FSDP2 engine) outside Ray, on a CPU or a GPU: for tests and timings of one update."""
+"""Make a real actor worker (verl's FSDP2 engine) without Ray, on a CPU or a GPU, for tests and timings of updates."""
 
 import os
 import socket
@@ -9,19 +9,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port():
-    """A TCP port of the loopback interface that nothing listens on."""
+    """Find a TCP port of the loopback interface on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform="cpu", stock=False, role="actor"):
-    """The actor's worker as verl's ``ActorRolloutRefWorker`` makes it, from our example's config with ``overrides``.
+    """Make the actor's worker as verl's ``ActorRolloutRefWorker`` does, from our example's config with ``overrides``.
 
     Args:
         role: ``actor``, or ``ref`` for the worker of a reference model.
-        platform: a file of ``recipe/bapo/config/platform``; on GPUs each rank takes the one of its number.
-        stock: from verl's own config, as of ``verl.trainer.main_ppo``, in the place of ours.
+        platform: a file of ``recipe/bapo/config/platform``. On GPUs each rank uses the GPU of its number.
+        stock: use the config of ``verl.trainer.main_ppo`` instead of ours.
     """
     from recipe.bapo.config import compose_config, cpu_environment
 
@@ -54,7 +54,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
     return getattr(worker, role)
 
 
-# What the example's config says of these besides, so that both configs make the same updates.
+# Values of the example's config, so that both configs make the same updates.
 STOCK = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
@@ -67,7 +67,7 @@ STOCK = (
 
 
 def compose_stock_config(overrides):
-    """verl's own config, with the folder of our platforms beside it."""
+    """Compose verl's own config, with the folder of our platforms added."""
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -75,7 +75,7 @@ def compose_stock_config(overrides):
 
 
 def actor_config(policy_loss, **changes):
-    """verl's actor config for calls of a loss without a worker."""
+    """Make verl's actor config for calls of a loss without a worker."""
     from verl.workers.config import FSDPActorConfig
 
     sizes = {"rollout_n": 8, "ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
@@ -83,7 +83,7 @@ def actor_config(policy_loss, **changes):
 
 
 def untie_embeddings(source, folder):
-    """Write the model in ``source`` to ``folder`` with an output layer of its own weights; returns ``folder``."""
+    """Write the model in ``source`` to ``folder`` with an untied, different output layer. Returns ``folder``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,8 +98,10 @@ def untie_embeddings(source, folder):
 
 
 def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
-    """This rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout, old log-probs off by
-    ``staleness`` (standard deviation)."""
+    """Make this rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout.
+
+    The old log-probs differ from the model's by ``staleness`` (standard deviation).
+    """
     import torch
     from tensordict import NonTensorData, TensorDict
 
@@ -142,7 +144,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
 
 
 def run_update(actor, data):
-    """One update. Returns its metrics and the gradient that the optimizer saw, one flat vector."""
+    """Make one update. Returns its metrics and the optimizer's gradient as one flat vector."""
     import torch
 
     from verl.utils import tensordict_utils as tu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random configs and batches for the tests, and what a search finds on them."""
+"""Random configs and batches for the tests, and the results of a search on them."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from recipe.bapo.records.tokens import TENSORS, read_dump
 
 @st.composite
 def configs(draw):
-    """Usable configs with every switch and grids of many shapes."""
+    """Generate usable configs with every option and grids of many shapes."""
     lower = sorted(draw(st.lists(st.floats(0.0, 0.99), min_size=2, max_size=2)))
     upper = sorted(draw(st.lists(st.floats(1.01, 4.0), min_size=2, max_size=2)))
     if draw(st.booleans()):
@@ -36,7 +36,7 @@ def configs(draw):
 
 
 def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=0.2, dtype=torch.float32):
-    """A random batch: old log-probs, log-probs, advantages and mask, ``(rows, columns)``.
+    """Make a random batch: old log-probs, log-probs, advantages and mask, ``(rows, columns)``.
 
     ``spread`` is the standard deviation of the log-ratio. Advantages are equal within a row, as with GRPO.
     """
@@ -55,9 +55,9 @@ LARGEST_SCALE = {torch.float16: 1.0, torch.bfloat16: 1e20, torch.float32: 1e20, 
 
 @st.composite
 def batches(draw):
-    """Batches of any shape, float type and size of numbers; what is masked holds anything.
+    """Generate batches of any shape, float type and size of numbers. Masked positions hold anything.
 
-    Some have one token, none, or advantages of one sign; in some a response has advantages of both signs.
+    Some batches have one token, none, or advantages of one sign only. In some a response has advantages of both signs.
     """
     rows, columns = draw(st.sampled_from(SHAPES))
     dtype = draw(st.sampled_from(list(LARGEST_SCALE)))
@@ -79,9 +79,9 @@ def batches(draw):
 
 
 def with_one_ratio_each(old, log_prob):
-    """``log_prob`` where a token's ``exp`` has the same bits whatever stands beside it, which depends on the machine.
+    """Return ``log_prob``, but ``old`` (ratio 1) for tokens whose ``exp`` depends on the tokens next to them.
 
-    Elsewhere it is ``old``, whose ratio is 1.
+    On some machines the last bits of a vectorised ``exp`` depend on the position of the token.
     """
     alone = [ratios(*pair) for pair in zip(old.flatten(), log_prob.flatten(), strict=True)]
     if not alone:
@@ -91,7 +91,7 @@ def with_one_ratio_each(old, log_prob):
 
 @st.composite
 def searches(draw):
-    """A batch, a config and a dual clip. Some tokens lie beside candidates, and some ratios exactly at a bound."""
+    """Generate a batch, a config and a dual clip. Some ratios are next to candidates, and some exactly at a bound."""
     batch, config, clip_ratio_c = draw(batches()), draw(configs()), draw(st.sampled_from([None, 1.5, 3.0]))
     old, log_prob, _, mask = batch
     if draw(st.booleans()):  # the rounding of the logarithm decides on which side of a candidate a token is
@@ -113,18 +113,18 @@ def searches(draw):
 
 
 def values_found(*batch_and_config, **settings):
-    """The bounds and diagnostics of ``find_clip_bounds``, which takes the same arguments, as numbers by name."""
+    """Call ``find_clip_bounds`` with these arguments, and return bounds and diagnostics as numbers by name."""
     return read_and_validate(*find_clip_bounds(*batch_and_config, **settings))
 
 
 def batches_of_dump(dump):
-    """The tokens of each update of a dump as one row: old log-probs, log-probs, advantages and a mask of ones."""
+    """Yield each update of a dump as one row: old log-probs, log-probs, advantages and a mask of ones."""
     for micro_batches in read_dump(dump):
         rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
         yield *rows, torch.ones_like(rows[0])
 
 
 def values_of_dump(dump, config):
-    """``values_found`` of each update of a dump, by name."""
+    """Return ``values_found`` of each update of a dump."""
     found = [values_found(*batch, config, clip_ratio_c=3.0) for batch in batches_of_dump(dump)]
     return {name: [values[name] for values in found] for name in found[0]}

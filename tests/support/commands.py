@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run script, for tests that expect it to end at once, and the wait for what takes its time."""
+"""Call the run script, in tests that expect it to end at once, and wait for conditions."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_script(*arguments, **environment):
-    """The main job's script with ``environment`` on top of this one's, without its inputs."""
+    """Call the run script with ``environment`` added to this process's, from which its input variables are removed."""
     kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
     return subprocess.run(
         ["bash", "recipe/bapo/run_bapo_example.sh", *arguments],
@@ -23,7 +23,7 @@ def run_script(*arguments, **environment):
 
 
 def until(true, seconds, what):
-    """Wait for a function to give something true, and give it back."""
+    """Wait until a function returns something true, and return that."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found = true()

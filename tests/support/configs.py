@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs as the run script composes them."""
+"""Compose configs as the run script does."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def compose_in_groups(*overrides):
-    """A config with the groups of ``configs/``. Composing takes a second, so each is composed once and copied."""
+    """Compose a config with the groups of ``configs/``. This takes a second, so each is composed once and copied."""
     return copy.deepcopy(_composed(overrides, os.environ.get("VERL_PLATFORM")))
 
 
@@ -26,7 +26,7 @@ def _composed(overrides, platform):
 
 
 def composed(task, *overrides):
-    """The example's config; the overrides are applied to a copy of one."""
+    """Return the example's config, with the overrides applied to a copy."""
     inputs = [
         f"actor_rollout_ref.model.path={task}/model",
         f"data.train_files={task}/train.parquet",

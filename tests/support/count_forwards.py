@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For ``actor_rollout_ref.model.external_lib``: writes a line for each pass of verl's FSDP engine over a batch.
+"""Write a line for each pass of verl's FSDP engine over a batch. Use it as ``actor_rollout_ref.model.external_lib``.
 
-A line is ``train`` where the pass has a backward and ``infer`` where it has none. ``FORWARDS_FILE`` names the file.
+A line is ``train`` if the pass has a backward, otherwise ``infer``. ``FORWARDS_FILE`` names the file.
 """
 
 import os

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update of verl's FSDP2 worker in a process of its own, and what was seen of it.
+"""Make one update of verl's FSDP2 worker in a separate process, and report measurements.
 
-verl patches the model's class for fused kernels, and a process group is there once a process: so each setting has its
-own. ``look_at_update`` starts it; ``python -m tests.support.gpu_update FILE`` is what runs there.
+Each setting needs its own process, because verl patches the model's class for fused kernels, and a process can have
+only one process group. ``look_at_update`` starts the process, which runs ``python -m tests.support.gpu_update FILE``.
 """
 
 import json
@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 900  # seconds of one update, its process's start included
+PATIENCE = 900  # seconds for one update and the start of its process
 
 
 def write_llama(qwen2, folder):
-    """The Llama that computes what a Qwen2 does, with its weights and tokenizer; returns ``folder``.
+    """Write a Llama that computes the same as a Qwen2, with its weights and tokenizer. Returns ``folder``.
 
-    vLLM serves the two by different model runners on a GPU. A Llama's attention has one bias more than a Qwen2's, zero
-    here.
+    On a GPU vLLM uses different model runners for the two. A Llama's attention has one more bias, which is zero here.
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
@@ -40,16 +39,16 @@ def write_llama(qwen2, folder):
 
 
 def look_at_update(folder, overrides, platform, ranks=1, **about):
-    """What each rank saw of one update with a setting: a list of the dictionaries of ``run``.
+    """Make one update with a setting. Returns a list with the result of ``run`` on each rank.
 
     Args:
-        folder: for files of this update alone.
-        overrides: of the config, after those of ``tests.support.actor.make_actor``.
+        folder: a folder for files of this update only.
+        overrides: overrides of the config, after those of ``tests.support.actor.make_actor``.
         platform: a file of ``recipe/bapo/config/platform``.
-        about: ``rows``, ``longest`` and ``entropy`` of the mini-batch, and ``repeats`` of the timed updates.
+        about: ``rows``, ``longest`` and ``entropy`` of the mini-batch, and ``repeats``, the number of timed updates.
 
     Raises:
-        RuntimeError: a rank failed; with the end of what it printed.
+        RuntimeError: a rank failed. The message has the end of its output.
     """
     from tests.support.actor import free_port
 
@@ -82,12 +81,12 @@ def _end(process):
 
 
 def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entropy=False, repeats=0):
-    """One update, then ``repeats`` more that are timed.
+    """Make one update, then ``repeats`` more that are timed.
 
     Returns:
-        A dictionary: ``record``, the lines of the bounds' record; ``log_probs``, their dtype; ``weights``, their
-        number; ``peak_gibibytes`` of an update; ``graphs`` that torch compiled; ``seconds`` of an update with the pass
-        and without.
+        A dictionary. ``record``: the lines of the bounds record. ``log_probs``: their dtype. ``weights``: their number.
+        ``peak_gibibytes``: the peak memory of an update. ``graphs``: number of graphs that torch compiled. ``seconds``:
+        the time of an update with the extra forward and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of FSDP2 updates of any size, without a GPU and without the memory: torch's own tracker on fake tensors.
+"""Measure the peak memory of FSDP2 updates of any size with torch's tracker on fake tensors, which needs no GPU.
 
-The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a process group that only pretends. Its logits
-go through verl's own ``prepare_model_outputs``, or its hidden states through verl's fused kernels. Only the kernels of
-flash-attn, and of torch's attention, are replaced, by autograd functions that allocate and keep what the kernels
-allocate and keep.
+The model is transformers' Qwen2, sharded by verl's ``apply_fsdp2`` over a fake process group. Its logits go through
+verl's own ``prepare_model_outputs``, or its hidden states through verl's fused kernels. We replace only the kernels of
+flash-attn and of torch's attention, by autograd functions that allocate and keep the same tensors.
 
-Not in the figures: fragments of the CUDA allocator, CUDA's contexts, NCCL's buffers, workspaces of cuBLAS and
-flash-attn, what verl holds of the batch, and the temporaries of AdamW's step, which takes place when activations and
-logits are gone.
+The figures do not include fragmentation in the CUDA allocator, CUDA contexts, buffers of NCCL, workspaces of cuBLAS and
+flash-attn, verl's batch, and the temporaries of AdamW's step, which runs when activations and logits are freed.
 """
 
 import contextlib
@@ -39,15 +37,15 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU does with one micro-batch: an update, or log-probs without a gradient.
+    """The work of one GPU on one micro-batch: an update, or log-probs without a gradient.
 
     Attributes:
         model: a name in ``support.gpus.SHAPES``.
-        shards: GPUs over which FSDP shards the model.
-        tokens: of the micro-batch on this GPU.
-        sequence_parallel: GPUs that share a sequence (Ulysses).
-        without_flash_attn: torch's attention and verl's fused kernels, as ``platform=gpu_without_flash_attn`` does.
-        entropy: whether the entropy is measured, by chunks and checkpointed, as ``size=gpu`` does.
+        shards: number of GPUs over which FSDP shards the model.
+        tokens: number of tokens of the micro-batch on this GPU.
+        sequence_parallel: number of GPUs that share a sequence (Ulysses).
+        without_flash_attn: use torch's attention and verl's fused kernels, as ``platform=gpu_without_flash_attn`` does.
+        entropy: measure the entropy, in chunks and checkpointed, as ``size=gpu`` does.
         entropy_gradient: whether the backward runs through the entropy.
     """
 
@@ -63,7 +61,7 @@ class Work:
 
 
 class FlashAttention(torch.autograd.Function):
-    """The memory of flash-attn's attention: the backward keeps queries, keys, values, output and float32 sums."""
+    """Allocates like flash-attn's attention: the backward keeps queries, keys, values, output and float32 sums."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -81,7 +79,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 class MaskedAttention(torch.autograd.Function):
-    """The memory of torch's efficient attention: the backward keeps what flash-attn's does, and the mask."""
+    """Allocates like torch's efficient attention: the backward keeps the same as flash-attn's, and the mask."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -99,7 +97,7 @@ class MaskedAttention(torch.autograd.Function):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The memory of flash-attn's cross-entropy: the backward keeps the logits, and writes into them if it may."""
+    """Allocates like flash-attn's cross-entropy: the backward keeps the logits, and overwrites them if it may."""
 
     @staticmethod
     def forward(ctx, logits, labels, inplace_backward):
@@ -170,7 +168,7 @@ def _make_model(work, mesh):
 
 
 def _make_optimizer(model, update):
-    """AdamW with both moments, and, for an update, the gradient that earlier micro-batches have left."""
+    """Make AdamW with both moments and, for an update, with the gradient from earlier micro-batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     for parameter in model.parameters():
         optimizer.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -180,7 +178,7 @@ def _make_optimizer(model, update):
 
 
 def _forward(model, work):
-    """The log-probs and the entropy of a micro-batch, by verl's engine."""
+    """Compute log-probs and entropy of a micro-batch with verl's engine."""
     ids = torch.zeros(1, work.tokens, dtype=torch.long)
     engine = SimpleNamespace(
         engine_config=SimpleNamespace(entropy_checkpointing=True, entropy_from_logits_with_chunking=True),
@@ -213,7 +211,7 @@ def _loss(model, work):
 
 
 def peak_gibibytes(work: Work) -> float:
-    """The largest memory of one GPU during ``work`` in GiB."""
+    """Measure the peak memory of one GPU during ``work`` in GiB."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=work.shards)
     try:
         mesh = init_device_mesh("cpu", (work.shards,), mesh_dim_names=["fsdp"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search, its diagnostics and the loss as they are defined: one candidate and one token at a time, in float64.
+"""The search, its diagnostics and the loss by their definitions: one candidate and one token at a time, in float64.
 
-The reference for the vectorised code. Change it only where a definition changes.
+This is the reference for the vectorised code. Change it only if a definition changes.
 """
 
 import math
@@ -10,19 +10,19 @@ import torch
 
 
 def ratios(old_log_prob, log_prob):
-    """``exp`` of the clamped difference, in float32 or wider; any shape."""
+    """Compute ``exp`` of the clamped difference, in float32 or wider; any shape."""
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-20, 20).exp()
 
 
 def response_tokens(old_log_prob, log_prob, advantages, mask):
-    """Of the response tokens, 1-D and float64: ratios, advantages, old log-probs and log-probs."""
+    """Return ratios, advantages, old log-probs and log-probs of the response tokens, 1-D and float64."""
     tensors = ratios(old_log_prob, log_prob), advantages, old_log_prob, log_prob
     return [tensor[mask.bool()].double() for tensor in tensors]
 
 
 def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c):
-    """P and N at one pair of bounds, in float64. All tensors 1-D, response tokens only."""
+    """Compute P and N at one pair of bounds in float64. All tensors are 1-D and hold response tokens only."""
     positive, negative = advantages > 0, advantages < 0
     r_pos, w_pos = ratio[positive], (weight * advantages)[positive]
     r_neg, w_neg = ratio[negative], (weight * -advantages)[negative]
@@ -34,13 +34,13 @@ def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c):
 
 
 def grid_point(start, maximum, step, k):
-    """Point k of a grid: start + k*step, but never above the maximum."""
+    """Return point k of a grid: start + k*step, but never above the maximum."""
     steps = math.ceil((maximum - start) / step - 1e-6)
     return maximum if k >= steps else start + k * step
 
 
 def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_ratio_c=None):
-    """The bounds by the literal loop: (low, high, rho, rho at the start, steps taken, saturated)."""
+    """Find the bounds by the literal loop. Returns (low, high, rho, rho at the start, steps taken, saturated)."""
     ratio, adv, old, _ = response_tokens(old_log_prob, log_prob, advantages, mask)
     weight = old.exp() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
 
@@ -64,12 +64,12 @@ def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_rat
 
 
 def share(part, whole):
-    """0 where there is nothing to divide by."""
+    """Divide; 0 if the denominator is 0."""
     return float(part) / float(whole) if whole > 0 else 0.0
 
 
 def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
-    """The metrics of ``bapo.Diagnostics`` but the counts of bad input, by name."""
+    """Compute the metrics of ``bapo.Diagnostics`` by name, without the counts of invalid input."""
     ratio, adv, *_ = response_tokens(old_log_prob, log_prob, advantages, mask)
     positive, negative, size = adv > 0, adv < 0, ratio * adv.abs()
     responses = {sign: ((advantages * sign > 0) & mask.bool()).any(1).sum() for sign in (1, -1)}
@@ -85,7 +85,7 @@ def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
 
 
 def surrogate(ratio, advantage, low, high, clip_ratio_c):
-    """PPO's clipped objective of a token with verl's dual clip, and its derivative with respect to the ratio."""
+    """Compute PPO's clipped objective of a token with verl's dual clip, and its derivative by the ratio."""
     objective = min(ratio * advantage, min(max(ratio, low), high) * advantage)
     if clip_ratio_c is not None and advantage < 0:
         objective = max(objective, clip_ratio_c * advantage)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the real stack, for the tests that start them, and what they leave behind."""
+"""Start runs of the real stack in tests, and find what they leave behind."""
 
 import os
 import re
@@ -21,18 +21,18 @@ ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"
 MARKER = "BAPO_TEST_RUN"  # an environment variable
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
-IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # as a run names what it puts there
+IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # prefixes of a run's shared memory
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
 SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step, where the example has 24
 
 
 def environment_of(output, **environment):
-    """Of a run on the CPU path with its output in ``output``."""
+    """Return the environment of a run on the CPU path with its output in ``output``."""
     return {**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": str(output), **environment}
 
 
 def run_example(output, *overrides, timeout=1800, **environment):
-    """The main job with its output in ``output``."""
+    """Run the run script with its output in ``output``."""
     return subprocess.run(
         [*SCRIPT, *overrides],
         cwd=ROOT,
@@ -45,18 +45,18 @@ def run_example(output, *overrides, timeout=1800, **environment):
 
 
 def log_of(output, lines=40):
-    """The end of a run's log."""
+    """Return the end of a run's log."""
     log = output / "train.log"
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "no log"
 
 
 def explain(run, output):
-    """What to read when a run failed."""
+    """Return what helps to understand why a run failed."""
     return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
 
 
 def free_ports(count):
-    """Ports that nothing listens on."""
+    """Find ports on which nothing listens."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -65,17 +65,17 @@ def free_ports(count):
 
 
 def temporary_files():
-    """What is in shared memory and in the folders for temporary files under names like those of a run's."""
+    """List files in shared memory and in the temporary folders that have the names of a run's files."""
     folders = (Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
     paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
     return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
 
 
 def in_use():
-    """Paths that living processes have open, mapped into their memory or bound to a socket."""
+    """List the paths that living processes have open, mapped into memory or bound to a socket."""
     paths = {connection.laddr for connection in psutil.net_connections("unix")}
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # raised if it has ended
             paths.update(line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
             for descriptor in (process / "fd").iterdir():
                 with suppress(OSError):
@@ -84,7 +84,7 @@ def in_use():
 
 
 def left_since(before):
-    """Temporary files that were not there ``before`` and that nobody uses: other work on the machine has its own."""
+    """List temporary files that are not in ``before`` and that no process uses, because other work here has its own."""
     new = temporary_files() - before
     used = in_use() if new else ()
     return {path for path in new if not any(name == str(path) or name.startswith(f"{path}/") for name in used)}
@@ -92,9 +92,9 @@ def left_since(before):
 
 @contextmanager
 def removing_what_others_leave():
-    """Remove what a run leaves that is not ours to clean up after, as by verl's own entry point.
+    """Remove the files of a run that our launcher does not clean up, such as one of verl's own entry point.
 
-    It has a folder of its own for temporary files: the context's value, as its environment.
+    The run needs its own folder for temporary files: give it the context's value as environment.
     """
     before = temporary_files()
     # A short path: Ray's sockets lie in it.
@@ -110,16 +110,16 @@ def removing_what_others_leave():
 
 
 def heed_signals():
-    """What starts the tests, nohup or a shell in the background, may have these ignored."""
+    """Reset these signals in a child, because nohup or a background shell that starts the tests may ignore them."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Started:
-    """A run that goes on in the background while a test does something to it."""
+    """A run in the background, to which a test can do something."""
 
     def __init__(self, output, *overrides, inside=(), console=None, **environment):
-        """``inside``: a command that runs the command that follows it; ``console``: the file that it prints to."""
+        """Start the run; ``inside``: a command that takes the run's command; ``console``: the file for its output."""
         self.output = output
         self.marker = uuid.uuid4().hex  # every process of the run inherits it
         self.console = console or output.parent / f"{output.name}.console"
@@ -139,11 +139,11 @@ class Started:
             )
 
     def text(self):
-        """What it has printed."""
+        """Return the run's output so far."""
         return self.console.read_text()
 
     def wait_for(self, happened, what, timeout=300, interval=0.2):
-        """Wait until ``happened()`` is true and return that; fail if the run ends before."""
+        """Wait until ``happened()`` is true, and return its value. Fail if the run ends before."""
         until = time.monotonic() + timeout
         while not (found := happened()):
             assert self.process.poll() is None, f"ended before {what}:\n{self.text()}\n{log_of(self.output)}"
@@ -152,11 +152,11 @@ class Started:
         return found
 
     def wait_for_step(self, step, timeout=600):
-        """Wait until a step's line is there."""
+        """Wait until the line of a step is printed."""
         self.wait_for(lambda: re.search(rf"^step +{step}/", self.text(), re.M), f"step {step}", timeout)
 
     def processes(self):
-        """Command line of each living process of the run by its id."""
+        """Return the command line of each living process of the run, by process id."""
         found = {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):  # it has ended
@@ -166,11 +166,11 @@ class Started:
         return {pid: command for pid, command in found.items() if command}
 
     def find(self, name):
-        """Ids of its processes whose command line contains ``name``."""
+        """Return the ids of the run's processes whose command line contains ``name``."""
         return [pid for pid, command in self.processes().items() if name in command]
 
     def reachable(self):
-        """Its processes that listen on more than the loopback interface, and where."""
+        """Return where processes of the run listen on more than the loopback interface."""
         found = {}
         for pid, command in self.processes().items():
             with suppress(psutil.NoSuchProcess):
@@ -182,7 +182,7 @@ class Started:
         return found
 
     def end(self, timeout):
-        """Wait for its end and return the exit code and the seconds it took; its processes have two more."""
+        """Wait for the run to end. Returns its exit code and how many seconds this took. Its processes get two more."""
         began = time.monotonic()
         code = self.process.wait(timeout)
         took = time.monotonic() - began
@@ -191,14 +191,14 @@ class Started:
         return code, took
 
     def left(self):
-        """What it should not leave: processes, files outside its folder, and files in it with the secret."""
+        """List what the run should not leave: processes, files outside its folder, and files in it with the secret."""
         outside = sorted(map(str, left_since(self.before)))
         inside = [self.console, *(path for path in self.output.rglob("*") if path.is_file())]
         secrets = [str(path) for path in inside if SECRET.encode() in path.read_bytes()]
         return [*self.processes().items(), *outside, *secrets]
 
     def clean_up(self):
-        """Kill what is left of it."""
+        """Kill the remaining processes."""
         for _ in range(3):
             for pid in self.processes():
                 try:

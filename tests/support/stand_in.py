@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our worker without Ray, model and process group: a stand-in for verl's engine calls the real loss on given log-probs.
+"""Run our worker without Ray, model and process group: a stand-in for verl's engine calls the real loss on log-probs.
 
-What an update does with its bounds can be seen here in milliseconds; tests/actor has the real engine.
+An update takes milliseconds here, so tests can look at what it does with its bounds. tests/actor has the real engine.
 """
 
 from functools import partial
@@ -14,14 +14,14 @@ from verl.workers.utils.losses import ppo_loss
 
 
 def jagged(rows):
-    """A nested tensor of rows of different lengths."""
+    """Make a nested tensor from rows of different lengths."""
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def make_micro_batch(old_log_prob, log_prob, advantages, mask):
-    """A micro-batch as verl's engine hands it to the loss, from padded tensors ``(B, T)``: data and model output.
+    """Make a micro-batch as verl's engine passes it to the loss, from padded tensors ``(B, T)``: data and model output.
 
-    Prompts have two tokens. A row's response has all T tokens; ``mask`` says which of them count.
+    Prompts have two tokens. Each response has T tokens; ``mask`` says which of them count.
     """
     rows, length = log_prob.shape
     data = TensorDict(
@@ -35,7 +35,7 @@ def make_micro_batch(old_log_prob, log_prob, advantages, mask):
         batch_size=[rows],
     )
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=rows)
-    # The log-prob of a token stands one position before it.
+    # The log-prob of a token is one position before it.
     log_probs = torch.nn.functional.pad(log_prob, (1, 1)).requires_grad_()
     return data, {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs.flatten(), _offsets(rows, length + 2))}
 
@@ -45,12 +45,12 @@ def _offsets(rows, length):
 
 
 class StandInEngine:
-    """What our worker calls of verl's engine. ``train_batch`` takes a list of pairs of ``make_micro_batch``.
+    """Has the methods of verl's engine that our worker calls. ``train_batch`` takes pairs of ``make_micro_batch``.
 
     Attributes:
-        steps: optimizer steps that were made.
-        source: whether this rank is the one of its parallel group whose outputs count.
-        data_parallel_rank: number of its data-parallel share.
+        steps: number of optimizer steps made.
+        source: whether the outputs of this rank count, as those of one rank in each parallel group do.
+        data_parallel_rank: number of this rank among the data-parallel ranks.
     """
 
     def __init__(self):
@@ -81,7 +81,7 @@ class StandInEngine:
 
 
 def make_worker(config, monkeypatch, rank=0, model_config=None):
-    """A ``BAPOTrainingWorker`` on a stand-in engine, which has taken verl's loss with an ``ActorConfig``."""
+    """Make a ``BAPOTrainingWorker`` on a stand-in engine, and set verl's loss with an ``ActorConfig``."""
     from recipe.bapo.worker import BAPOTrainingWorker
     from verl.workers.engine_workers import TrainingWorker
 
@@ -92,7 +92,7 @@ def make_worker(config, monkeypatch, rank=0, model_config=None):
     monkeypatch.setattr(TrainingWorker, "rank", rank, raising=False)
     monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
-    # verl's loop over the updates on a rollout batch makes none here: a test makes them one by one.
+    # verl's loop over the updates on a rollout batch does nothing here, because tests make the updates one by one.
     nothing = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
     monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda worker, data: nothing)
     worker = BAPOTrainingWorker(None)

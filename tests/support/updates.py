@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of the real actor worker: how a mini-batch is cut, the bounds record, and a count of forwards."""
+"""Help with updates of the real actor worker: ways to split a mini-batch, the bounds record, a count of forwards."""
 
 import json
 from pathlib import Path
@@ -24,17 +24,17 @@ COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch
 
 
 def cut_of(name, size):
-    """The overrides of a cut on each of ``size`` ranks."""
+    """Return the overrides for a way to split, on each of ``size`` ranks."""
     return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
 
 
 def read_record(folder, rank=0):
-    """The bounds record that a rank has written."""
+    """Read the bounds record of a rank."""
     return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
 
 
 class CollectiveCounter:
-    """Counts our all-reduces, which are the float64 ones, and the engine's forward passes without gradient."""
+    """Counts our all-reduces (the float64 ones) and the engine's forward passes without gradient."""
 
     def __init__(self, actor):
         self.collectives = self.passes = 0
