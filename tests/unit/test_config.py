@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BAPOConfig only validates, and says what is wrong."""
+"""BAPOConfig validates its options, and its errors say what is wrong."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every yaml is composed, its loss config instantiated, and checked by verl's own rules."""
+"""Compose every yaml, instantiate its loss config, and check it with verl's own rules."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ PLATFORMS = sorted(path.stem for path in (ROOT / "recipe/bapo/config/platform").
 
 @pytest.fixture(autouse=True)
 def inputs(monkeypatch):
-    """What the configs read from the environment."""
+    """Set the environment variables that the configs read."""
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, f"/{name}")
     monkeypatch.delenv("OUTPUT_DIR", raising=False)
@@ -42,7 +42,7 @@ def test_the_trainer_config_shows_every_switch_with_its_default():
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_rays_settings_of_a_platform_are_literal(platform):
-    """verl's own entry point hands them to Ray without resolving them."""
+    """verl's own entry point passes them to Ray without resolving them."""
     settings = OmegaConf.load(ROOT / f"recipe/bapo/config/platform/{platform}.yaml")
     assert "${" not in str(OmegaConf.to_container(OmegaConf.create(settings.get("ray_kwargs", {}))))
 
@@ -74,7 +74,7 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
 
 
 def documented_methods():
-    """The table of methods in the documents: the switches of each by its name."""
+    """Read the table of methods in the docs: the options of each method by name."""
     text = (ROOT / "docs" / "configuration.md").read_text()
     header = (
         "| `method=` | target | `c_low` | `c_high` | `contribution` | `token_weight` | `search_order` | `bound_scope` |"
@@ -94,7 +94,7 @@ def documented_methods():
     return found
 
 
-@pytest.mark.parametrize("size", ["gpu", "cpu_example"])  # the latter chooses a method of its own
+@pytest.mark.parametrize("size", ["gpu", "cpu_example"])  # cpu_example selects a method itself
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_what_the_table_says_under_every_size(method, size):
     loss = check(compose_in_groups("experiment=example", f"size={size}", f"method={method}"))
@@ -123,9 +123,9 @@ def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
 def test_another_method_on_the_command_line_wins_over_the_experiments():
     paper, grpo = (compose_in_groups("experiment=paper_7b", "size=gpu", f"method={name}") for name in ("bapo", "grpo"))
     assert check(grpo).ratio_upper_max == 1.2
-    assert grpo.actor_rollout_ref.actor.clip_ratio_c > 1e6  # the experiment's, whatever the method
+    assert grpo.actor_rollout_ref.actor.clip_ratio_c > 1e6  # from the experiment, whatever the method
     grpo.actor_rollout_ref.actor.policy_loss = paper.actor_rollout_ref.actor.policy_loss
-    assert grpo == paper  # they differ in nothing but the bounds and the target
+    assert grpo == paper  # they differ only in the bounds and the target
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu_without_flash_attn"])
@@ -141,7 +141,7 @@ def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
     if platform == "gpu_without_flash_attn":
         longest = config.data.max_prompt_length + config.data.max_response_length
         assert actor.ppo_max_token_len_per_gpu == rollout.log_prob_max_token_len_per_gpu == longest
-        # No logits, and no padding to the longest sequence of a micro-batch.
+        # Logits are not materialised, and sequences are not padded to the longest of a micro-batch.
         assert actor.entropy_from_logits_with_chunking and model.use_fused_kernels and model.use_remove_padding
         assert model.override_config.attn_implementation == "sdpa"
 
@@ -155,7 +155,7 @@ def test_published_settings_of_another_definition_are_values_of_the_target():
     rho0 = paper.positive_contribution_target
     assert literal.positive_contribution_target == pytest.approx(rho0 / (1 + 2 * rho0), abs=5e-5)
     assert replace(literal, positive_contribution_target=rho0) == paper
-    assert script.positive_contribution_target == pytest.approx(0.5 / (1 + 0.5))  # their target is P/N
+    assert script.positive_contribution_target == pytest.approx(0.5 / (1 + 0.5))  # the authors' target is P/N
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -184,9 +184,9 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
     assert config.trainer.v1.trainer_mode == mode and "the policy that sampled" in check_ratio(config)
     actor = config.actor_rollout_ref.actor
     assert actor.calculate_entropy
-    if "gpu" in size:  # without its logits in float32
+    if "gpu" in size:  # needs less memory without float32 logits
         assert actor.entropy_from_logits_with_chunking and actor.entropy_checkpointing
-    if mode == "separate_async":  # what verl asserts
+    if mode == "separate_async":  # verl asserts this
         steps = config.trainer.v1.separate_async.parameter_sync_step
         assert steps > 1 and config.data.train_batch_size == steps * actor.ppo_mini_batch_size
 

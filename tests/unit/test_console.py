@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads of a run: lines, warnings, the summary; the metrics files behind them."""
+"""What a run prints for its user (lines, warnings, the summary), and the metrics files from which it is read."""
 
 import json
 import re
@@ -36,8 +36,8 @@ def test_the_summary_shows_the_same_prompts_before_and_after(tmp_path):
     folder.mkdir()
     rows = [{"input": f"item {number}\n", "output": "17+42=59\n42+26=68\n", "score": 0.0} for number in range(5)]
     (folder / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "before" not in summary(tmp_path).partition("bounds on the ratio")[2]  # of one validation there is no after
-    # verl lists answers in the order in which they ended; 10 comes after 9.
+    assert "before" not in summary(tmp_path).partition("bounds on the ratio")[2]  # a single validation has no "after"
+    # verl lists answers in the order in which they ended. Step 10 comes after step 9.
     for step, output in ((9, "wrong"), (10, "20+35=55")):
         later = [{**row, "output": output, "score": 1.0} for row in reversed(rows)]
         (folder / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in later))
@@ -60,7 +60,7 @@ def test_an_earlier_start_never_takes_the_number_of_one_that_was_removed(tmp_pat
 def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
     path, validation = tmp_path / "metrics.jsonl", {"val-core/dice/reward/mean@4": 0.3}
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in (1, 2, 3)))
-    # It validates at the step of its checkpoint before it trains.
+    # A resumed run validates at the step of its checkpoint before it trains.
     keep_earlier(path).write_text(record(2, **validation) + record(3, **step_data(3, 3)))
     (tmp_path / "metrics.old.jsonl").write_text("of the user's own")
     assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1) | validation), (3, step_data(3, 3))]
@@ -85,7 +85,7 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
     told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.M))
     assert told["updates with the target already met"] == "50%"
-    assert told["updates with the target met by moving bounds"] == "30%"  # the rest
+    assert told["updates with the target met by moving bounds"] == "30%"  # the remaining updates
     assert told["updates with the target out of reach"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
     assert "previous_batch" not in text
@@ -117,7 +117,7 @@ ValueError: not a worker's
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
-    if trained:  # an earlier start in the same folder
+    if trained:  # by an earlier start in the same folder
         (tmp_path / "metrics.1.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
     metrics = {
         "val-core/aime_2024/acc/mean@16": 0.25,
@@ -135,7 +135,7 @@ ALREADY_MET |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
 
 
 def steps_with(data):
-    """Steps with these metrics of the actor; rho is half of that in some, which moves no median."""
+    """Make steps with these metrics of the actor. Some have half of rho, but too few to move its median."""
     low = {name: value / 2 if "positive_contribution" in name else value for name, value in data.items()}
     return [{f"actor/{name}": value for name, value in step.items()} for step in [low] * 3 + [data] * (WINDOW - 3)]
 
@@ -149,11 +149,11 @@ def steps_with(data):
         (ALREADY_MET, "at their start [0.60, 1.20]"),
         (ALREADY_MET, "before the search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
         (ALREADY_MET | {"bapo/met_at_once": 0.94}, None),
-        (ALREADY_MET | {"pg_clipfrac": 0.0}, None),  # fresh data
+        (ALREADY_MET | {"pg_clipfrac": 0.0}, None),  # the data are fresh
     ],
 )
 def test_what_deserves_a_warning(data, said):
-    assert health_warnings(steps_with(data), bounds_can_move=False) == []  # nothing is searched
+    assert health_warnings(steps_with(data), bounds_can_move=False) == []  # there is no search
     warnings = health_warnings(steps_with(data), bounds_can_move=True)
     assert len(warnings) == bool(said) and all(said in text for text in warnings)
 
@@ -171,7 +171,7 @@ def test_that_bounds_stand_still_is_no_news_where_they_cannot_move():
 
 def test_each_step_is_a_line_and_warnings_come_once_in_a_while(tmp_path, capsys):
     printer = StepPrinter(tmp_path, total=25, bounds_can_move=True)
-    printer.print_new()  # there is no file yet
+    printer.print_new()  # before the file exists
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 26):
             line = record(step, **step_data(step, 0.5) | {"actor/bapo/saturated": 1.0})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update costs besides arithmetic: reads by the host, and memory."""
+"""What an update costs besides arithmetic: host reads and memory."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -22,7 +22,7 @@ HOST_READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__",
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_search_and_the_loss_never_read_the_host(contribution, dtype):
-    # Fake tensors have no values: whatever needs one on the host, such as item() or a boolean mask, raises.
+    # Fake tensors have no values, so whatever needs one on the host, such as item() or a boolean mask, raises.
     with FakeTensorMode(allow_non_fake_inputs=False):
         old, log_prob, advantages, mask = (
             torch.empty(4, 1000, dtype=kind) for kind in (dtype, dtype, dtype, torch.bool)
@@ -37,7 +37,7 @@ def test_the_search_and_the_loss_never_read_the_host(contribution, dtype):
 
 
 def update(loss_fn, policy_loss, batch):
-    """Bounds, loss and gradient of a batch by the signature of verl's losses."""
+    """Compute bounds, loss and gradient of a batch with the signature of verl's losses."""
     old, log_prob, advantages, mask = batch
     leaf = log_prob.detach().requires_grad_()
     find_bounds_for(policy_loss, batch)
@@ -65,7 +65,7 @@ def test_an_update_costs_one_host_read_and_vanilla_three(loss, expected):
 
 
 def peak_of(call, batch):
-    """Peak bytes of the batch and of the tensors that a call makes."""
+    """Measure the peak bytes of the batch and of the tensors that a call makes."""
     tracker = MemTracker()
     tracker.track_external(*batch)
     with tracker:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights over gloo: what two actor ranks send arrives, bit for bit, at two rollout workers."""
+"""Weights over gloo: two rollout workers receive, bit for bit, what two actor ranks send."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ WEIGHTS = {
 
 
 def transfer(engines):
-    """One weight update as verl's manager makes it; returns what each rollout worker received."""
+    """Make one weight update as verl's manager does. Returns the weights that each rollout worker received."""
     metadata = [engine.prepare() for engine in engines]
     actors, rollouts = type(engines[0]).build_topology(2, 2, metadata)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On 1, 2 and 4 gloo processes, with uneven and empty ranks, every rank holds the single process's bounds."""
+"""On 1, 2 and 4 gloo processes, with uneven and empty ranks, every rank finds the bounds of a single process."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CONFIGS = [
     BAPOConfig(positive_contribution_target=0.55, contribution="gradient", token_weight="uniform"),
     BAPOConfig(positive_contribution_target=0.5, search_order="lower_first"),
 ]
-# Rows of each rank of a batch of 8.
+# The rows that each rank has of a batch of 8.
 SPLITS = {1: [[8]], 2: [[4, 4], [7, 1], [0, 8]], 4: [[2, 2, 2, 2], [0, 5, 0, 3]]}
 SEEDS = range(6)
 
@@ -29,12 +29,12 @@ def bounds_of_rank(rank, size, folder):
             for config in CONFIGS:
                 values = values_found(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
                 found.append([value.hex() for value in values.values()])
-    # A rank's own statistics stay its own.
+    # The reduction does not change a rank's own statistics.
     own = collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0])
     before = [tensor.clone() for tensor in own.tensors]
     own.all_reduce(dist.group.WORLD)
     assert all(map(torch.equal, own.tensors, before))
-    # One rank's bad data is every rank's error.
+    # If one rank has bad data, every rank raises.
     part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
     if rank == size - 1:
         part[0][0, :3] = part[1][0, 3] = part[2][0, 4:6] = float("nan")

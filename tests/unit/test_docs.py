@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents point at is there."""
+"""Everything that the docs refer to exists."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 
 
 def anchors(page):
-    """GitHub's anchors of a page's headings."""
+    """Return GitHub's anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -26,7 +26,7 @@ def anchors(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
-    links = re.findall(r"\]\(([^):#]*)(?:#([^)]*))?\)", text)  # addresses on the web have a colon
+    links = re.findall(r"\]\(([^):#]*)(?:#([^)]*))?\)", text)  # web addresses have a colon and do not match
     missing = []
     for link, anchor in links:
         target = page.parent / link if link else page
@@ -44,7 +44,7 @@ def test_every_switch_method_and_experiment_is_in_the_table():
             assert f"`{path.stem}`" in text, path
     config = yaml.safe_load((ROOT / "recipe/bapo/config/bapo_trainer.yaml").read_text())
     for name in config["actor_rollout_ref"]["actor"]["policy_loss"].keys() - {"_target_", "loss_mode"}:
-        family = re.sub("_(max|step)$", "_start", name)  # one row for start, max and step
+        family = re.sub("_(max|step)$", "_start", name)  # start, max and step share a row
         assert f"`{family}`" in text, name
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example's reward by hand, and the files that everybody's example starts from."""
+"""The example's reward against values by hand, and the stored files from which every example starts."""
 
 import json
 import re
@@ -25,13 +25,13 @@ FILES = ROOT / "recipe" / "bapo" / "example" / "files"
     [
         ("09 yes", 1.0),
         ("07 no 12 no 09 yes", 1.0),
-        (" 09 yes \n", 1.0),  # white space round it
+        (" 09 yes \n", 1.0),  # with white space around it
         ("07 yes", 0.0),  # a wrong claim
-        ("09 yes 07 yes", 0.0),  # the last guess counts
-        ("09 no", 0.0),  # right, and denied
+        ("09 yes 07 yes", 0.0),  # only the last guess counts
+        ("09 no", 0.0),  # right, but denied
         ("07 no 09 no 09 no 11 no 12 no ", 0.0),  # never claimed
         ("9 yes", 0.0),  # one digit
-        ("09 yes.", 0.0),  # does not end there
+        ("09 yes.", 0.0),  # text follows
         ("", 0.0),
     ],
 )
@@ -48,12 +48,12 @@ def test_the_stored_data_are_those_that_the_code_makes():
 
 
 def plain(value):
-    """Of a cell: lists of a parquet file come back as arrays."""
+    """Convert a cell of a parquet file, whose lists come back as arrays."""
     return list(value) if hasattr(value, "tolist") else value
 
 
 def script_in(folder):
-    """What the run script says in a copy of what it needs before the set-up, without an environment to start from."""
+    """Return the run script's errors in a copy of the files that it needs before the set-up, without an environment."""
     for path in ("recipe/bapo/example/files", "configs"):
         shutil.copytree(ROOT / path, folder / path, dirs_exist_ok=True)
     (folder / "scripts").mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def script_in(folder):
 
 def test_a_changed_starting_file_is_refused_by_name(tmp_path):
     start = script_in(tmp_path)
-    assert "Error: /no/environment/bin/python does not exist" in start()  # the files are right: it goes on
+    assert "Error: /no/environment/bin/python does not exist" in start()  # the files are right, so it continues
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet"):
         file = tmp_path / "recipe" / "bapo" / "example" / "files" / name
         right = file.read_bytes()
@@ -76,7 +76,7 @@ def test_a_changed_starting_file_is_refused_by_name(tmp_path):
     file.unlink()
     assert "train.parquet: No such file" in start()
     own = {name: str(tmp_path / "configs" / "size" / "cpu.yaml") for name in ("TRAIN_FILE", "TEST_FILE")}
-    assert "files is not" not in start(MODEL_PATH=str(tmp_path), **own)  # nothing of the example's is used
+    assert "files is not" not in start(MODEL_PATH=str(tmp_path), **own)  # no file of the example is used
 
 
 def test_every_stored_file_has_a_hash():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The authors' published policy loss on 24 random batches (tests/golden/README.md), reproduced by a config alone."""
+"""A config reproduces the authors' published policy loss on 24 random batches (tests/golden/README.md)."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ RANGES = ("lower_start", "lower_max", "lower_step", "upper_start", "upper_max", 
 
 
 def authors_config(case):
-    """The authors' code as a set of values; their target t on P/N is the share t / (1 + t)."""
+    """Make the config of the authors' code. Their target t on P/N is the share t / (1 + t)."""
     ratio = case["pos_neg_target"]
     return BAPOConfig(
         positive_contribution_target=ratio / (1 + ratio),
@@ -38,7 +38,7 @@ def test_the_authors_code_is_a_config(case):
     assert bounds.low.item() == pytest.approx(case["clip_low"], abs=1e-6)
     assert bounds.high.item() == pytest.approx(case["clip_high"], abs=1e-6)
     ratio_found = float(case["pos_neg_ratio"])
-    if ratio_found == float("inf"):  # N = 0: theirs divides by zero; ours is 1, or 0 where P is 0 too
+    if ratio_found == float("inf"):  # N = 0: their code divides by zero; our rho is 1, or 0 if P is 0, too
         share = float((advantages[mask.bool()] > 0).any())
     else:
         share = ratio_found / (1 + ratio_found)

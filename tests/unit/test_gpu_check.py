@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check.sh and tests/gpu without a GPU: the first stage rehearsed, and what a kill leaves."""
+"""scripts/gpu_check.sh and tests/gpu without a GPU: a rehearsal of the first stage, and the report after a kill."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def call(*arguments, folder, gpus=0, **variables):
-    """The command on a machine whose ``nvidia-smi`` lists ``gpus``."""
+    """Run the command on a machine whose ``nvidia-smi`` lists ``gpus``."""
     tool = folder / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + 'echo "GPU 0: NVIDIA H100"\n' * gpus)
     tool.chmod(0o755)
@@ -30,7 +30,7 @@ def report_of(folder):
 def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
     done = call(folder=tmp_path)
     assert done.returncode == 2 and "no GPU here, so nothing was checked" in done.stderr and not done.stdout
-    done = call("1", folder=tmp_path, gpus=1)  # listed, and torch cannot use it
+    done = call("1", folder=tmp_path, gpus=1)  # nvidia-smi lists it, but torch cannot use it
     assert done.returncode == 2 and "the driver is older" in done.stderr and not (tmp_path / "out").exists()
     done = call("4", folder=tmp_path)
     assert done.returncode == 1 and "bash scripts/gpu_check.sh [OPTIONS] [STAGE...]" in done.stderr

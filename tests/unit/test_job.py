@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variables a job on a cluster gets, and which the command names as left out; the rights of its token."""
+"""Which variables a job on a cluster gets, which the command names as not forwarded, and the mode of the token file."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Client:
-    """Takes jobs."""
+    """Accepts jobs."""
 
     def submit_job(self, entrypoint, **_):
         self.entrypoint = entrypoint
@@ -37,7 +37,7 @@ def test_a_job_gets_what_the_network_needs_and_no_secret(monkeypatch, capsys):
 
 
 def join(folder, **environment):
-    """``ray.sh join`` with the token ``folder / "token"``; it ends for want of a virtual environment."""
+    """Run ``ray.sh join`` with the token ``folder / "token"``. It ends because there is no virtual environment."""
     settings = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "BAPO_VENV": "/no/venv", **environment}
     command = ["bash", "scripts/cluster/ray.sh", "join", "127.0.0.1:1"]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True).stderr

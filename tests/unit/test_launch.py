@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent of a run, with small programs in the place of training: its last words, its exit codes, what it ends."""
+"""The parent of a run, with small programs in place of training: its messages, its exit codes, what it ends."""
 
 import json
 import os
@@ -45,12 +45,12 @@ def train(cluster=False, bounds_can_move=True, run_dir=folder, **limits):
 
 
 def hear_sighup():
-    """Also where the tests were started by nohup."""
+    """Reset SIGHUP, which is ignored if nohup started the tests."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Launched:
-    """A launcher in a session of its own, whose training is ``code``."""
+    """A launcher in its own session, whose training is the program ``code``."""
 
     def __init__(self, folder, code, before="", preexec_fn=None):
         self.folder, self.mark = folder, uuid.uuid4().hex
@@ -67,21 +67,21 @@ class Launched:
         )
 
     def wait_for(self, name):
-        """Until training has made a file."""
+        """Wait until training has made a file."""
         until = time.monotonic() + 60
         while not (self.folder / "run" / name).exists():
             assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
             time.sleep(0.05)
 
     def end(self):
-        """Exit code, standard output, standard error; nothing with its mark is left."""
+        """Return exit code, standard output and standard error, and check that no process with its mark is left."""
         out, err = self.process.communicate(timeout=60)
         assert not self.left(), self.left()
         assert not list(self.folder.glob("bapo-*"))
         return self.process.returncode, out, err
 
     def left(self):
-        """Processes with its mark among their arguments."""
+        """List the processes with its mark among their arguments."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -92,7 +92,7 @@ class Launched:
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Starts launchers and kills what is left of them."""
+    """Start launchers, and kill the remaining processes at the end."""
     folders, started = [], []
 
     def start(*arguments, **options):
@@ -130,7 +130,7 @@ def test_what_hydra_prints_in_place_of_a_run_is_shown(launch):
 
 
 def test_a_library_that_asks_a_question_ends_the_run(launch):
-    """In its own process group training would be stopped when it reads from the terminal."""
+    """The system stops a process in another process group when it reads from the terminal."""
     run = launch("input('Run the custom code of this model? ')")
     assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
 
@@ -155,7 +155,7 @@ def test_a_process_that_crashes_after_training_has_ended_well(launch):
 
 
 def test_a_run_that_ends_well_shows_its_steps_warnings_and_a_summary(launch):
-    """They are read from the folder that its config names."""
+    """The console reads them from the folder that the config names."""
     data = {"actor/pg_clipfrac": 0.1, "actor/bapo/met_at_once": 1.0, "critic/rewards/mean": 0.5}
     searched = ("saturated", "positive_contribution_start", "positive_contribution", "clip_low", "clip_high")
     data |= {f"actor/bapo/{name}": 0.0 for name in searched}
@@ -181,8 +181,10 @@ def test_training_says_whether_its_bounds_can_move(task, tmp_path, monkeypatch, 
     fixed = (f"{loss}.ratio_lower_max=0.6", f"{loss}.ratio_upper_max={widest}", f"{loss}.token_dump_dir=dump")
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}", *fixed))
     assert sent["checked"] == (f"{tmp_path}/config.yaml", False, can_move)
-    assert f"token_dump_dir: {Path.cwd()}/dump\n" in (tmp_path / "config.yaml").read_text()  # for workers elsewhere
-    assert not (tmp_path / "metrics.jsonl").exists()  # or the console would show it
+    assert (
+        f"token_dump_dir: {Path.cwd()}/dump\n" in (tmp_path / "config.yaml").read_text()
+    )  # absolute, for workers in another folder
+    assert not (tmp_path / "metrics.jsonl").exists()  # otherwise the console would show it
 
 
 def test_a_failure_is_named_with_what_the_log_says_and_the_way_on(launch):
@@ -238,7 +240,7 @@ time.sleep(60)
 
 
 def test_a_failure_is_explained_while_training_still_lives(launch):
-    """vLLM's processes, of which the watchdog looks which has died, end with the training process."""
+    """The watchdog checks which of vLLM's processes has died; all of them end with the training process."""
     before = """
 from recipe.bapo.launch.watchdog import Watchdog
 def dead_server(self):
@@ -297,7 +299,7 @@ def test_another_interruption_does_not_break_the_clean_up(launch):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 1)])
 def test_where_signals_are_ignored_sigint_ends_a_run_and_nohup_keeps_its_meaning(launch, number, code):
-    """A shell without job control has SIGINT ignored in the background."""
+    """A shell without job control starts background processes with SIGINT ignored."""
     training = "(folder / 'up').touch()\ntime.sleep(2)\nsend('error', 'of its own')\nsys.exit(1)"
     run = launch(training, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     run.wait_for("up")
@@ -325,7 +327,7 @@ time.sleep(60)
     run = launch(code)
     run.wait_for("up")
     block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
-    assert block.exists() and len(run.left()) > 4  # the launcher and training are two
+    assert block.exists() and len(run.left()) > 4  # launcher and training are two of them
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and not block.exists()
 
@@ -341,7 +343,7 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
 
 
 def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
-    """It removes what it leaves on other nodes. Ctrl-C, which a terminal sends to the whole group, reaches it once."""
+    """Training removes its files on other nodes. A terminal sends Ctrl-C to the whole group; training gets it once."""
     code = """
 train(cluster=True)
 (folder / 'up').touch()

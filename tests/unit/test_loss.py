@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped surrogate by hand and against its definition token by token, and its part in the contribution."""
+"""The clipped surrogate against values by hand and its definition token by token, and its link to the contribution."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_three_tokens_by_hand():
 
 
 def by_definition(batch, low, high, clip_ratio_c, weights):
-    """The figures of the loss, each with the size of what was added up; and the gradient, for ratios off the bounds."""
+    """Compute loss and metrics, each with the sum of absolute terms, and the gradient, for ratios not at the bounds."""
     mask = batch[3]
     columns = [tensor.tolist() for tensor in (*oracle.response_tokens(*batch), weights[mask].double())]
     tokens, gradient = max(1, len(columns[0])), []
@@ -58,7 +58,7 @@ def by_definition(batch, low, high, clip_ratio_c, weights):
 
 
 def mean_as_in_verl(loss, mask):
-    """verl multiplies by the mask, so that what is masked has to be finite."""
+    """Average like verl, which multiplies by the mask, so masked values have to be finite."""
     return (loss * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -75,7 +75,7 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
     generator = torch.Generator().manual_seed(seed)
     weights = torch.where(mask, 2 * torch.rand(mask.shape, generator=generator), math.nan)
     ratio = oracle.response_tokens(*batch)[0]
-    low, high = 0.75, 1.25  # in any float type
+    low, high = 0.75, 1.25  # exact in any float type
     below, above = ratio[ratio < 0.99].tolist(), ratio[ratio > 1.01].tolist()
     if exactly_at_a_bound and below and above:
         low, high = below[0], above[0]
@@ -91,7 +91,7 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
     smooth = torch.tensor([r not in (low, high, clip_ratio_c) for r in ratio.tolist()], dtype=torch.bool)
     found, gradient = log_prob.grad[mask].double(), torch.tensor(gradient, dtype=torch.float64)
     rounding = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(log_prob.dtype, 1e-5)
-    smallest = torch.finfo(log_prob.dtype).tiny  # below it a gradient loses bits
+    smallest = torch.finfo(log_prob.dtype).tiny  # below this a gradient loses bits
     torch.testing.assert_close(found[smooth], gradient[smooth], rtol=rounding, atol=smallest)
 
 
@@ -143,7 +143,7 @@ def test_the_gradient_per_token_does_not_depend_on_the_cut():
 
 
 def softmax_policy(seed):
-    """Logits of a policy, and a batch in which each of 8 tokens is as frequent as its old probability, ``(1, N)``."""
+    """Make logits of a policy, and a batch ``(1, N)`` with each of 8 tokens as frequent as its old probability."""
     generator = torch.Generator().manual_seed(seed)
     frequency = torch.randint(1, 40, (8,), generator=generator)
     old = (frequency.double() / frequency.sum()).log()
@@ -153,7 +153,7 @@ def softmax_policy(seed):
 
 
 def change_of_entropy(logits, step, size=1e-5):
-    """Per unit of step, from both sides."""
+    """Compute the change per unit of step, by central differences."""
     entropies = [
         torch.distributions.Categorical(logits=logits.detach() + sign * size * step).entropy() for sign in (1, -1)
     ]
@@ -169,13 +169,13 @@ def test_the_entropy_covariance_predicts_the_change_of_entropy():
         found = clipped_surrogate_loss(*batch, low=0.8, high=1.2)
         ratio = (log_prob - old).exp()
         kept = torch.where((advantages > 0) & (ratio > 1.2) | (advantages < 0) & (ratio < 0.8), 0, advantages).detach()
-        # Eq. 6 is of the natural policy gradient, whose step moves the logits by the advantage.
+        # Eq. 6 is about the natural policy gradient, whose step moves the logits by the advantage.
         by_natural_gradient = change_of_entropy(logits, kept)
         assert by_natural_gradient == pytest.approx(-found.entropy_covariance.item(), rel=1e-4, abs=1e-8)
-        # The gradient of the loss has a factor pi more, as in Proposition 1.
+        # The gradient of the loss has an additional factor pi, as in Proposition 1.
         (gradient,) = torch.autograd.grad(found.loss, logits)
         policy = log_prob.detach().exp()
         step = policy * (kept - (policy * kept).sum())
         torch.testing.assert_close(-gradient, step)
         signs.add((by_natural_gradient > 0, change_of_entropy(logits, step) > 0))
-    assert len(signs) == 4  # the two can differ in sign: docs/algorithm.md
+    assert len(signs) == 4  # the two can have different signs, as docs/algorithm.md says

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extreme numbers: finite bounds, losses and gradients, or the error that names the tensor."""
+"""With extreme numbers, bounds, losses and gradients are finite, or an error names the tensor."""
 
 import math
 
@@ -20,7 +20,7 @@ UNDER_THE_MASK = [0.0, -math.inf, math.inf, math.nan, -1e4]
 
 @st.composite
 def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16)):
-    """Old log-probs, log-probs, advantages and mask, ``(B, T)``; float16 gets advantages that it can hold."""
+    """Generate old log-probs, log-probs, advantages and mask, ``(B, T)``. float16 gets advantages that it can hold."""
     rows, columns, dtype = draw(st.integers(0, 4)), draw(st.integers(1, 6)), draw(st.sampled_from(dtypes))
     count = rows * columns
 
@@ -28,7 +28,7 @@ def extreme_batches(draw, dtypes=(torch.float32, torch.bfloat16, torch.float16))
         found = draw(st.lists(st.sampled_from(values), min_size=count, max_size=count))
         return torch.tensor(found, dtype=torch.float64).to(dtype).reshape(rows, columns)
 
-    mask = tensor([0, 1], torch.bool) & tensor([0, 1, 1], torch.bool)[:, :1]  # rows without a token, too
+    mask = tensor([0, 1], torch.bool) & tensor([0, 1, 1], torch.bool)[:, :1]  # some rows have no token
     old, hidden = tensor(OLD_LOG_PROBS, dtype), [tensor(UNDER_THE_MASK, dtype) for _ in range(3)]
     log_prob = (old.double() + tensor(LOG_RATIOS, torch.float64)).to(dtype)
     largest = torch.finfo(dtype).max / 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command that cannot begin says so in a line: no traceback reaches a user."""
+"""A command that cannot start prints one line of error, not a traceback."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bapo/ is pure torch and needs nothing else; what may import what between the rooms of recipe/bapo."""
+"""bapo/ needs only torch, and the packages of recipe/bapo import each other only as allowed."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imports_of(path):
-    """Modules that a file names in an import, also inside functions."""
+    """List the modules that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -23,7 +23,7 @@ def imports_of(path):
 
 
 def room_of(module):
-    """``recipe.bapo.checks.memory`` is in the room ``checks``; modules at the top are rooms of their own."""
+    """Return the package of a module: ``checks`` for ``recipe.bapo.checks.memory``; a flat module is its own."""
     return module.removeprefix("recipe.bapo").strip(".").split(".")[0]
 
 
@@ -39,13 +39,13 @@ def test_the_direction_of_imports():
     ours = {room: found & rooms - {room} for room, found in imports.items()}
     assert not ours["records"] and not ours["config"] and not ours["example"]
     assert not ours["health"] and not imports["health"] & {"verl", "torch"}
-    # The parent of a run starts main_bapo by its name; checks and trainer use its locks, its clean-up and its pipe.
+    # The parent of a run starts main_bapo as a command. Checks and trainer use its locks, its clean-up and its pipe.
     assert not imports["launch"] & {"verl", "torch", "hydra", "vllm"} and ours["launch"] <= {
         "health",
         "plot",
         "records",
     }
-    assert list(TopologicalSorter(ours).static_order())  # raises a CycleError where there is a circle
+    assert list(TopologicalSorter(ours).static_order())  # raises a CycleError if there is a cycle
 
 
 def test_bapo_imports_torch_and_the_standard_library_alone():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures: what they need, and what they show."""
+"""The pictures of runs: their input, and what they show."""
 
 import json
 
@@ -10,7 +10,7 @@ from recipe.bapo.plot import PANELS, main, picture
 
 
 def rewards(folder, *values):
-    """A run's folder, with the mean reward of each step."""
+    """Make a run's folder with the mean reward of each step."""
     folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w") as file:
         for step, value in enumerate(values, 1):

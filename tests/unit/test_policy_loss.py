@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss registered in verl: verl's own loss at fixed bounds, what it refuses, its metrics and its host reads."""
+"""The loss registered in verl: it equals verl's loss at fixed bounds; its refusals, metrics and host reads."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def with_batch_info(config, rows, tokens=None):
 
 
 def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
-    """Loss, gradient and metrics of a micro-batch, with its own bounds where the config is ours."""
+    """Compute loss, gradient and metrics of a micro-batch; if the config is ours, find its bounds first."""
     old, log_prob, advantages, mask = batch
     log_prob = log_prob.clone().requires_grad_()
     if isinstance(config.policy_loss, BAPOConfig):
@@ -79,7 +79,7 @@ def test_the_metrics_say_how_the_target_was_met():
     metrics = metrics_of(0.5)
     assert set(metrics) == METRICS
     start = metrics["actor/bapo/positive_contribution_start"]
-    # Already met, met by moving the bounds, and out of reach.
+    # The target is already met, met by moving the bounds, or out of reach.
     for target, way in ((start - 0.01, [1, 0]), (start + 0.001, [0, 0]), (0.99, [0, 1])):
         metrics = metrics_of(target)
         assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")] == way
@@ -140,7 +140,7 @@ def test_a_config_of_ours_has_verl_make_our_worker(monkeypatch, tmp_path):
 
 
 def make_config_after(statements):
-    """What ``BAPOPolicyLossConfig()`` raises in a process of its own: Python forgets no subclass."""
+    """Return the error of ``BAPOPolicyLossConfig()`` in a new process, because Python never forgets a subclass."""
     code = f"{statements}\nfrom recipe.bapo.policy_loss import *\nBAPOPolicyLossConfig()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return done.stderr.splitlines()[-1] if done.returncode else "nothing"

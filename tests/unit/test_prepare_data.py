@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published schemas become verl's rows, every row is scored by verl's own scorer, bad files are named."""
+"""Published schemas become verl's rows, verl's own scorers score every row, and errors name bad files."""
 
 import json
 
@@ -27,7 +27,7 @@ def verl_row(content, truth):
     }
 
 
-# The file that the hub has, rows as it has them, and how many are kept, unusable and repeated.
+# The file on the hub, some of its rows, and how many are kept, unusable and repeated.
 PUBLISHED = {
     "gsm8k_train": ("main/train-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, 0, 0)),
     "gsm8k_test": ("main/test-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, 0, 0)),
@@ -81,7 +81,7 @@ def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name,
 
 
 def rows_made(folder, name, rows):
-    """The rows that ``prepare`` makes of ``rows``."""
+    """Return the rows that ``prepare`` makes of ``rows``."""
     write(folder / "source.jsonl", rows)
     prepare(name, folder / "source.jsonl", folder / "out.parquet")
     return rows_of(folder / "out.parquet")
@@ -124,7 +124,7 @@ def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
     [
         ("math_500", "2 + 2", f"\n\n{BOXED}"),
         ("math_500", "Put it in \\boxed{}: 2 + 2", ""),
-        ("dapo_math_17k", "2 + 2", ""),  # its prompts say how to answer
+        ("dapo_math_17k", "2 + 2", ""),  # its prompts already say how to answer
     ],
 )
 def test_the_hint_is_given_once(tmp_path, name, problem, hint):

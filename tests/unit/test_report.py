@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clip report: planted facts come back exactly, in the JSON and on the page."""
+"""The clip report shows planted facts exactly, in the JSON and on the page."""
 
 import json
 import re
@@ -29,7 +29,7 @@ PLANTED = [
     (1, 0.0625, 20.0, -1.0),
     (8, 0.5, 1.0, 0.0),
 ]
-LENGTHS = [10, 6, 12, 4, 8]  # of responses with A > 0, A > 0, A < 0, A < 0, A = 0
+LENGTHS = [10, 6, 12, 4, 8]  # the responses have A > 0, A > 0, A < 0, A < 0, A = 0
 
 
 def plant(folder, updates=(0, 1), **metadata):
@@ -37,7 +37,7 @@ def plant(folder, updates=(0, 1), **metadata):
     ratio = torch.cat([torch.full((n,), r, dtype=torch.float64) for n, _, r, _ in PLANTED])
     advantages = torch.cat([torch.full((n,), a) for n, _, _, a in PLANTED])
     for number, update in enumerate(updates):
-        # The first update is at ratio 1.
+        # All ratios of the first update are 1.
         log_prob = old + (ratio.log() if update else 0)
         tensors = {"old_log_prob": old.float(), "log_prob": log_prob.float(), "advantages": advantages}
         tensors |= {"lengths": torch.tensor(LENGTHS, dtype=torch.int32), "update": torch.tensor([update])}
@@ -47,7 +47,7 @@ def plant(folder, updates=(0, 1), **metadata):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Of the second update alone."""
+    """Make the report on the second update alone."""
     return report_on(plant(tmp_path_factory.mktemp("planted"), updates=[1]))
 
 
@@ -83,7 +83,7 @@ def test_the_advantage_is_in_the_size_of_a_gradient(tmp_path):
     found = report_on(tmp_path)
     assert found["signs"]["positive"]["gradient"] == close(15 / 25)
     assert found["unbounded"]["gradient_above_3"] == close(8 / 25)
-    assert found["unbounded"]["largest_ratio"] == close(4)  # of a token with A < 0
+    assert found["unbounded"]["largest_ratio"] == close(4)  # only tokens with A < 0 count
     assert method(found, "GRPO")["gradient_left"]["all"] == close(2 / 25)
     names = [row["method"] for row in found["methods"]]
     assert "GSPO" not in names and "SAPO" in names  # GSPO needs to know where responses begin
@@ -136,7 +136,7 @@ def test_by_update_and_is_it_the_staleness(tmp_path):
     said = "[0.8, 1.2] clips 0 % of the tokens at update 1, 44 % at update 2: it grows with staleness."
     assert report["staleness"] == said
     assert report["by_age"] is None
-    assert report["unbounded"]["largest_ratio"] == close(20)  # of both updates
+    assert report["unbounded"]["largest_ratio"] == close(20)  # over both updates
 
 
 GROWS, FLAT, NOTHING = (0.1, 0.3), (0.1, 0.15), (0.0, 0.0005)
@@ -199,12 +199,12 @@ def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
     assert "leaves 56 % of" in verdict[0]
     # 10 / 14 = 0.714 before the search, 20 / 24 from c_high = 2.55: every target between them is met by moving.
     assert "rho (gradient, uniform) is 0.714 before" in verdict[2] and "BAPO can adapt here" in verdict[2]
-    assert "target 0.77 is met by moving them in 100 % of the updates" in verdict[2]  # the middle
+    assert "target 0.77 is met by moving them in 100 % of the updates" in verdict[2]  # the middle of these targets
     assert verdict[3].startswith("The run found its bounds per micro-batch")
 
 
 def test_the_row_of_a_run_with_previous_batch_uses_the_bounds_of_the_batch_before(tmp_path):
-    # Its target is met in the first update, at ratio 1, and in the second by moving c_high to 1.35.
+    # The target is already met in the first update, at ratio 1, and in the second by moving c_high to 1.35.
     config = BAPOConfig(positive_contribution_target=0.4792, bound_scope="previous_batch")
     metadata = {"bound_scope": "previous_batch", "switches": json.dumps(vars(config))}
     report = report_on(plant(tmp_path, updates=[0, 1, 0, 1], **metadata))
@@ -290,7 +290,7 @@ def test_the_pages_numbers_are_the_jsons(tmp_path, monkeypatch, capsys):
 
 
 def test_every_number_of_the_json_is_on_the_page(report):
-    numbers = iter(range(11, 2000))  # each another one, also where it is shown as 1.1 % or as 0.011
+    numbers = iter(range(11, 2000))  # all different, also when shown as 1.1 % or as 0.011
 
     def renumbered(value, name=""):
         if isinstance(value, dict):
@@ -309,16 +309,16 @@ def test_every_number_of_the_json_is_on_the_page(report):
 
 
 def polygons(html, name):
-    """The points of each drawing of this name."""
+    """Return the points of each drawing with this name."""
     drawings = re.findall(f'<polygon class="{name}" points="([^"]+)"', html)
     return [[tuple(map(float, point.split(","))) for point in points.split()] for points in drawings]
 
 
-DRAWN = ("target", "already_met", "met_by_moving", "out_of_reach")  # in the picture of the targets
+DRAWN = ("target", "already_met", "met_by_moving", "out_of_reach")  # shown in the picture of the targets
 
 
 def leaves(value, path=""):
-    """The numbers of the report that are not drawn, by their paths."""
+    """Return the numbers of the report that are not drawn, by their paths."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             if key not in DRAWN:

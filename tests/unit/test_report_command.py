@@ -20,9 +20,9 @@ from recipe.bapo.report.methods import Method, clipped
 
 
 def dump(folder, seeds, cuts=1, ranks=1):
-    """Updates of 8 sequences, each cut into micro-batches and spread over ranks, as those ranks would write them."""
+    """Dump updates of 8 sequences, split into micro-batches and over ranks, as these ranks would write them."""
     for rank in range(ranks):
-        tokens._written.clear()  # each rank is a process of its own
+        tokens._written.clear()  # each rank is a separate process
         for seed in seeds:
             part = [tensor.chunk(ranks)[rank] for tensor in make_batch(seed, rows=8, zero_advantage=0.0)]
             for micro_batch in zip(*(t.chunk(cuts) for t in part), strict=True):
@@ -57,7 +57,7 @@ def test_an_incomplete_dump_is_named(tmp_path):
     dump(tmp_path, seeds=(1, 2), ranks=2, cuts=2)
     for path in [*tmp_path.glob("rank?-000003*"), tmp_path / "rank0-000002.safetensors"]:
         path.unlink()
-    assert [len(update) for update in read_dump(tmp_path)] == [4]  # the update that was cut off is left out
+    assert [len(update) for update in read_dump(tmp_path)] == [4]  # the incomplete update is left out
     for path in tmp_path.glob("rank1-*"):
         path.unlink()
     with pytest.raises(ValueError, match="holds 4 sequences of update 0, but this update has 8: put the files"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's closed forms are autograd of verl's own losses, token by token."""
+"""The report's closed forms equal autograd of verl's own losses, token by token."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ ROWS, WIDTH = 64, 12
 
 
 def make(spread, seed=1, level=0.0):
-    """Responses of different lengths, padded; ``level`` shifts the log-ratios of whole responses."""
+    """Make padded responses of different lengths; ``level`` shifts the log-ratios of whole responses."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(2, ROWS, WIDTH, generator=generator)
     old = -3 * torch.rand(ROWS, WIDTH, generator=generator) ** 2 - 1e-4
     log_prob = (old + spread * normal[0] + level * normal[1, :, :1]).clamp(max=-1e-5)
-    log_prob[0, 0], log_prob[1, 0], old[1, 0] = old[0, 0] - 25, -1e-3, -30  # beyond the limit on the log-ratio
+    log_prob[0, 0], log_prob[1, 0], old[1, 0] = old[0, 0] - 25, -1e-3, -30  # where the log-ratio is clamped
     advantages = torch.randn(ROWS, 1, generator=generator).expand(ROWS, WIDTH)
     mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
     return old, log_prob, advantages, mask
@@ -36,26 +36,26 @@ def tokens_of(old, log_prob, advantages, mask):
 
 
 def autograd_of_verl(loss_mode, batch, settings):
-    """What stands before -A in the gradient of verl's function."""
+    """Compute the factor of -A in the gradient of verl's function."""
     old, log_prob, advantages, mask = batch
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
     leaf = log_prob.clone().requires_grad_()
     loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
     (gradient,) = torch.autograd.grad(loss, leaf)
-    if loss_mode == "sapo":  # it takes the mean over responses of the means over tokens, whatever it is told
+    if loss_mode == "sapo":  # it always takes the mean over responses of the means over tokens
         gradient = gradient * mask.sum(1, keepdim=True) * len(mask)
     return -(gradient / advantages)[mask]
 
 
 def check(factor, expected, without=None):
-    """``without``: whether the tokens must be of both kinds, with and without a gradient."""
+    """Compare the factors with autograd; ``without``: require tokens with a gradient and tokens without."""
     assert torch.allclose(factor, expected, rtol=1e-4, atol=1e-7) and factor.min() >= 0 < factor.max()
     assert torch.equal(factor == 0, expected == 0)
     assert without is None or (0 < (factor == 0).float().mean() < 1) == without
 
 
 VANILLA = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-# The published settings, and others.
+# The published settings and others.
 CASES = {(loss_mode, ()): as_published(loss).settings for loss_mode, loss in VERL_LOSSES.items()}
 CASES |= {
     (loss_mode, settings): dict(zip(names, settings, strict=True))
@@ -77,7 +77,9 @@ def test_a_factor_is_autograd_of_verls_own_loss(case, spread, level):
     loss_mode, settings = case[0], CASES[case]
     batch = make(spread, level=level)
     without = None if spread == 0.02 else loss_mode != "cispo"
-    factor = loss_of_run({"loss_mode": loss_mode, **settings}).in_update(None, 0)  # which no fixed bounds need
+    factor = loss_of_run({"loss_mode": loss_mode, **settings}).in_update(
+        None, 0
+    )  # fixed bounds do not need the statistics
     check(factor(tokens_of(*batch)), autograd_of_verl(loss_mode, batch, settings), without)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The locked lists, and what scripts/setup.sh does with them. Python, uv and a GPU machine's tools are stand-ins."""
+"""The locked lists, and how scripts/setup.sh installs them. Python, uv and a GPU machine's tools are stand-ins."""
 
 import os
 import re
@@ -26,7 +26,9 @@ def locked(kind):
 def test_a_list_pins_every_package_once_for_every_python_and_has_what_was_asked_for(kind):
     pinned = lines(ROOT / LOCKS[kind])
     for line in pinned:
-        assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.!]*", line), line  # no marker: one list for both Pythons
+        assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][0-9a-z.!]*", line), (
+            line
+        )  # without markers, because both Pythons use one list
     assert len(locked(kind)) == len(pinned) > 200
     asked_for = [line for name in (kind, "common") for line in lines(SOURCES / f"{name}.in") if "==" in line]
     assert {re.sub(r"\[.*\]", "", line).lower() for line in asked_for} <= set(pinned)
@@ -72,7 +74,7 @@ esac""",
 
 @pytest.fixture
 def set_up(tmp_path):
-    """Runs scripts/setup.sh in a copy and installs nothing; gives what it printed and the commands that it ran."""
+    """Run scripts/setup.sh in a copy without installing anything. Returns its output and the commands that it ran."""
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/setup.sh", "scripts/gpus.sh", "scripts/flash_attn.sh", "pyproject.toml", *LOCKS.values()):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -103,7 +105,7 @@ def set_up(tmp_path):
             timeout=60,
         )
         assert done.returncode == code, done.stdout
-        # Without those that ask whether the Python will do, which it is, and where its headers are.
+        # Without the commands that ask for the version of Python, for its name, and for its headers.
         questions = ("ensurepip", "get_paths", "cp%d%d")
         return done.stdout, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
 
@@ -122,7 +124,7 @@ def test_the_cpu_set_up_and_none_where_it_is_up_to_date(set_up, tmp_path):
     assert torch.endswith(f"torch=={locked('cpu')['torch']}")
     assert set_up() == ("", [])
     (tmp_path / "requirements.txt").open("a").write("one-more==1.0\n")
-    assert set_up()[1] == calls  # another list: from the beginning
+    assert set_up()[1] == calls  # the list has changed, so it starts from scratch
     (tmp_path / "pyproject.toml").open("a").write("\n")
     torch += " --index-url https://cpu.example"
     assert set_up(BAPO_TORCH_INDEX="https://cpu.example")[1] == [uv, lock, torch, package]
@@ -132,7 +134,7 @@ def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_pa
     output, calls = set_up(code=1, DRIVER="550.54.15")
     assert "driver here is 550.54.15" in output and "CUDA 13.0" in output and "580 or newer" in output
     assert calls == [] and not list(tmp_path.glob(".venv*"))
-    set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package stands in for the driver's libraries
+    set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package replaces the driver's libraries
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_flash_attn_is_built_for_the_gpus_that_are_here_and_kept(set_up, tmp_pat
     folder = f"{tmp_path}/.venv-wheels/torch=={locked('cuda')['torch']}-cp312-sm_{archs.replace(';', '_')}"
     wheel = f"{folder}/flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl"
     assert f"BAPO_FLASH_ATTN_WHEEL={wheel}\n" in output and any(f"--no-deps {wheel}" in call for call in calls)
-    # It is kept: a new environment is set up without another build.
+    # The wheel is kept, so a new environment needs no other build.
     shutil.rmtree(tmp_path / ".venv-cuda")
     output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities, "BUILD_FAILS": "1"}, **given)
     assert "WARNING" not in output and any(f"--no-deps {wheel}" in call for call in calls)
@@ -162,7 +164,7 @@ def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, t
     home, flags = f"{tmp_path}/.venv-cuda/cuda", "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK -lineinfo"
     assert [call for call in calls if call.endswith(f" force=TRUE home={home} flags={flags}")]
     for name in ("bin/nvcc", "include", "nvvm", "lib64/libcudart.so.13", "lib64/libcudart.so"):
-        assert Path(home, name).exists(), name  # and not a link to nothing
+        assert Path(home, name).exists(), name  # the link is not broken
 
 
 @pytest.mark.parametrize(
@@ -180,10 +182,10 @@ def test_without_flash_attn_it_says_why_and_what_follows(set_up, tmp_path, varia
     output, calls = set_up(**GPUS | variables)
     assert reason in output and "WARNING: flash-attn could not be installed" in output
     assert "platform=gpu_without_flash_attn" in output and "rm .venv-cuda/complete" in output
-    # One that cannot be imported is taken away: transformers and verl would choose it by its name.
+    # A package that cannot be imported is removed, because transformers and verl would use it.
     assert any("uninstall" in call and " flash-attn" in call for call in calls) == ("IMPORT_FAILS" in variables)
-    assert set_up(**GPUS)[0] == ""  # not tried for an hour at every start
-    assert not list(tmp_path.glob(".venv-wheels/*/*"))  # no wheel is kept that cannot be imported
+    assert set_up(**GPUS)[0] == ""  # so that not every start builds for an hour
+    assert not list(tmp_path.glob(".venv-wheels/*/*"))  # a wheel that cannot be imported is not kept
     (tmp_path / ".venv-cuda" / "complete").unlink()
     assert "WARNING" not in set_up(**GPUS)[0]
 
@@ -215,7 +217,7 @@ def test_the_lists_are_resolved_for_the_glibc_that_set_up_asks_for():
 def test_what_triton_compiles_with_is_looked_for_before_anything_is_made(set_up, tmp_path, variables, said):
     output, calls = set_up(code=1, **GPUS | variables)
     assert said in output and calls == [] and not (tmp_path / ".venv-cuda").exists()
-    set_up(**variables)  # without a GPU nothing is compiled
+    set_up(**variables)  # without a GPU no compiler is needed
 
 
 def test_it_goes_on_where_files_cannot_be_locked(set_up):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vectorised search against arithmetic by hand and the literal Algorithm 1, and what it must not depend on."""
+"""The vectorised search against values by hand and the literal Algorithm 1, and what it must not depend on."""
 
 import math
 from unittest import mock
@@ -25,7 +25,7 @@ from bapo.search import search_path
 
 
 def tokens(ratios, advantages):
-    """One row of tokens with the given ratios; ``exp(0) = 1`` makes both token weights equal."""
+    """Make one row of tokens with the given ratios; ``exp(0) = 1`` makes both token weights equal."""
     old = torch.zeros(1, len(ratios), dtype=torch.float64)
     log_prob = torch.tensor([ratios], dtype=torch.float64).log()
     return old, log_prob, torch.tensor([advantages], dtype=torch.float64), torch.ones(1, len(ratios))
@@ -58,7 +58,7 @@ def test_the_metrics_beside_the_bounds_by_hand():
     ratio = torch.tensor([[1.0, 2.0, 4.0], [1.0, 4.0, 20.0], [1.0, 7.0, 7.0], [1.0, 1.0, 7.0]])
     advantages = torch.tensor([[1.0], [-2.0], [-2.0], [0.0]]).expand(4, 3).clone()
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 1, 0]])
-    advantages[2, 1:] = torch.tensor([torch.nan, 5.0])  # masked: may hold anything
+    advantages[2, 1:] = torch.tensor([torch.nan, 5.0])  # masked positions may hold anything
     old = torch.full((4, 3), -1.0)
     for weight in ("rollout_prob", "uniform"):
         found = values_found(old, old + ratio.log(), advantages, mask, BAPOConfig(token_weight=weight))
@@ -66,7 +66,7 @@ def test_the_metrics_beside_the_bounds_by_hand():
         assert found["effective_sample_size"] == pytest.approx(35**2 / (9 * 441), rel=1e-6)
         # r*|A|: 7 of A > 0 and 2 * (25 + 1) of A < 0, of which 2 * 24 above 3
         assert found["negative_unbounded_share"] == pytest.approx(48 / 59, rel=1e-6)
-        assert (found["length_positive"], found["length_negative"]) == (3, 2)  # of one response, of two
+        assert (found["length_positive"], found["length_negative"]) == (3, 2)  # one response, two responses
 
 
 @settings(max_examples=30 * settings.default.max_examples)
@@ -102,7 +102,7 @@ def test_the_tie_at_ratio_1_stays_at_the_start_whatever_the_rounding():
 @pytest.mark.parametrize(
     "ratios, advantages, rho",
     [
-        ([1.0, 1.0, math.exp(20)], [1e-6, -1e-6, -1.0], 0.5),  # taken by the dual clip
+        ([1.0, 1.0, math.exp(20)], [1e-6, -1e-6, -1.0], 0.5),  # removed by the dual clip
         ([1.0, 0.5, 1.0], [1.0, -1e20, -1.0], 0.5),  # below c_low
         ([1.0, 9.0, 1.0], [1.0, 1e20, -1.0], 0.5),  # above c_high
     ],
@@ -113,7 +113,7 @@ def test_a_heavy_token_without_a_gradient_leaves_no_rounding_in_the_others(ratio
     assert found["positive_contribution_start"] == rho
 
 
-# Claims of docs/algorithm.md, which names these tests.
+# These tests check claims of docs/algorithm.md, which names them.
 
 
 @pytest.mark.parametrize("negatives, steps", [(1, 0), (3, 51)])
@@ -145,7 +145,7 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
 
 @pytest.mark.parametrize("rho0", [0.1, 0.4, 0.9])
 def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
-    # Eq. 8 has bars round both sums: |P| / |P - N| >= rho0. That is the share P / (P + N) >= rho0 / (1 + 2 * rho0).
+    # Eq. 8 has absolute values of both sums: |P| / |P - N| >= rho0. So P / (P + N) >= rho0 / (1 + 2 * rho0).
     config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
     high, low = config.upper.grid(), config.lower.grid()
     path = [(low[j].item(), high[i].item()) for i, j in zip(*search_path(config), strict=True)]
@@ -161,7 +161,7 @@ def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
         assert found["saturated"] == (not any(reached))
         assert found["search_steps"] == (reached.index(True) if any(reached) else len(path) - 1)
         steps.append(found["search_steps"])
-    assert len(set(steps)) > 2  # already met, met by moving the bounds, and out of reach
+    assert len(set(steps)) > 2  # the target is already met, met by moving, or out of reach
 
 
 def search_with(*batch, clip_ratio_c=None):

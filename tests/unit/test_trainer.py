@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's mark on batches whose ratios start at 1, the entropy in bypass mode, the order of a batch."""
+"""The trainer's mark on batches whose first update is on-policy, the entropy in bypass mode, the order of a batch."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_
 
 
 class Parent:
-    """Stands for verl's trainer in the two calls that ours extends."""
+    """Replaces verl's trainer in the two methods that ours extends."""
 
     def __init__(self, mode, bypass, local_trigger_step):
         self.trainer_mode, self.local_trigger_step, self.parameter_sync_step = mode, local_trigger_step, 4
@@ -85,7 +85,7 @@ def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
     trainer._update_actor(batch, {})
     assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
     assert ROLLOUT_VERSION in batch.fields
-    assert batch.extra_info[UPDATES_MADE] == 3 * 2  # after three calls of a mini-batch in two epochs
+    assert batch.extra_info[UPDATES_MADE] == 3 * 2  # after three calls with a mini-batch and two epochs each
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
@@ -97,7 +97,7 @@ def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
 
 
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
-    """verl sums a metric whose name holds "sum" or "total", and takes the largest or smallest for "max" or "min"."""
+    """verl adds up metrics whose name contains "sum" or "total", and takes the extreme for "max" or "min"."""
     from support.metrics import METRICS
 
     from verl.trainer.ppo.v1.utils import MetricsAggregator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we rely on in verl 0.9.1 and what a change would break without a word; the tests of the actor show the rest."""
+"""What we rely on in verl 0.9.1, as far as a change would break it silently. tests/actor covers the rest."""
 
 import ast
 import importlib.util
@@ -33,7 +33,7 @@ def parameters(function):
 def test_every_file_names_the_version_that_was_read():
     text = (ROOT / "recipe/bapo/REQUIRED_VERL.txt").read_text()
     lines = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-    # What install_verl.sh of verl's collection of recipes reads where MODE is pinned_tag.
+    # install_verl.sh of verl's collection of recipes reads this if MODE is pinned_tag.
     assert lines["MODE"] == "pinned_tag" and lines["TAG"] == f"v{VERL}" and lines["COMMIT"]
     assert lines["PIP_INSTALL"].startswith(f"pip install verl=={VERL} TransferQueue==")
     assert lines["UPSTREAM"].endswith("/verl.git")
@@ -65,7 +65,7 @@ def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_
     model._verl_fused_kernels_backend = backend
     selected = fused_head._select_of_verl(model, model._no_split_modules)
     assert any(module is model.lm_head for module in selected)
-    ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 looks it up there
+    ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 calls it by this name
     assert any(module is model.lm_head for module in ours) == is_a_unit
     assert len(selected) - len(ours) == (not is_a_unit)
 
@@ -84,7 +84,7 @@ def test_an_update_ends_with_one_optimizer_step_on_every_engine():
 
 
 def test_no_engine_of_verl_replaces_the_order_of_an_update():
-    """Of the source, because the packages of most engines are not installed here."""
+    """This reads the source, because the packages of most engines are not installed here."""
     engines = sorted((Path(verl.__file__).parent / "workers" / "engine").glob("*/transformer_impl.py"))
     assert {"fsdp", "megatron", "veomni"} <= {path.parent.name for path in engines}
     for path in engines:
@@ -95,7 +95,7 @@ def test_no_engine_of_verl_replaces_the_order_of_an_update():
 
 
 def test_each_strategy_of_verls_actor_configs_is_known_here():
-    """``megatron`` is the section of the config that our refusals read."""
+    """Our checks read the config's section ``megatron``."""
     known = {"fsdp", "fsdp2", "megatron", *UNSUPPORTED_STRATEGIES}
     strategies = {cls.__dataclass_fields__["strategy"].default for cls in ActorConfig.__subclasses__()}
     assert strategies <= known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog's rules, and those for what a run leaves; that it ends a real run is in tests/stack/test_faults.py."""
+"""The rules of watchdog and clean-up. tests/stack/test_faults.py tests that the watchdog ends a real run."""
 
 import mmap
 import os
@@ -23,7 +23,7 @@ from recipe.bapo.launch.watchdog import Watchdog
 
 
 def watch(folder, on_cluster=False, **limits):
-    """A watchdog that looks whenever it is asked, over a run in ``folder``."""
+    """Make a watchdog for a run in ``folder`` that checks whenever it is called."""
     defaults = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 60, "grace_s": 0}
     defaults |= {"pending_notice_s": 300, "max_pending_s": 900}
     return Watchdog(folder, OmegaConf.create({**defaults, **limits}), on_cluster)
@@ -40,7 +40,7 @@ def killed_at_the_end(command, **options):
 
 @pytest.fixture
 def block():
-    """A file in shared memory as Python makes it, mapped by this process."""
+    """Make a file in shared memory as Python does, and map it into this process."""
     made = python_shared_memory.SharedMemory(create=True, size=4096)
     yield Path("/dev/shm", made.name)
     made.close()
@@ -48,14 +48,14 @@ def block():
 
 
 def vllm_of(job):
-    """A process with the title of an engine of vLLM's, served by verl under a job number."""
+    """Start a process with the title of a vLLM engine, in the environment of verl's server of a job."""
     command = ["bash", "-c", "exec -a VLLM::EngineCore sleep 60"]
     return killed_at_the_end(command, env={**os.environ, "VERL_RAY_JOB_ID": job}, start_new_session=True)
 
 
 def test_a_step_that_ends_is_progress(tmp_path):
     dog = watch(tmp_path, max_silence_s=100)
-    assert dog.silence() is None  # it has only begun
+    assert dog.silence() is None  # it has just started
     dog.began -= 101
     assert "no step ended in 101 s (watchdog.max_silence_s=100)" in dog.silence()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
@@ -65,7 +65,7 @@ def test_a_step_that_ends_is_progress(tmp_path):
 
 
 def test_a_server_that_was_there_and_is_gone_is_named_and_what_it_held_is_noted(tmp_path, monkeypatch, block):
-    """If the server is killed, nobody's maps name its shared memory any more."""
+    """When the server has died, no process maps its shared memory any more, so it cannot be found then."""
     there = {os.getpid(): "VLLM::EngineCore", 8: "ray::WorkerDict"}
     dog = watch(tmp_path)
     monkeypatch.setattr(dog, "processes", lambda: dict(there))
@@ -96,7 +96,7 @@ GROUP = "a placement group global_pool of 1 x (3 CPU, 1 GPU)"
 def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys):
     dog = watch(tmp_path)
     dog.demands_since -= 1e6
-    assert dog.unmet_demand() is None  # nothing is waited for
+    assert dog.unmet_demand() is None  # Ray does not wait for anything
     dog.set_demands([GROUP], "1 of 2 CPU")
     assert dog.unmet_demand() is None and not capsys.readouterr().out
     dog.demands_since -= 301
@@ -105,7 +105,9 @@ def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys
     assert capsys.readouterr().out.count(told) == 1
     dog.demands_since -= 600
     assert f"Ray (watchdog.max_pending_s=900) has waited 901 s to place {GROUP}" in dog.unmet_demand()
-    dog.set_demands(["1 x vLLMHttpServer (1 GPU)"], "")  # another demand, so the first was met: from the beginning
+    dog.set_demands(
+        ["1 x vLLMHttpServer (1 GPU)"], ""
+    )  # another demand, so the first was met, and the time starts again
     assert dog.unmet_demand() is None
     dog.set_demands([], "")
     dog.demands_since -= 1e6
@@ -113,7 +115,7 @@ def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys
 
 
 def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
-    """Ray's own records, as its state API gives them; tests/stack/test_faults.py asks a real Ray."""
+    """This uses records as Ray's state API returns them; tests/stack/test_faults.py asks a real Ray."""
 
     def task(name, kind="ACTOR_CREATION_TASK", **resources):
         return SimpleNamespace(name=name, type=kind, required_resources=resources)
@@ -121,7 +123,7 @@ def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
     bundles = [{"unit_resources": {"GPU": 1.0, "CPU": 3.0}}] * 2
     groups = [SimpleNamespace(name="pool", bundles=bundles), SimpleNamespace(name="", bundles=[bundles[0]])]
     tasks = [task("Unit.__init__", CPU=1.0), task("Unit.__init__", CPU=1.0), task("work", "NORMAL_TASK", CPU=5.0)]
-    tasks.append(task("Unit.call", "ACTOR_TASK"))  # it waits for its actor
+    tasks.append(task("Unit.call", "ACTOR_TASK"))  # a method call waits for its actor
     asked = []
     monkeypatch.setattr(ray_state, "list_placement_groups", lambda **options: asked.append(options) or groups)
     monkeypatch.setattr(ray_state, "list_tasks", lambda **options: asked.append(options) or tasks)
@@ -131,7 +133,9 @@ def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
         "a placement group of 1 x (3 CPU, 1 GPU)",
         "a placement group pool of 2 x (3 CPU, 1 GPU)",
     ]
-    assert all("01000000" in [value for _, _, value in options["filters"]] for options in asked)  # not other jobs'
+    assert all(
+        "01000000" in [value for _, _, value in options["filters"]] for options in asked
+    )  # other jobs are filtered out
 
 
 def test_ray_is_asked_until_the_first_step_and_each_change_is_sent(monkeypatch, tmp_path):
@@ -166,14 +170,14 @@ def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch)
     monkeypatch.setattr(cleanup, "weight_sockets", lambda job: [socket])
     dog = watch(tmp_path)
     dog.job = "01000000"
-    assert dog.stuck_weights() is None  # none is open
+    assert dog.stuck_weights() is None  # no socket is open
     socket.touch()
     assert dog.stuck_weights() is None
     dog.began -= 100
     os.utime(socket, (0, time.time() - 61))
     assert dog.stuck_weights() == "the weights did not reach vLLM in 61 s (watchdog.max_sync_s=60)"
     os.utime(socket, (0, time.time() - 101))
-    assert dog.stuck_weights() is None  # it was there before the run
+    assert dog.stuck_weights() is None  # the socket is older than the run
 
 
 def test_the_trainer_has_time_to_report_what_was_found(tmp_path, monkeypatch):
@@ -188,9 +192,9 @@ def test_the_trainer_has_time_to_report_what_was_found(tmp_path, monkeypatch):
 
 
 def test_the_jobs_servers_on_a_cluster_are_found(tmp_path):
-    """They are below Ray's processes there, not below the launcher."""
+    """On a cluster they are descendants of Ray's processes, not of the launcher."""
     dog = watch(tmp_path, on_cluster=True)
-    assert dog.processes() == {}  # Ray is not up yet
+    assert dog.processes() == {}  # before Ray is up
     dog.job = "a test's"
     with vllm_of("a test's") as ours, vllm_of("another's"):
         until(dog.processes, 30, "a process of vLLM's")
@@ -198,7 +202,7 @@ def test_the_jobs_servers_on_a_cluster_are_found(tmp_path):
 
 
 def test_shared_memory_of_a_run_is_found_until_it_is_removed_and_that_of_others_stays(block):
-    """A data set in shared memory, mapped by a worker, is not the run's to remove."""
+    """A data set in shared memory that a worker maps does not belong to the run, so it must stay."""
     assert block in cleanup.shared_memory([os.getpid()])
     assert block not in cleanup.shared_memory([1 << 30])
     content = block.read_bytes()
@@ -216,7 +220,7 @@ def test_shared_memory_of_a_run_is_found_until_it_is_removed_and_that_of_others_
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """The rules for two runs on a machine, whatever else runs here; the config of a run with a Ray of its own."""
+    """Isolate the rules for two runs from other runs here; the value is the config of a run that starts its own Ray."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setattr(locks, "SOCKETS", tmp_path)
@@ -241,9 +245,11 @@ def test_the_servers_of_another_run_are_found(alone, monkeypatch):
 
 def test_two_runs_that_start_at_once_do_not_both_get_the_machine(alone):
     claim = locks.claim_machine()
-    with pytest.raises(ValueError, match="another run is on this machine, and"):  # it has no server yet
+    with pytest.raises(ValueError, match="another run is on this machine, and"):  # the other run has no server yet
         check_other_runs(alone)
-    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:  # it holds the machine no longer than the run
+    with subprocess.Popen(
+        ["sleep", "60"], close_fds=False
+    ) as child:  # a child must not hold the claim longer than the run
         os.close(claim)
         assert check_other_runs(alone) == "none on this machine"
         child.kill()
@@ -259,7 +265,7 @@ def test_a_ray_address_at_which_nothing_listens_is_named_at_once(scheme):
 
 
 def test_a_ray_address_without_host_or_port_is_named():
-    locks.check_ray_address("auto")  # left to Ray
+    locks.check_ray_address("auto")  # not checked
     for address in ("10.0.0.1", "head:port", "http://head", "..:80"):
         with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer .*give the HOST:PORT"):
             locks.check_ray_address(address)
