@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages say of the language model follows from its stored runs."""
+
+import json
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+RAW = DOCS / "results" / "language_model"
+RESULTS, REPORT, RUNNING = (
+    " ".join((DOCS / f"{name}.md").read_text().split()) for name in ("results", "clip_report", "running")
+)
+
+
+def values(run, name):
+    """A metric of a run of the real stack, step by step."""
+    lines = (json.loads(line)["data"] for line in (RAW / f"stack_{run}.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_the_rewards_of_the_real_stack():
+    held_out = values("bapo", "val-core/bapo/sort/acc/mean@1")
+    assert f"held-out reward went from {held_out[0]:.2f} to {held_out[-1]:.2f} in 80 updates" in RESULTS
+    reward, entropy = values("bapo", "critic/rewards/mean"), values("bapo", "actor/entropy")
+    assert f"| {reward[0]:.2f} | {reward[2]:.2f} | {reward[-1]:.2f} |" in RUNNING
+    assert f"fell from {entropy[0]:.2f} to {entropy[-1]:.2f} nats" in RESULTS
+    grpo = values("grpo", "critic/rewards/mean")
+    said = f"went from {grpo[0]:.2f} to {grpo[-1]:.2f} ([metrics](results/language_model/stack_grpo.jsonl)), BAPO's"
+    assert f"{said} from {reward[0]:.2f} to {reward[2]:.2f}" in RESULTS and len(grpo) == 3
+
+
+def test_the_bounds_stood_at_the_ends_of_their_ranges():
+    met, missed = values("bapo", "actor/bapo/met_at_once"), values("bapo", "actor/bapo/saturated")
+    assert all(at_once + out == 1 for at_once, out in zip(met, missed, strict=True))  # "between in none"
+    said = f"In {8 * sum(met):.0f} of the 80 updates the target of 0.4 was already met"
+    assert said in RESULTS and f"in {8 * sum(missed):.0f} it was out of reach" in RESULTS
+    clipped = values("bapo", "actor/bapo/clipfrac_positive")
+    assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in RESULTS
+
+
+def test_the_clip_report():
+    report = json.loads((RAW / "clip_report.json").read_text())
+    assert report["dump"]["updates"] == 24
+    methods = {row["method"]: row["without_gradient"] for row in report["methods"]}
+    grpo = methods["GRPO"]
+    said = f"leave {grpo['positive']:.1%} of the tokens with A > 0 and {grpo['negative']:.1%}".replace("%", " %")
+    assert said in REPORT
+    assert f"GRPO clipped {100 * grpo['positive']:.1f} % of the positive tokens" in RESULTS
+    clipped = [row["clipped_by_grpo"] for row in report["by_update"]]
+    assert clipped[0] == 0 and f"{100 * clipped[3]:.1f} % in the fourth" in REPORT
+    assert 0.045 < min(clipped[4:]) <= max(clipped) < 0.065  # "5 to 6 % from the fifth on"
+    value, gradient = report["rho"]
+    assert f"{value['before']:.3f} before the search" in REPORT and max(value["met_by_moving"]) == 0
+    assert value["highest"] - value["lowest"] < 0.001
+    assert f"from {gradient['lowest']:.3f} to {gradient['highest']:.3f}" in REPORT
+    assert f"in {max(gradient['met_by_moving']):.0%} of the updates".replace("%", " %") in REPORT
+    said = "GSPO with its published settings leaves {:.0f} % without a gradient, DPPO {:.1f} %, SAPO and CISPO none"
+    shares = [100 * methods[name]["all"] for name in ("GSPO", "DPPO-KL", "SAPO", "CISPO")]
+    assert said.format(*shares) in REPORT and shares[2:] == [0, 0]
+    assert f"leaves {100 * methods['BAPO 0.4']['positive']:.1f} % of the tokens with A > 0" in REPORT
