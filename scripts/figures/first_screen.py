@@ -27,7 +27,7 @@ POSITIVE, NEGATIVE = "#0072B2", "#E69F00"  # Okabe-Ito: blue and orange
 
 def searched_update() -> dict[str, float]:
     """Train the cell up to the update, and return its bounds and rho before and after its search."""
-    torch.set_num_threads(1)  # the same sums on every run
+    torch.set_num_threads(1)  # so that sums are the same every time
     trainer = Trainer(CELL, [SEED])
     trainer.train()
     update = trainer.updates[UPDATE]
@@ -36,7 +36,7 @@ def searched_update() -> dict[str, float]:
 
 
 def draw_row(axes, title: str, rho: float, target: float, low: float, high: float) -> None:
-    """One row: the loss as a bar with a tick at the target, and the two bounds as handles on an axis of the ratio."""
+    """Draw one row: the loss as a bar with a tick at the target, and the bounds as handles on an axis of the ratio."""
     bar, ratio = axes
     bar.barh(0, rho, color=POSITIVE, height=0.6)
     bar.barh(0, 1 - rho, left=rho, color=NEGATIVE, height=0.6)
@@ -59,7 +59,7 @@ def draw_row(axes, title: str, rho: float, target: float, low: float, high: floa
 
 
 def draw(out: Path, update: dict[str, float]) -> None:
-    """Write the picture of what ``searched_update`` returns."""
+    """Draw the picture of the result of ``searched_update``."""
     config = BAPOConfig()
     figure, axes = plt.subplots(4, 1, figsize=(8.5, 7), constrained_layout=True, height_ratios=[1.3, 1, 1.3, 1])
     start, target = (config.ratio_lower_start, config.ratio_upper_start), config.positive_contribution_target
@@ -75,7 +75,7 @@ def draw(out: Path, update: dict[str, float]) -> None:
 
 
 def main():
-    """Command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "bapo.png")
     out = parser.parse_args().out

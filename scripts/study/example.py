@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example in one process, seed after seed: what its settings, its test's ranges and its description rest on.
+"""Run the example in one process with many seeds. Its settings, its test's ranges and its description use the results.
 
 python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/results/example_loop.jsonl
 """
@@ -24,7 +24,7 @@ MODEL = ROOT / "recipe" / "bapo" / "example" / "files" / "model"
 
 
 def example_settings() -> tuple[BAPOConfig, Settings]:
-    """Those of ``SIZE=cpu_example``."""
+    """Return BAPO's options and the settings of ``SIZE=cpu_example``."""
     primary = ROOT / "recipe" / "bapo" / "config" / "bapo_trainer.yaml"
     sizes = [ROOT / "configs" / "size" / f"{name}.yaml" for name in ("cpu", "cpu_example")]
     config = OmegaConf.merge(*map(OmegaConf.load, (primary, *sizes)))
@@ -42,7 +42,7 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
 
 
 def run(seed: int) -> dict:
-    """One run: how its updates met the target, what the bounds did to rho, the reward step by step."""
+    """Make one run. Returns how its updates met the target, how bounds moved rho, and the reward of each step."""
     config, settings = example_settings()
     result = train(MODEL, config, seed, settings)
     updates, per_step = result.updates, settings.mini_batches * settings.epochs
@@ -66,18 +66,18 @@ def run(seed: int) -> dict:
 
 
 def mean(values: list[float]) -> float:
-    """To four digits."""
+    """Average, rounded to four digits."""
     return round(sum(values) / len(values), 4)
 
 
 def by_step(updates: list[dict], key: str, per_step: int) -> list[float]:
-    """Means over the updates of each rollout batch."""
+    """Average over the updates of each rollout batch."""
     values = [update[key] for update in updates]
     return [mean(values[i : i + per_step]) for i in range(0, len(values), per_step)]
 
 
 def main():
-    """Command line: first and last seed. Seeds that are in the file are left out."""
+    """Run the command with first and last seed. Seeds that are already in the file are skipped."""
     torch.set_num_threads(1)
     first, last = map(int, sys.argv[1:])
     config, settings = example_settings()

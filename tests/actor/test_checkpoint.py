@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of the real actor worker on two ranks: what is restored, and how training goes on from it."""
+"""Checkpoints of the real actor worker on two ranks: everything is restored, and training continues as before."""
 
 import random
 
@@ -14,7 +14,7 @@ METRICS = ("actor/bapo/clip_low", "actor/bapo/clip_high", "loss", "grad_norm")
 
 
 def state_of(actor):
-    """Everything that a checkpoint holds, on this rank."""
+    """Return everything that a checkpoint holds, on this rank."""
     engine = actor.engine
 
     def local(value):
@@ -33,7 +33,7 @@ def state_of(actor):
 
 
 def same(a, b):
-    """Equal bit for bit, through dicts and sequences."""
+    """Compare bit for bit, also inside dicts and sequences."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -42,14 +42,14 @@ def same(a, b):
 
 
 def as_number(metric):
-    """verl's metric of one update as a number: it is one, an object that aggregates, or a list of such."""
+    """Convert verl's metric of one update to a number: it is a number, an aggregating object, or a list of such."""
     if isinstance(metric, list):
         return float(np.mean([as_number(one) for one in metric]))
     return float(metric.aggregate() if hasattr(metric, "aggregate") else metric)
 
 
 def updates(actor, rank, first, folder):
-    """The metrics of updates on recorded mini-batches; who comes first makes a mini-batch's file."""
+    """Return the metrics of updates on recorded mini-batches. The first caller makes the file of a mini-batch."""
     found = []
     for number in range(first, first + STEPS):
         path = folder / f"mini_batch{number}-rank{rank}.pt"

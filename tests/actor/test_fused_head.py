@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's fused kernels with a model whose embeddings are not tied: the same update as from the logits."""
+"""With untied embeddings, verl's fused kernels make the same update as the logits."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ from recipe.bapo.config import cpu_environment
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FUSED = f"{MODEL}.use_fused_kernels=true"
-# verl's default for its dataclass: gradients are reduced after the last micro-batch alone.
+# The default of verl's dataclass: gradients are reduced only after the last micro-batch.
 DEFERRED = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
 UPDATES = {"logits": [], "fused": [FUSED], "fused, gradients reduced once": [FUSED, DEFERRED]}
 KINDS = {
@@ -27,7 +27,7 @@ CASES = [("padded", 1), ("padded", 2), ("remove-padding", 1), ("remove-padding",
 
 
 def make_updates(rank, size, ports, kind, model, folder):
-    """One update for each of ``UPDATES``, the fused ones last: verl patches the model's class for them."""
+    """Make one update for each of ``UPDATES``, the fused ones last, because verl patches the model's class for them."""
     torch.set_num_threads(1)
     for port, (name, setting) in zip(ports, UPDATES.items(), strict=True):
         actor = make_actor(
@@ -49,8 +49,8 @@ def make_updates(rank, size, ports, kind, model, folder):
 
 
 def compute_reference_log_probs(rank, ports, model, folder):
-    """A reference model's log-probs, in a process that builds no actor."""
-    os.environ.update(cpu_environment())  # before verl
+    """Compute a reference model's log-probs in a process that builds no actor."""
+    os.environ.update(cpu_environment())  # before verl is imported
     engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # pinned memory needs a GPU
     libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.fused_head"]]
@@ -64,7 +64,7 @@ def compute_reference_log_probs(rank, ports, model, folder):
 
 @pytest.fixture(scope="module")
 def untied(task, tmp_path_factory):
-    """The path of the example's model with an output layer of its own weights."""
+    """Return the path of the example's model with an untied output layer."""
     return untie_embeddings(task / "model", tmp_path_factory.mktemp("untied") / "model")
 
 

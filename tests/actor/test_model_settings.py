@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of verl for larger models (docs/larger_models.md): the bounds are the same with each, in every scope."""
+"""With each setting for larger models (docs/larger_models.md), the bounds are the same in every scope."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from support.actor import free_port, make_actor, make_mini_batch, run_update
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 SCOPES = ("mini_batch", "previous_batch", "micro_batch")
-PADDED = {  # the same micro-batches as without any setting
+PADDED = {  # split into the same micro-batches as without a setting
     "none": [],
     "offload": [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
     "no gradient checkpointing": [f"{MODEL}.enable_gradient_checkpointing=false"],
@@ -44,7 +44,7 @@ def update_with_settings(_, names, task, folder):
             )
             data = make_mini_batch(actor, seed=3, rows=ROWS)
             run_update(actor, data.copy())
-            if scope == "previous_batch":  # the same mini-batch once more, which gets the bounds of its tokens
+            if scope == "previous_batch":  # repeat the mini-batch, so that it gets the bounds of its own tokens
                 actor.updates_on_batch = 0
                 actor.earlier_bounds.start_batch()
                 run_update(actor, data)
@@ -53,9 +53,9 @@ def update_with_settings(_, names, task, folder):
 
 @pytest.fixture(scope="module")
 def records(task, tmp_path_factory):
-    """The bounds record by setting and scope: of one update, and with ``previous_batch`` of two."""
+    """Return the bounds record by setting and scope, of one update, or of two with ``previous_batch``."""
     folder = tmp_path_factory.mktemp("settings")
-    # verl patches the model's class for remove-padding and fused kernels: a process for each kind.
+    # A process for each kind, because verl patches the model's class for remove-padding and fused kernels.
     patched = {name: [word for word in ("remove-padding", "fused") if word in name] for name in SETTINGS}
     for kind in ([], ["remove-padding"], ["fused"], ["remove-padding", "fused"]):
         names = [name for name in SETTINGS if patched[name] == kind]
@@ -70,7 +70,7 @@ def records(task, tmp_path_factory):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_mini_batchs_bounds_are_the_same_with_every_setting(records, name):
     ((plain,), (found,)) = records["none", "mini_batch"], records[name, "mini_batch"]
-    assert 0 < float.fromhex(plain["search_steps"]) < 51  # the search stopped on its way
+    assert 0 < float.fromhex(plain["search_steps"]) < 51  # the search stopped between start and end
     for field in ("low", "high", "search_steps"):
         assert found[field] == plain[field]
     for field in ("positive_contribution_start", "positive_contribution"):

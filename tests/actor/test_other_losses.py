@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our worker with the losses of others: what verl's worker does, bit for bit, a dump or not; and what it costs less."""
+"""With other losses our worker does the same as verl's, bit for bit, with a dump or without; where it saves memory."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mod
 
 
 class SoftmaxBackwards(TorchDispatchMode):
-    """Counts the backwards of softmaxes over ``width`` classes."""
+    """Counts backward calls of softmaxes over ``width`` classes."""
 
     def __init__(self, width):
         super().__init__()
@@ -118,7 +118,7 @@ def refused_loss_functions(rank, task, folder):
 
     actor, _, _ = train(OURS, task)
     loss_fn = partial(sft_loss, config=None)
-    actor.set_loss_fn(loss_fn)  # a callable of the caller's own goes through
+    actor.set_loss_fn(loss_fn)  # any other callable is passed through
     assert actor.loss_fn is loss_fn and actor.bapo_config is None
     with pytest.raises(ValueError) as error:
         actor.set_loss_fn(partial(distillation_ppo_loss, config=actor.actor_config, distillation_config=None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bound_scope=previous_batch`` on the real actor worker: no forward of its own, and bad input changes nothing."""
+"""``bound_scope=previous_batch`` on the real actor worker: it needs no extra forward, and bad input changes nothing."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def updates_of_rank(rank, size, port, task, folder):
 
 
 def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
-    """The bounds that an exact update used, and those of a second update on the same mini-batch, one batch later."""
+    """Return the bounds of an exact update, and those of an update on the same mini-batch one rollout batch later."""
     model, found = f"actor_rollout_ref.model.path={task}/model", []
     if name == "micro_batch scope":
         return found
@@ -49,7 +49,7 @@ def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
 
 
 def three_batches(rank, size, port, task, folder):
-    """Updates by ``train_mini_batch`` in a run of verl's own config plus three lines; forwards and collectives."""
+    """Make updates with ``train_mini_batch`` from verl's config plus three lines; count forwards and collectives."""
     from verl.utils import tensordict_utils as tu
 
     options = {
@@ -87,10 +87,10 @@ def three_batches(rank, size, port, task, folder):
 
 
 def bad_update(name, rank, size, port, task):
-    """The error of an update with one bad value on the last rank, and whether it changed weights or optimizer."""
+    """Return the error of an update with one bad value on the last rank, and whether weights or optimizer changed."""
     actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, SCOPE], rank, size, port)
     data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-    run_update(actor, data.copy())  # the optimizer has a state
+    run_update(actor, data.copy())  # so that the optimizer has a state
     before = state_of(actor)
     if rank == size - 1:
         spoil(name, actor, data)
@@ -112,14 +112,14 @@ def state_of(actor):
 
 
 def spoil(name, actor, data):
-    """One value on one token that is not finite, in a tensor of the batch or in what the model gives."""
+    """Set one value of one token to NaN, in a tensor of the batch or in the model's log-probs."""
     if name == "log_prob":
         loss_fn = actor.loss_fn
 
         def with_nan(model_output, data, dp_group=None):
             log_probs = model_output["log_probs"]
             poison = torch.zeros_like(log_probs.values())
-            poison[int(data["prompts"].offsets()[1]) + 1] = torch.nan  # of the first response
+            poison[int(data["prompts"].offsets()[1]) + 1] = torch.nan  # a token of the first response
             model_output["log_probs"] = torch.nested.nested_tensor_from_jagged(
                 log_probs.values() + poison, log_probs.offsets()
             )
@@ -168,10 +168,10 @@ def test_all_ranks_hold_the_bits_of_a_search_over_the_dumped_tokens_of_the_batch
     used = [[float.fromhex(line[side]) for line in record] for side in ("low", "high")]
     for side, of_side in zip(("low", "high"), used, strict=True):
         start = {"low": 0.6, "high": 1.2}[side]
-        assert of_side[:UPDATES] == [start, *found[side][: UPDATES - 1]]  # no batch before: the latest search
+        assert of_side[:UPDATES] == [start, *found[side][: UPDATES - 1]]  # first batch: the latest search
         assert of_side[UPDATES:] == found[side][:-UPDATES]
     assert len(set(zip(*used, strict=True))) > 2  # the searches differ
-    for position, line in enumerate(record):  # rho is this update's own
+    for position, line in enumerate(record):  # rho is measured on this update's tokens
         start = found["positive_contribution_start"][position]
         assert float.fromhex(line["positive_contribution_start"]) == pytest.approx(start, abs=1e-9)
 
@@ -186,7 +186,7 @@ def test_what_verl_gathers_of_the_bounds_is_one_number_for_each_update_and_rank(
 
 @pytest.mark.parametrize("name", BAD)
 def test_one_bad_value_on_one_rank_raises_on_all_and_changes_nothing(ranks, name):
-    count = ROWS // len(ranks) // 2 if name == "log_prob" else 1  # a log-prob of each of that rank's micro-batches
+    count = ROWS // len(ranks) // 2 if name == "log_prob" else 1  # one log-prob in each micro-batch of that rank
     for rank in ranks:
         found = rank["bad"][name]
         assert f"of this mini-batch: {count} in {name.split()[0]}. No clip bounds" in found["error"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe as verl's collection could take it: its style, its config, and an update of the real worker with it."""
+"""The recipe in the form of verl's collection: its style, its config, and an update of the real worker with it."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def run_with(recipe, *arguments, **options):
 
 @pytest.fixture(scope="module")
 def with_platform(recipe, tmp_path_factory):
-    """The recipe with the CPU platform, which is the test's: verl has none."""
+    """Return the recipe with our CPU platform added, because verl has none."""
     target = tmp_path_factory.mktemp("cpu") / "recipe" / "bapo"
     shutil.copytree(recipe, target)
     shutil.copytree(ROOT / "recipe/bapo/cpu", target / "cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update of the real actor worker: the same bounds and gradient however its mini-batch is cut or sharded."""
+"""One update of the real actor worker has the same bounds and gradient however its mini-batch is split or sharded."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from recipe.bapo.records.tokens import read_dump
 
 
 def updates_of_rank(rank, size, port, task, folder):
-    """Everything that a rank shows, in a process group that all of it shares."""
+    """Collect all results of a rank, in one process group."""
     model, ranks, results = f"actor_rollout_ref.model.path={task}/model", (rank, size, port), {}
     for name in CUTS:
         record = f"{folder}/{name}"
@@ -46,7 +46,7 @@ def updates_of_rank(rank, size, port, task, folder):
 
 
 def stock_updates(rank, size, port, task, folder):
-    """Updates by verl's own config plus the two lines: bounds as recorded, and the gradient."""
+    """Make updates from verl's own config plus the two lines. Returns recorded bounds and gradients."""
     found = {}
     for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
         record = f"{folder}/stock/{name}"
@@ -64,7 +64,7 @@ def stock_updates(rank, size, port, task, folder):
 
 
 def marked_updates(rank, size, port, task, folder):
-    """Four updates on one rollout batch whose ratios are 1 at first, marked as such or not, and cut or not."""
+    """Make four updates on a rollout batch whose ratios are 1 at first, with or without the mark, split or not."""
     from verl.utils import tensordict_utils as tu
 
     found = {}
@@ -93,7 +93,7 @@ def marked_updates(rank, size, port, task, folder):
 
 
 def updates_with_tool_tokens(rank, size, port, task):
-    """Updates on multi-turn responses: two tokens of each are a tool's, with values that differ between the updates."""
+    """Make updates on multi-turn responses. Two tokens of each come from a tool and differ between the updates."""
     from recipe.bapo.micro_batches import SEARCH_FIELDS
 
     found = []
@@ -120,7 +120,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 
 def dump_of_versions(rank, size, port, task):
-    """What a dump of this rank says of the weights' versions, update by update."""
+    """Return the versions of the weights in a dump of this rank, update by update."""
     from recipe.bapo.micro_batches import ROLLOUT_VERSION
     from recipe.bapo.worker import TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
@@ -146,7 +146,7 @@ def dump_of_versions(rank, size, port, task):
 
 
 def dropout_update(rank, port, task, folder):
-    """One update with dropout: its record, and a dump of the training's tokens."""
+    """Make one update with dropout. Returns its record, and a dump of the tokens in training."""
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",
@@ -160,7 +160,7 @@ def dropout_update(rank, port, task, folder):
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     before = torch.get_rng_state()
     run_update(actor, data)
-    assert not torch.equal(before, torch.get_rng_state())  # there is dropout
+    assert not torch.equal(before, torch.get_rng_state())  # dropout has drawn random numbers
 
 
 def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
@@ -173,7 +173,7 @@ def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
 
 
 def warnings_of_rollout_batches(rank, port, task, folder):
-    """What the worker logs of the target in each of 20 rollout batches in which rho is far above it."""
+    """Return the worker's warnings in 20 rollout batches with rho far above the target."""
     from verl.utils import tensordict_utils as tu
 
     overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON]
@@ -197,7 +197,7 @@ def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, 
 
 
 def without_lengths(found):
-    """A dump's reader takes its tokens in pieces, and counts responses by the lengths that the dump has."""
+    """Remove the lengths from a dump, so that its reader cannot know where responses begin."""
     return {key: value for key, value in found.items() if not key.startswith("length_")}
 
 
@@ -220,7 +220,7 @@ def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
         "gradient, whole": ["gradient, quarters"],
     }.items():
         whole = ranks[0][kind]
-        assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search had something to do
+        assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search moved a bound
         for name in cuts:
             cut = ranks[0][name]
             for field in ("low", "high", "search_steps", "saturated"):
@@ -276,8 +276,10 @@ def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
         assert [line["source"] for line in whole["record"]] == ["on_policy", *3 * ["loss"]]
         assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
         assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
-        assert len({line["positive_contribution_start"] for line in plain["record"]}) == 4  # a search for each update
-        # Known ratios do not depend on the cut, and a forward finds the same but for its rounding.
+        assert (
+            len({line["positive_contribution_start"] for line in plain["record"]}) == 4
+        )  # each update has its own search
+        # Known ratios do not depend on how the mini-batch is split. A forward finds the same except for rounding.
         assert whole["record"][0] == marked["record"][0]
         for name in ("low", "high", "search_steps"):
             assert marked["record"][0][name] == plain["record"][0][name]

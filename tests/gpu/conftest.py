@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show. ``bash scripts/gpu_check.sh`` runs these tests; imported here is nothing but torch.
+"""Settings of the tests that need a GPU, which ``bash scripts/gpu_check.sh`` runs. This file imports only torch.
 
-``--rehearse`` runs them on the CPU, which tries the tests and says nothing about a GPU. ``--report FILE`` gets a line
-of JSON after each test, so that a run which is killed has kept what it saw.
+``--rehearse`` runs them on the CPU, which tests the tests and says nothing about a GPU. ``--report FILE`` gets a line
+of JSON after each test, so that a killed run keeps its results.
 """
 
 import json
@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def is_rehearsal(config):
-    """Whether the CPU is to be used; not even asked for where pytest was started without this folder."""
+    """Whether to use the CPU. The option does not exist if pytest was started without this folder."""
     return bool(config.getoption("--rehearse", default=False))
 
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def describe_machine(rehearsal):
-    """What the figures belong to."""
+    """Describe the machine, for the figures in the report."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": collect_env.run(f"git -C {HERE} describe --always --dirty")[1],
@@ -54,7 +54,7 @@ class Report:
         self.path = path
 
     def append(self, entry):
-        """A line that is on the disk when this returns."""
+        """Append a line, and return when it is on the disk."""
         with open(self.path, "a") as file:
             file.write(json.dumps(entry) + "\n")
             file.flush()
@@ -84,24 +84,24 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def rehearsal(pytestconfig):
-    """Whether this is the CPU's turn."""
+    """Whether the tests run on the CPU."""
     return is_rehearsal(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def device(rehearsal):
-    """Where to compute."""
+    """The device to compute on."""
     return torch.device("cpu" if rehearsal else "cuda")
 
 
 @pytest.fixture
 def on_gpu(rehearsal):
-    """For what a CPU cannot show."""
+    """Skip a test that a CPU cannot run."""
     if rehearsal:
         pytest.skip("not to be seen on a CPU")
 
 
 @pytest.fixture
 def tell(record_property):
-    """A function of a name and a value: told in the report, not judged."""
+    """Return a function that writes a name and a value to the report, without judging them."""
     return record_property

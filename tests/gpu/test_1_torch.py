@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search and loss on the GPU, beside the CPU. Needs torch and pytest alone."""
+"""Compare search and loss on the GPU with the CPU. This needs only torch and pytest."""
 
 import warnings
 from itertools import product
@@ -14,16 +14,16 @@ from scripts.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
 
 SWITCHES = ("contribution", "token_weight", "search_order")
 TARGETS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6)
-BYTES_PER_TOKEN = 160  # of the search's temporaries; by arithmetic 108
+BYTES_PER_TOKEN = 160  # limit for the search's temporaries; 108 by calculation
 
 
 def search(batch, config=None):
-    """The bounds of a batch and their diagnostics, on its device."""
+    """Find the bounds of a batch and its diagnostics, on its device."""
     return find_clip_bounds(*batch, config or BAPOConfig(), clip_ratio_c=DUAL_CLIP)
 
 
 def loss_and_gradient(batch, low, high):
-    """Of the loss with given bounds."""
+    """Compute the loss with given bounds, and its gradient."""
     leaf = batch[1].detach().requires_grad_()
     loss = clipped_surrogate_loss(batch[0], leaf, *batch[2:], low, high, DUAL_CLIP).loss
     loss.backward()
@@ -31,13 +31,13 @@ def loss_and_gradient(batch, low, high):
 
 
 def search_and_loss(batch, config=None):
-    """All that an update adds, without its read."""
+    """Do everything that BAPO adds to an update, except the host read."""
     found = search(batch, config)
     return found, *loss_and_gradient(batch, found[0].low, found[0].high)
 
 
 def vanilla(batch, low=0.8, high=1.2):
-    """PPO's clipped loss with a dual clip and its backward, as verl's ``vanilla`` computes it."""
+    """Compute PPO's clipped loss with a dual clip, and its backward, as verl's ``vanilla`` does."""
     old, log_prob, advantages, mask = batch
     leaf = log_prob.detach().requires_grad_()
     ratio = (leaf - old).clamp(-20.0, 20.0).exp()
@@ -48,7 +48,7 @@ def vanilla(batch, low=0.8, high=1.2):
 
 @pytest.fixture
 def large(rehearsal):
-    """Rows and columns of a large mini-batch."""
+    """Return rows and columns of a large mini-batch."""
     return (8, 512) if rehearsal else (64, 8192)
 
 
@@ -68,7 +68,7 @@ def test_the_bounds_are_those_of_the_cpu(dtype, device, tell):
         distances.append(abs(there["positive_contribution"] - here["positive_contribution"]))
         stopped += 0 < here["search_steps"] and not here["saturated"]
     assert max(distances) <= 1e-5
-    assert stopped > 0  # else nothing was searched for
+    assert stopped > 0  # otherwise the search did nothing
     tell(
         "searches, of which stopped on the way, and the largest distance of rho",
         (len(searches), stopped, max(distances)),
@@ -103,16 +103,16 @@ def test_two_searches_of_one_input_find_the_same(device, large, tell):
     first, second = read_and_validate(*search(batch)), read_and_validate(*search(batch))
     for name in ("low", "high", "search_steps"):
         assert first[name] == second[name], name
-    off = abs(first["positive_contribution"] - second["positive_contribution"])  # atomic additions
+    off = abs(first["positive_contribution"] - second["positive_contribution"])  # atomic additions come in any order
     tell("rho is off by", off)
     assert off <= 1e-12
 
 
 def test_the_host_waits_once_for_the_device(device, large, on_gpu):
     batch = make_batch(*large, torch.float32, device)
-    search_and_loss(batch)  # loads the kernels
+    search_and_loss(batch)  # load the kernels first
     try:
-        torch.cuda.set_sync_debug_mode("error")  # raises where search, loss or backward wait
+        torch.cuda.set_sync_debug_mode("error")  # raises if search, loss or backward wait for the device
         for kind in CHOICES["contribution"]:
             found, *_ = search_and_loss(batch, BAPOConfig(contribution=kind))
         torch.cuda.set_sync_debug_mode("warn")
@@ -137,7 +137,7 @@ def test_peak_memory_of_the_search(device, large, on_gpu, tell):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_times_beside_vanilla(dtype, device, large, rehearsal, tell):
-    """Told, not judged: nobody knows yet what a GPU takes."""
+    """Report the times without judging them, because nobody has measured a GPU yet."""
     batch = make_batch(*large, DTYPES[dtype], device)
     repeats = 3 if rehearsal else 30
     runs = {

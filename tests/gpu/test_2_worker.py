@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of verl's FSDP2 worker on the GPU, without Ray and vLLM.
+"""Make updates of verl's FSDP2 worker on the GPU, without Ray and vLLM.
 
 Each setting makes one update of the same tiny model on the same mini-batch, in float32, and its bounds are compared
 with those of the CPU platform. Then a model of a usual size, of random weights: its memory beside preflight's figure,
@@ -43,7 +43,7 @@ SETTINGS = {
     "LoRA": [PLAIN, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"],
     "fused kernels": [f"{MODEL}.use_fused_kernels=true"],
 }
-SCOPES = {"micro-batch scope"}  # with bounds of their own
+SCOPES = {"micro-batch scope"}  # their bounds differ from the other settings'
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def platform(rehearsal):
-    """The platform that needs no flash-attn."""
+    """Return the platform that does not need flash-attn."""
     return "cpu" if rehearsal else "gpu_without_flash_attn"
 
 
 @pytest.fixture(scope="module")
 def task(folder):
-    """The example's tiny model, barely trained on the CPU."""
+    """Make the example's tiny model, barely trained, on the CPU."""
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "scripts.example_task", str(folder / "task"), "--steps", "6"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
@@ -68,7 +68,7 @@ def task(folder):
 
 @pytest.fixture(scope="module")
 def reference(task, folder):
-    """The CPU's update with a setting, each made once."""
+    """Return the CPU's update with a setting. Each is made once."""
     made = {}
 
     def update(name):
@@ -81,12 +81,12 @@ def reference(task, folder):
 
 
 def bounds_of(seen):
-    """``c_low``, ``c_high`` and steps of each search in a record."""
+    """Return ``c_low``, ``c_high`` and the steps of each search in a record."""
     return [tuple(float.fromhex(line[name]) for name in ("low", "high", "search_steps")) for line in seen["record"]]
 
 
 def distance_of_rho(seen, expected):
-    """The largest difference of the shares at the start of the searches."""
+    """Return the largest difference of rho at the start of the searches."""
     one, other = (
         [float.fromhex(line["positive_contribution_start"]) for line in update["record"]] for update in (seen, expected)
     )
@@ -97,7 +97,7 @@ def distance_of_rho(seen, expected):
 def test_the_bounds_of_an_update_are_those_of_the_cpu(name, task, folder, platform, reference, tell):
     expected = reference(name if name in SCOPES else "four micro-batches")
     if name not in SCOPES:
-        assert 0 < bounds_of(expected)[0][2] < 51  # the search stopped on its way
+        assert 0 < bounds_of(expected)[0][2] < 51  # the search stopped between start and end
     overrides = [f"{MODEL}.path={task}/model", *COMMON, *FLOAT32, *SETTINGS[name]]
     (seen,) = look_at_update(folder / name, overrides, platform, rows=ROWS)
     assert bounds_of(seen) == bounds_of(expected)
@@ -137,7 +137,7 @@ def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, reh
 
 
 def has_flash_attn():
-    """flash-attn 2: ``import flash_attn`` succeeds with flash-attn-4 alone."""
+    """Whether flash-attn 2 is installed. (``import flash_attn`` also works if only flash-attn-4 is.)"""
     try:
         importlib.import_module("flash_attn_2_cuda")
     except (ImportError, OSError):
@@ -156,15 +156,15 @@ def test_ratios_in_the_default_precision(precise, task, folder, reference, on_gp
     assert off <= 0.02
 
 
-# A model of random weights: name in tests/support/gpus.py, tokens of a micro-batch, rows, longest response.
+# A model with random weights: its name in tests/support/gpus.py, tokens of a micro-batch, rows, longest response.
 REHEARSED = (None, 256, 16, 20)
-SMALL_GPU = ("0.5B", 4096, 32, 400)  # below 40 GiB
+SMALL_GPU = ("0.5B", 4096, 32, 400)  # for GPUs below 40 GiB
 USUAL = ("1.5B", 8192, 32, 900)
 
 
 @pytest.fixture(scope="module")
 def usual(rehearsal, task, folder):
-    """The path of such a model, and its sizes."""
+    """Return the path of such a model, and its sizes."""
     if rehearsal:
         return task / "model", *REHEARSED[1:]
     sys.path.append(str(ROOT / "tests"))
@@ -183,7 +183,7 @@ def usual(rehearsal, task, folder):
 
 
 def preflight_of(overrides, platform):
-    """GiB of an update by preflight's arithmetic."""
+    """Return the GiB of an update by preflight's estimate."""
     from omegaconf import OmegaConf
 
     from recipe.bapo.checks import memory
@@ -227,4 +227,4 @@ def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, 
     for name, seconds in seen["seconds"].items():
         tell(f"seconds of an update {name}", round(seconds, 3))
     tell("graphs that torch compiled", seen["graphs"])
-    assert seen["graphs"] == 0  # nothing is compiled anew for each number of tokens
+    assert seen["graphs"] == 0  # nothing is compiled again for each number of tokens

@@ -15,25 +15,25 @@ from tests.support.gpu_update import ROOT, write_llama  # noqa: E402
 
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 STEPS = 3
-UPDATES = 8  # of a rollout batch
-MAX_DIFFERENCE = 0.02  # mean, between the probabilities of the trainer and of vLLM, where both hold the same weights
+UPDATES = 8  # on each rollout batch
+MAX_DIFFERENCE = 0.02  # largest mean difference of trainer's and vLLM's probabilities, with the same weights
 LENGTH = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.val_before_train=false")
 ONE_GPU = (
-    # size=cpu leaves it to the platform, and verl's default is 2.
+    # size=cpu leaves this to the platform, and verl's default is 2.
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.strategy=fsdp2",
-    # verl asks Ray for 12 CPUs, and machines with one GPU often have fewer; Ray only counts them.
+    # verl asks Ray for 12 CPUs, but machines with one GPU often have fewer. Ray only counts them.
     "ray_kwargs.ray_init.num_cpus=16",
 )
-# A CPU's vLLM has nothing to give up, but it is asked to, and says that it did.
+# On a CPU vLLM has no memory to release, but it is asked to, and logs that it did.
 SLEEP = "actor_rollout_ref.rollout.free_cache_engine=true"
-NEW_RUNNER = "Using V2 Model Runner"  # vLLM's, for a Llama or a Qwen3 on a GPU; a Qwen2 gets the old one
+NEW_RUNNER = "Using V2 Model Runner"  # vLLM logs this for a Llama or a Qwen3 on a GPU; a Qwen2 uses the old runner
 PATIENCE = 1800
 
 
 @pytest.fixture
 def folder(tmp_path_factory):
-    """Outside /tmp, which scripts/apart.sh replaces."""
+    """Make a folder outside /tmp, because scripts/apart.sh replaces that."""
     import tempfile
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def start(folder, rehearsal):
-    """Starts ``run_bapo_example.sh`` with the example's tiny model and data; its output is ``NAME.log``."""
+    """Start ``run_bapo_example.sh`` with the example's tiny model and data. Its output goes to ``NAME.log``."""
 
     def run(name, *arguments, inside=(), **variables):
         environment = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "RAY_ADDRESS")}
@@ -54,7 +54,7 @@ def start(folder, rehearsal):
             "TRAIN_FILE": f"{EXAMPLE}/train.parquet",
             "TEST_FILE": f"{EXAMPLE}/test.parquet",
             "OUTPUT_DIR": str(folder / name),
-            "VLLM_LOGGING_LEVEL": "INFO",  # at which vLLM says what is looked for below; verl's own choice is WARN
+            "VLLM_LOGGING_LEVEL": "INFO",  # vLLM logs the lines below at this level; verl sets WARN
         }
         if rehearsal:
             environment["VERL_PLATFORM"] = "cpu"
@@ -73,7 +73,7 @@ def start(folder, rehearsal):
 
 
 def end(process):
-    """Its exit code; a run that takes too long is interrupted, and cleans up."""
+    """Return its exit code. A run that takes too long is interrupted and cleans up."""
     try:
         return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:
@@ -83,14 +83,14 @@ def end(process):
 
 
 def look_at(folder, name, code, tell):
-    """What every run has to show. Returns its log."""
+    """Check what every run has to show. Returns its log."""
     from recipe.bapo.records.metrics import read_metrics
 
     assert code == 0, (folder / f"{name}.log").read_text()[-4000:]
     steps = [data for _, data in read_metrics(folder / name) if "training/global_step" in data]
     assert len(steps) == STEPS
     assert len((folder / name / "bounds" / "rank0.jsonl").read_text().splitlines()) == STEPS * UPDATES
-    # The last step's rollouts were sampled after weights were sent twice.
+    # The rollouts of the last step were sampled after two transfers of weights.
     off = steps[-1]["training/rollout_probs_diff_mean"]
     rho = [data["actor/bapo/positive_contribution"] for data in steps]
     tell(
@@ -98,7 +98,7 @@ def look_at(folder, name, code, tell):
     )
     tell("rho by step", [f"{value:.3f}" for value in rho])
     tell("seconds of the last step", round(steps[-1]["timing_s/step"], 1))
-    tell("peak memory, GB", steps[-1].get("perf/max_memory_allocated_gb"))  # None on a CPU
+    tell("peak memory, GB", steps[-1].get("perf/max_memory_allocated_gb"))  # this is None on a CPU
     assert 0 <= off < MAX_DIFFERENCE
     assert all(0 < value < 1 for value in rho)
     return (folder / name / "train.log").read_text()
@@ -109,7 +109,7 @@ def test_preflight_passes(start, folder):
 
 
 def sleeps_and_takes_weights(log, rehearsal, tell):
-    """vLLM gave its memory up for each update and took it again, and the weights went over by CUDA IPC."""
+    """Check that vLLM released its memory for each update and took it back, and got the weights by CUDA IPC."""
     asleep, awake = log.count("seconds to fall asleep"), log.count("seconds to wake up")
     tell("vLLM fell asleep; woke up", f"{asleep}; {awake}")
     assert asleep >= STEPS and awake >= STEPS
@@ -134,9 +134,9 @@ def test_replay(start, folder, tell):
 
 
 def test_a_language_model_learns(on_gpu, start, folder, tell):
-    """What the run script does on a GPU where nothing is given: see a language model learn to sort three numbers.
+    """Run the script's default on a GPU: a language model learns to sort three numbers.
 
-    The model is made first, from the package registry, or found in BAPO_CACHE.
+    The model is found in BAPO_CACHE, or made first from the package registry.
     """
     from recipe.bapo.records.metrics import read_metrics
 
@@ -156,7 +156,7 @@ def test_a_language_model_learns(on_gpu, start, folder, tell):
 
 
 def test_two_runs_at_once(start, folder, rehearsal, tell):
-    """Each with a /tmp of its own, without which the second is refused, and on a GPU of its own."""
+    """Each run has its own GPU and its own /tmp; without the latter the second run is refused."""
     if not rehearsal and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     apart = ("bash", "scripts/apart.sh")

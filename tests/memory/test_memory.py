@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preflight's arithmetic of a GPU's memory, held against torch's FSDP2 memory tracker: docs/evidence/memory.md."""
+"""Compare preflight's estimate of a GPU's memory with torch's FSDP2 memory tracker: docs/evidence/memory.md."""
 
 import os
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from recipe.bapo.checks import memory
 from recipe.bapo.checks.config import sequence_parallel
 
 FILES = ROOT / "recipe" / "bapo" / "example" / "files"
-LOWEST, HIGHEST = 0.95, 1.20  # preflight's figure in multiples of the tracker's
+LOWEST, HIGHEST = 0.95, 1.20  # preflight's figure divided by the tracker's
 
 
 class Case(NamedTuple):
@@ -24,7 +24,7 @@ class Case(NamedTuple):
     experiment: str
     model: str
     gpus: int
-    setting: str = ""  # of the actor
+    setting: str = ""  # a setting of the actor
     platform: str = "gpu"
 
 
@@ -54,7 +54,7 @@ CASES = [
 
 
 def config_of(case, folder):
-    """The case's config, resolved; its model is a folder with a config and no weights."""
+    """Return the case's resolved config. Its model is a folder with a config and no weights."""
     files = {"TRAIN_FILE": str(FILES / "train.parquet"), "TEST_FILE": str(FILES / "test.parquet")}
     files["MODEL_PATH"] = str(write_model(FILES, folder / case.model, case.model))
     nodes, gpus = max(1, case.gpus // 8), min(8, case.gpus)
@@ -67,7 +67,7 @@ def config_of(case, folder):
 
 
 def works_of(case, config):
-    """What a GPU does in each phase in which it computes."""
+    """Return the work of a GPU in each phase in which it computes."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     update_tokens, log_prob_tokens = memory.tokens_of_a_gpu(config)
     common = {
@@ -86,7 +86,7 @@ def works_of(case, config):
 
 
 def row_of(case, folder):
-    """GiB by preflight and by the tracker, without vLLM's share, for each phase."""
+    """Return the GiB of each phase by preflight and by the tracker, without vLLM's share."""
     config = config_of(case, folder)
     phases = memory.phases_of_a_gpu(config, *memory.sizes_of(config), 0.0)
     works = works_of(case, config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs at once on one machine, each with a /tmp of its own."""
+"""Two runs at once on one machine, each with its own /tmp."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def apart(*command, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def namespaces():
-    """A machine on which it can work."""
+    """Skip the test on a machine without namespaces."""
     user = () if os.getuid() == 0 else ("--user", "--map-root-user")
     if subprocess.run(["unshare", *user, "--mount", "--pid", "--fork", "--mount-proc", "true"]).returncode:
         pytest.skip("this machine lets nobody make namespaces")
@@ -65,13 +65,13 @@ def test_what_would_be_lost_is_named(variables, arguments, named):
 
 @pytest.fixture
 def shared_folder():
-    """A folder that both runs see."""
+    """Make a folder that both runs see."""
     with tempfile.TemporaryDirectory(prefix="apart-test", dir="/var/tmp") as folder:
         yield Path(folder)
 
 
 def start(folder, name, model):
-    """A run of two steps with its output in ``folder/name``."""
+    """Start a run of two steps with its output in ``folder/name``."""
     files = {"MODEL_PATH": model, "TRAIN_FILE": FILES / "train.parquet", "TEST_FILE": FILES / "test.parquet"}
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     return subprocess.Popen(
@@ -89,7 +89,7 @@ def start(folder, name, model):
 
 
 def write_another_model(folder):
-    """The example's model with noise of its weights' own size; returns its folder."""
+    """Write the example's model with noise as large as its weights. Returns its folder."""
     other = folder / "other"
     shutil.copytree(FILES / "model", other)
     noise = torch.Generator().manual_seed(1)
@@ -108,7 +108,7 @@ def test_two_runs_at_once_keep_weights_records_and_samples_apart(shared_folder):
         codes = {name: run.wait(timeout=900) for name, run in runs.items()}
     finally:
         for run in runs.values():
-            run.terminate()  # of one that has ended: nothing
+            run.terminate()  # does nothing if it has ended
             run.wait(timeout=120)
     assert codes == {"a": 0, "b": 0}, [(shared_folder / f"{name}.out").read_text() for name in runs]
 
@@ -117,7 +117,7 @@ def test_two_runs_at_once_keep_weights_records_and_samples_apart(shared_folder):
         folder = shared_folder / name
         steps = [data for _, data in read_metrics(folder)]
         assert len(steps) == 2
-        # What a server samples with its weights has the probability that its own trainer gives it.
+        # A server's samples have the probabilities that its own trainer computes, so both have the same weights.
         assert all(data["training/rollout_probs_diff_mean"] < 0.01 for data in steps)
         records[name] = (folder / "bounds" / "rank0.jsonl").read_text().splitlines()
         samples[name] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two Ray nodes on this machine, made by our scripts, and jobs of the real stack submitted to them."""
+"""Jobs of the real stack, submitted to two Ray nodes on this machine that our scripts have started."""
 
 import json
 import os
@@ -26,7 +26,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 
 
 def call(*command, timeout, **environment):
-    """A command in the repository's root; its output is one text."""
+    """Run a command in the repository's root, with its output as one text."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -61,8 +61,8 @@ def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The environment for jobs on a cluster of two nodes with a logical GPU each, and what its nodes print."""
-    with removing_what_others_leave():  # vLLM's empty sockets
+    """Start a cluster of two nodes with a logical GPU each. Yields the environment for jobs, and the nodes' output."""
+    with removing_what_others_leave():  # vLLM leaves empty sockets
         yield from two_nodes()
 
 
@@ -122,18 +122,20 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     )
     log = tmp_path / "run" / "train.log"
     assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
-    # What a local run shows is shown here too.
+    # The output is the same as that of a local run.
     assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
-    assert not [path for path in left_since(before) if path.name.startswith("psm_")]  # vLLM's, of either node
-    # A rank and a vLLM server on each node, and the same bounds.
+    assert not [
+        path for path in left_since(before) if path.name.startswith("psm_")
+    ]  # shared memory of vLLM on either node
+    # Each node has a rank and a vLLM server, and both ranks have the same bounds.
     text = log.read_text()
     for node in NODES[1:]:
         assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
     records = [(tmp_path / "run" / "bounds" / f"rank{rank}.jsonl").read_text() for rank in (0, 1)]
     assert records[0] == records[1] and len(records[0].splitlines()) == 2 * 8
-    # Of real data: each update's share is its own. (The bounds need not differ: all may be the largest.)
+    # Each update has its own data, so rho differs. (The bounds need not differ, because all may be the widest.)
     assert len({json.loads(line)["positive_contribution"] for line in records[0].splitlines()}) > 8
-    # The submitter's secrets go nowhere.
+    # The submitter's secrets are not forwarded.
     written = [path for path in (*(tmp_path / "run").rglob("*"), *(folder / "ray").rglob("*.log")) if path.is_file()]
     assert not [path for path in written if b"planted-secret" in path.read_bytes()]
 
@@ -153,7 +155,7 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
 
 
 def test_a_second_job_at_once_is_refused(cluster, tmp_path):
-    """verl would mix the samples of both."""
+    """verl would mix the samples of the two jobs."""
     environment, _ = cluster
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     jobs = []

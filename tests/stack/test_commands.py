@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that people type, up to the start of Ray: each imports verl, so some seconds each."""
+"""The commands that people type, up to the start of Ray. Each imports verl and takes some seconds."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_the_command_fails_with_json(tmp_path):
 
 
 def documented_command():
-    """The arguments of the README's command for training."""
+    """Return the arguments of the README's command for training."""
     (command,) = re.findall(
         r"^    python -m recipe\.bapo\.main_bapo((?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
     )
@@ -48,7 +48,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
             f"data.val_files={task}/test.parquet",
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=-1",
-            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",  # of the example's data
+            "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",  # scores the example's data
         ],
         cwd=tmp_path / "tree",
         env={**os.environ, "PYTHONPATH": f"{tmp_path}/tree:{tmp_path}/installed"},

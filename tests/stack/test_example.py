@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job as the README gives it, on the real stack: Ray, verl's trainer, FSDP2 over gloo and vLLM servers."""
+"""The README's example on the real stack: Ray, verl's trainer, FSDP2 over gloo and vLLM servers."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from recipe.bapo.records.metrics import read_metrics, validation_reward
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """The main job as the README gives it: its console output, its folder and its metrics per step."""
+    """Run the README's example. Returns its console output, its folder and its metrics per step."""
     output = tmp_path_factory.mktemp("example") / "run"
     run = run_example(output)
     assert run.returncode == 0, explain(run, output)
@@ -29,7 +29,7 @@ def test_the_example_learns(example):
     validations = [value for _, data in records if (value := validation_reward(data)) is not None]
     assert len(validations) == 2
     # Sampling is not seeded. In the 20 runs of docs/results/example_loop.jsonl the sum of both gains was 0.30 to 0.74;
-    # validations of 288 samples add a deviation of 0.02 to 0.03.
+    # the two validations of 288 samples add a standard deviation of 0.02 to 0.03.
     gains = mean(rewards[-4:]) - mean(rewards[:4]), validations[1] - validations[0]
     assert sum(gains) > 0.1, gains
 
@@ -38,7 +38,9 @@ def test_the_bounds_stay_in_their_ranges_and_move(example):
     _, output, steps, _ = example
     lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines] == list(range(10 * 24))  # 24 updates per rollout batch
-    assert [line["source"] for line in lines] == (["on_policy"] + 23 * ["pass"]) * 10  # the trainer's mark arrives
+    assert [line["source"] for line in lines] == (
+        ["on_policy"] + 23 * ["pass"]
+    ) * 10  # the worker gets the trainer's mark
     low = [float.fromhex(line["low"]) for line in lines]
     high = [float.fromhex(line["high"]) for line in lines]
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
@@ -54,8 +56,8 @@ def test_the_target_is_already_met_met_by_moving_and_out_of_reach(example):
         mean(data[f"actor/bapo/{name}"] for data in steps)
         for name in ("met_at_once", "saturated", "positive_contribution_start", "positive_contribution")
     )
-    # In those 20 runs: already met 0.28 to 0.69, met by moving 0.14 to 0.32, out of reach 0.16 to 0.44,
-    # raised by 0.007 to 0.023.
+    # In those 20 runs the shares were: already met 0.28 to 0.69, met by moving 0.14 to 0.32, out of reach 0.16 to 0.44;
+    # the search raised rho by 0.007 to 0.023.
     assert at_once > 0 and never > 0 and 1 - at_once - never > 0.05
     assert end - start > 0.003
 
@@ -69,7 +71,7 @@ def test_ratios_leave_1_and_every_metric_is_logged(example):
 
 
 def test_the_weights_reach_vllm(example):
-    # Rollout (vLLM) and actor (FSDP2) log-probs of the same tokens, step after step, while the weights change.
+    # vLLM and FSDP2 compute the same log-probs of the same tokens in every step, while the weights change.
     _, _, steps, _ = example
     assert all(data["training/rollout_probs_diff_mean"] < 1e-3 for data in steps)
     assert all(data["training/rollout_actor_probs_pearson_corr"] > 0.999 for data in steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults injected into the real stack: the run ends soon, names the cause, leaves nothing behind and can be resumed."""
+"""After a fault in the real stack the run ends soon, names the cause, leaves nothing behind and can be resumed."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ class BrokenExtension(CPUWorkerExtension):
         super().update_weights_from_ipc(*args, **kwargs)
 """
 
-# Python imports this module in every process; preflight would refuse a Ray with too few CPUs.
+# Python imports this module in every process. It is needed because preflight refuses a Ray with too few CPUs.
 WITHOUT_CHECKS = """
 import sys
 if "recipe.bapo.main_bapo" in sys.orig_argv:
@@ -44,7 +44,7 @@ if "recipe.bapo.main_bapo" in sys.orig_argv:
 
 
 def ends_cleanly(run, code=1):
-    """The run's end after a fault; returns the last lines that it printed."""
+    """Check how the run ends after a fault. Returns the last lines that it printed."""
     found, took = run.end(timeout=WITHIN)
     text = run.text()
     print(f"ended after {took:.0f} s")
@@ -54,8 +54,8 @@ def ends_cleanly(run, code=1):
 
 
 def can_go_on(last, *overrides, output=None):
-    """Preflight takes the checkpoint that the run's last lines name."""
-    folder = last.split("The last checkpoint is ")[1].split(": the same")[0]
+    """Check that preflight accepts the checkpoint that the run's last lines name."""
+    folder = last.split("The last checkpoint is ")[1].split(": to resume")[0]
     run = subprocess.run(
         [*SCRIPT, "--preflight", *SHORT, "trainer.resume_mode=auto", *overrides],
         cwd=ROOT,
@@ -69,7 +69,7 @@ def can_go_on(last, *overrides, output=None):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a run; what is left of it is killed at the end."""
+    """Start a run, and kill its remaining processes at the end."""
     started = []
 
     def start_one(*overrides, output=None, **options):
@@ -84,23 +84,23 @@ def start(tmp_path):
 
 
 def in_generation(run):
-    """Before the second step's first update."""
+    """Wait until the second step samples, before its first update."""
 
 
 def in_an_update(run):
-    """In the third of the second step's updates."""
+    """Wait until the third update of the second step."""
     bounds = run.output / "bounds" / "rank0.jsonl"
     run.wait_for(lambda: len(bounds.read_text().splitlines()) >= 8 + 2, "an update", interval=0.01)
 
 
 def in_a_checkpoint(run):
-    """While the second step's checkpoint is written."""
+    """Wait until the second step's checkpoint is being written."""
     saved = run.output / "checkpoints"
     run.wait_for((saved / "global_step_2" / "actor").exists, "a checkpoint", interval=0.001)
 
 
 def in_a_synchronisation(run):
-    """While the weights are on their way to vLLM."""
+    """Wait until the weights are being sent to vLLM."""
     sockets = "rl-colocate-zmq-01000000-*.sock"
     assert not list(Path("/tmp").glob(sockets)), "one is there between synchronisations"
     run.wait_for(lambda: list(Path("/tmp").glob(sockets)), "a synchronisation", interval=0.001)
@@ -120,23 +120,23 @@ def in_a_synchronisation(run):
 def test_a_killed_process_ends_the_run(start, victim, moment):
     run = start()
     run.wait_for_step(1)
-    assert set(run.reachable().values()) <= {"ray::WorkerDict"}  # torch's rendezvous; docs/reliability.md
+    assert set(run.reachable().values()) <= {"ray::WorkerDict"}  # torch's rendezvous, see docs/reliability.md
     pid = run.find(victim)[0]
-    if victim.startswith("VLLM::"):  # so the watchdog finds them on a cluster, and the checks another run
+    if victim.startswith("VLLM::"):  # on a cluster the watchdog finds them by this, and the checks find other runs
         assert pid in vllm_processes("01000000")
     moment(run)
     os.kill(pid, signal.SIGKILL)
     last = ends_cleanly(run)
     assert victim.removeprefix("ray::") in last and "died" in last
     folder = can_go_on(last)
-    if moment is in_a_checkpoint:  # the second was not complete
+    if moment is in_a_checkpoint:  # the second checkpoint was incomplete
         assert folder.endswith("global_step_1") and (run.output / "checkpoints" / "global_step_2").exists()
 
 
 @pytest.mark.parametrize(
     "cpus, waits_for",
     [
-        # The controller of TransferQueue has it: none is left for the queue's storage.
+        # The controller of TransferQueue has the CPU, so none is left for the queue's storage.
         (1, "1 x TransferQueueStorageUnit#0:SimpleStorageUnit (1 CPU)"),
         pytest.param(4, "a placement group global_poolverl_group_1:0 of 1 x (3 CPU, 1 GPU)", marks=pytest.mark.slow),
     ],
@@ -204,7 +204,7 @@ def test_an_interruption_during_the_start_is_clean(start, up, number):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 12 MiB."""
+    """Mount a file system of 12 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
@@ -215,7 +215,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
-    run = start(output=small_disk / "run")  # logs and metrics too
+    run = start(output=small_disk / "run")  # logs and metrics are there, too
     run.wait_for_step(1)
     with open(small_disk / "filler", "wb") as filler:
         filler.write(b"x" * (shutil.disk_usage(small_disk).free - (1 << 16)))

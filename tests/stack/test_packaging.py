@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pip install .`` and its extras, each in an empty environment, and what people then run. Minutes each."""
+"""Install the package with each of its extras in an empty environment, and run commands there. Minutes each."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
 
-# vLLM is of the machine: verl's extra names no build of it, and ours for the CPU imports it.
+# The machine provides vLLM: verl's extra does not name a build of it, and our CPU platform imports it.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 
@@ -26,10 +26,10 @@ print("imported", len(names) - len(left_out))
 
 
 def install(folder, extra):
-    """An empty environment with this package and one of its extras; the Python in it."""
+    """Install this package with one of its extras in an empty environment. Returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    # torch by pip, which finds a CPU build where one is offered; the rest as the set-up script does, by uv.
+    # Install torch with pip, which finds a CPU build if there is one, and the rest with uv, as the set-up script does.
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", TORCH], check=True)
     uv = Path(sys.executable).with_name("uv")
     subprocess.run([uv, "pip", "install", "-q", "--python", python, f"{ROOT}{extra}"], check=True)
@@ -63,7 +63,7 @@ def test_the_example_for_trl_dumps_what_the_report_reads(tmp_path):
     assert (tmp_path / "a.html").stat().st_size > 10_000
     assert said.startswith("This run's own loss ([0.8, 1.2]) leaves")
     report = json.loads((tmp_path / "report.json").read_text())
-    first, second = report["by_update"]  # two optimizer steps on one rollout, of two micro-batches each
+    first, second = report["by_update"]  # two optimizer steps on one rollout batch, of two micro-batches each
     assert first["tokens"] == second["tokens"] > 0
     assert first["effective_sample_size"] == pytest.approx(1) and second["effective_sample_size"] < 0.999
     assert report["methods"][0]["method"] == "this run's own" and "GSPO" in {row["method"] for row in report["methods"]}

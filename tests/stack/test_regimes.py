@@ -24,7 +24,7 @@ SEARCHED = ("low", "high", "positive_contribution", "saturated")
 
 
 def run_regime(tmp_path, config, steps, *overrides):
-    """A few steps of one of ``configs/``; returns their metrics, after what holds in every regime."""
+    """Run a few steps of one of ``configs/``, and check what holds in every regime. Returns the steps' metrics."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
     method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
     run = run_example(tmp_path / "run", *method, *length, *overrides, CONFIG=config)
@@ -38,9 +38,9 @@ def run_regime(tmp_path, config, steps, *overrides):
     found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
     assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
     for search in found:
-        if search["saturated"]:  # in so few updates all may be
+        if search["saturated"]:  # with so few updates, all of them may be
             assert (search["low"], search["high"]) == (0.9, 3.0), search
-        else:  # 0 where no token counts: a mini-batch may be one group, all of whose answers are wrong
+        else:  # 0 if no token counts: a mini-batch may be one group whose answers are all wrong
             assert search["positive_contribution"] > 0.4 - 1e-6 or search["positive_contribution"] == 0, search
     return data, records
 
@@ -71,7 +71,7 @@ def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
     oldest = max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data)
     assert oldest > 0
     ages = [row["age"] for row in report_on(dump)["by_age"]]
-    assert ages[0] == 0 and ages[-1] == oldest  # the dump says of each token what verl's metrics say of the oldest
+    assert ages[0] == 0 and ages[-1] == oldest  # the oldest token of the dump is as old as in verl's metrics
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
         "pass"
     }  # parameter_sync_step updates each
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
-    # The weights arrive at the servers, which start from random ones (load_format=dummy).
+    # The servers receive the weights: they start with random ones (load_format=dummy).
     assert all(abs(metrics["actor/ppo_kl"]) < 0.5 for metrics in data)
 
 
@@ -98,9 +98,9 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
 
 
 def run_verls_own(tmp_path, task, *overrides, **environment):
-    """Two steps of verl's own entry point, in whose environment the package is installed; returns their metrics.
+    """Run two steps of verl's own entry point, with the package installed. Returns the metrics of the steps.
 
-    Two mini-batches of 16 sequences in micro-batches of 4.
+    They have two mini-batches of 16 sequences, in micro-batches of 4.
     """
     with removing_what_others_leave() as folders:
         run = subprocess.run(
@@ -153,19 +153,19 @@ TWO_LINES = (f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss
 
 
 def check_exact_bounds(tmp_path, data, ranks=1):
-    """Every update's bounds come from one search over its mini-batch, and all ranks have the same."""
+    """Check that each update's bounds come from one search on its mini-batch, and that all ranks have the same."""
     assert all(set(metrics) >= METRICS for metrics in data)
     records = [(tmp_path / "bounds" / f"rank{rank}.jsonl").read_text() for rank in range(ranks)]
     assert all(record == records[0] for record in records)
     lines = [json.loads(line) for line in records[0].splitlines()]
     assert [line["update"] for line in lines] == list(range(4)) and {line["source"] for line in lines} == {"pass"}
-    for step, metrics in enumerate(data):  # what is logged is the mean over the step's updates
+    for step, metrics in enumerate(data):  # verl logs the mean over the updates of a step
         bounds = [float.fromhex(line["high"]) for line in lines[2 * step : 2 * step + 2]]
         assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(bounds) / 2)
 
 
 def check_bounds_of_the_batch_before(tmp_path, data, updates, on_a_batch, ranks=1):
-    """Each update uses what a literal search finds on the tokens of the same update of the batch before.
+    """Check that each update uses the result of a literal search on the same update of the previous rollout batch.
 
     Returns the bounds ``(low, high)`` of each update.
     """
@@ -177,7 +177,7 @@ def check_bounds_of_the_batch_before(tmp_path, data, updates, on_a_batch, ranks=
     searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
     assert len(searched) == updates
     used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
-    # On the first batch, the latest search; before there is one, the start of the ranges.
+    # On the first batch it uses the latest search, and before that the start of the ranges.
     assert used == [(0.6, 1.2), *searched[: on_a_batch - 1], *searched[: updates - on_a_batch]]
     return used
 
@@ -204,7 +204,7 @@ def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp
         FORWARDS_FILE=str(passes),
         PYTHONPATH=str(ROOT),
     )
-    # In each of two steps verl recomputes the old log-probs, and then there are four updates.
+    # In each of two steps verl recomputes the old log-probs, and then makes four updates.
     assert passes.read_text().split() == ["infer", *4 * ["train"]] * 2
     assert all(set(metrics) >= METRICS for metrics in data)
     used = check_bounds_of_the_batch_before(tmp_path, data, updates=8, on_a_batch=4)
@@ -247,7 +247,7 @@ def test_the_third_line_takes_the_bounds_of_the_batch_before_with(mode, on_a_bat
     folders = (f"+{LOSS}.bounds_record_dir={tmp_path}/bounds", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
     scope = f"+{LOSS}.bound_scope=previous_batch"
     data = run_verls_own(tmp_path, task, *TWO_LINES, scope, *folders, *ASYNCHRONOUS[mode])
-    # In separate_async each of the two local steps of a step is a call of one update, hence a batch of its own.
+    # In separate_async each step has two local steps. Each is a call with one update, so it counts as its own batch.
     check_bounds_of_the_batch_before(tmp_path, data, updates=4, on_a_batch=on_a_batch)
 
 

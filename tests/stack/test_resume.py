@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An interrupted run goes on, without a network, from its last checkpoint, which vLLM and transformers load."""
+"""An interrupted run continues from its last checkpoint without a network. vLLM and transformers load it, too."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def overrides(folder):
-    """Of the run and of the one that resumes it."""
+    """Return the overrides of the run and of the one that resumes it."""
     return (
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_before_train=false",
@@ -35,7 +35,7 @@ def overrides(folder):
 
 
 def without_network():
-    """A command that runs the one that follows it with the loopback interface alone; None where that is refused."""
+    """Return a command that runs another one with only the loopback interface; None if that is not permitted."""
     up = "import fcntl, socket, struct; s = socket.socket(); fcntl.ioctl(s, 0x8914, struct.pack('16sh', b'lo', 0x49))"
     inside = ["unshare", "--net", "bash", "-c", f'python3 -c "{up}" && exec "$@"', "bash"]
     return None if subprocess.run([*inside, "true"], capture_output=True).returncode else inside
@@ -84,7 +84,7 @@ def test_no_network_is_needed(resumed):
         pytest.skip("network namespaces are refused here")
     connect = "import socket; socket.create_connection(('192.0.2.1', 80), timeout=5)"
     outside = subprocess.run([*without_network(), sys.executable, "-c", connect], capture_output=True, text=True)
-    assert "Network is unreachable" in outside.stderr  # there was none, and
+    assert "Network is unreachable" in outside.stderr  # the network was off
     assert resumed.codes[1] == 0
 
 
@@ -97,7 +97,7 @@ def test_the_run_goes_on_where_it_stopped(resumed):
         [int(line.split()[1].split("/")[0]) for line in text.splitlines() if line.startswith("step ")]
         for text in resumed.texts
     )
-    # A third step may have been trained, but was not saved, before the signal came.
+    # A third step may have been trained before the signal came, but it was not saved.
     saved = after[0] - 1
     assert before[:2] == [1, 2] and saved in (2, 3) and after == list(range(saved + 1, STEPS + 1))
     run = resumed.folder / "run"
@@ -132,7 +132,7 @@ def test_every_step_has_the_prompts_of_an_uninterrupted_run(resumed):
         inputs = Counter(json.loads(line)["input"].strip() for line in lines)
         assert inputs == Counter({prompt: 8 * count for prompt, count in asked.items()})
         seen.append(inputs)
-    assert seen[1] != seen[2]  # or the test would hold whatever the order
+    assert seen[1] != seen[2]  # otherwise this test would pass with any order
 
 
 def test_vllm_and_transformers_load_the_export(resumed):

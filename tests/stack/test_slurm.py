@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/cluster/slurm.sh in a real allocation: Slurm's controller and two of its nodes on this machine."""
+"""scripts/cluster/slurm.sh in a real allocation, with Slurm's controller and two nodes on this machine."""
 
 import getpass
 import os
@@ -54,7 +54,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def slurm():
-    """The environment in which Slurm's commands speak to a controller of ours."""
+    """Start our own Slurm controller. Yields the environment in which Slurm's commands use it."""
     folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # a short path: sockets lie in it
     folder.chmod(0o755)
     for name in ("state", "n1", "n2"):
@@ -132,7 +132,7 @@ def test_a_short_run_on_two_nodes(slurm, tmp_path):
     text = log.read_text()
     assert found == ("COMPLETED", "0:0"), text[-4000:]
     assert "2 nodes" in text and len(read_metrics(out)) == 1
-    # A run that went well does not end with lines about killed steps.
+    # A successful run does not end with messages about killed steps.
     said = re.findall(r"^(?:srun|slurmstepd\S*|scancel): (.*)", text, re.M)
-    assert set(said) <= {"cluster configuration lacks support for cpu binding"}  # this test's configuration
+    assert set(said) <= {"cluster configuration lacks support for cpu binding"}  # because of this test's configuration
     assert not [path for path in left_since(before) if path.name.startswith("psm_")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/choosing.md says of targets, measures and ranges follows from the second study's raw table."""
+"""The claims of docs/choosing.md about targets, measures and ranges follow from the second study's raw table."""
 
 from pathlib import Path
 

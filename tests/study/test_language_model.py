@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study's runs on the language model, with a tiny model of its tokenizer's shape in its place."""
+"""The study's runs on the language model, with a tiny model and a similar tokenizer in its place."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ RUN = replace(study.PLANNED[0], rollouts=2, learning_rate="1e-2")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Random weights, and a tokenizer of 258 bytes and ends."""
+    """Make a tiny model with random weights and a vocabulary of 259 tokens."""
     folder = tmp_path_factory.mktemp("shape") / "model"
     write_shape(folder, vocabulary=259)
     config = json.loads((folder / "config.json").read_text())
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
-    """Few short responses, of which a random model gets some right: those with an even number of digits."""
+    """Make the task easy: few short responses, of which those with an even number of digits are right."""
     for name, value in {"PROMPTS": 2, "SAMPLES": 4, "MICRO_BATCH": 4, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
         monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
@@ -56,7 +56,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "line_of", stop)  # after the state is kept, before the rows are written
+        patch.setattr(study, "line_of", stop)  # after the state is saved, before the rows are written
         with pytest.raises(KeyboardInterrupt):
             study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
     assert not (tmp_path / "parts").exists() and (tmp_path / "states" / f"{RUN.name}.pt").exists()

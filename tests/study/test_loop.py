@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop with the example's model, the study's larger one, does what it claims to."""
+"""The loop with the example's model, the study's larger model, makes the right updates on the right samples."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from scripts.study.loop import MODEL, Settings, train
 
 
 def train_a_little(method, seed=1, **changed):
-    # Three of ten responses are right at first: some of eight prompts have right and wrong ones on every machine.
+    # At first three of ten responses are right, so on every machine some of eight prompts have right and wrong ones.
     settings = dict(mini_batches=4, updates=8, prompts=8, samples=8, learning_rate=5e-3) | changed
     return train(MODEL, method, seed, Settings(**settings))
 
@@ -28,10 +28,10 @@ def test_at_a_higher_staleness_they_differ():
         assert len({run.weights for run in runs.values()}) > 1
         for run in runs.values():
             first = run.updates[0]
-            assert 0 < first["rho"] < 1  # tokens of both signs
+            assert 0 < first["rho"] < 1  # there are tokens of both signs
             assert first["no_gradient_negative"] == 0  # every ratio is 1 in the first update
         assert all(update["high"] == pytest.approx(1.2) for update in runs["grpo"].updates)
-        for update in runs["bapo@0.4"].updates:  # its own measure is the common one
+        for update in runs["bapo@0.4"].updates:  # the search's rho equals the common measure
             assert update["rho"] == pytest.approx(update["positive_contribution"], abs=1e-9)
 
 

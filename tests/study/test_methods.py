@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batched losses of the study are verl's and the project's, run by run, in loss and gradient."""
+"""The study's batched losses equal verl's and the project's in each run, in loss and gradient."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ OF_VERL = [name for name in LABELS if name.partition("@")[0] in VERL]
 
 
 def random_tokens(spread=0.7, seed=1, runs=RUNS):
-    """Responses of different lengths; every run has its own number of tokens."""
+    """Make responses of different lengths. Every run has another number of tokens."""
     generator = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(runs, 16, 6, generator=generator)
     new = (old + spread * torch.randn(runs, 16, 6, generator=generator)).clamp(max=-1e-3).requires_grad_()
@@ -26,12 +26,12 @@ def random_tokens(spread=0.7, seed=1, runs=RUNS):
 
 
 def project_search(tensors, config, dual_clip):
-    """The bounds that the project's own search finds."""
+    """Find the bounds with the project's own search."""
     return search_clip_bounds(collect_clip_statistics(*tensors, config, clip_ratio_c=dual_clip), config)
 
 
 def gradients(method, tokens, dual_clip=None):
-    """The loss, and its gradient with respect to ``log_prob``, of all runs at once."""
+    """Compute the loss of all runs at once, and its gradient with respect to ``log_prob``."""
     loss = loss_of(method, tokens, find_bounds(method, tokens, dual_clip), dual_clip)
     return loss.item(), torch.autograd.grad(loss, tokens.log_prob)[0]
 
@@ -89,7 +89,7 @@ def test_topr_is_autograd_of_its_weighted_log_likelihood(spread):
 
 @pytest.mark.parametrize("spread", [0.7, 0.05])
 def test_m2po_is_autograd_of_its_algorithm(spread):
-    """Algorithm 1: drop the outward token with the largest (log r)^2 until the mean of the others is in the budget."""
+    """Algorithm 1 drops the outward token with the largest (log r)^2 until the mean of the others is in the budget."""
     tokens = random_tokens(spread)
     _, gradient = gradients("m2po", tokens, dual_clip=3.0)  # which it ignores
     for run in range(RUNS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of ``previous_batch`` are a search over the tokens of the same update of the rollout batch before."""
+"""The bounds of ``previous_batch`` come from a search on the tokens of the same update of the previous batch."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from scripts.study.methods import config_of, path_of
 from scripts.study.train import Cell, Trainer
 
 SEEDS = [1000, 1001]
-# Updates in all and on one rollout batch: 2 epochs of 4 mini-batches, 1 of 4, and queues of 8.
+# Total updates, and updates on one rollout batch: 2 epochs of 4 mini-batches, 1 epoch of 4, and queues of 8.
 SOURCES = {"epochs": (2, 24, 8), "once": (4, 64, 4), "delay": (8, 24, 1), "partial": (8, 16, 1)}
 
 
 def trained(method, source, staleness, updates):
-    """A trainer after all its updates, and the tokens of each update in order."""
+    """Train a cell. Returns the trainer and the tokens of each update in order."""
     trainer, seen = Trainer(Cell("chain", source, staleness, 1.6e-2, 3.0, method, updates), SEEDS), []
     bounds_of_update = trainer.bounds
 
@@ -38,7 +38,7 @@ def test_the_bounds_are_the_searches_of_the_batch_before(source):
         for index in range(len(SEEDS)):
             used = update["low"][index].item(), update["high"][index].item()
             if number == 0:
-                expected = 0.6, 1.2  # nothing was searched yet
+                expected = 0.6, 1.2  # before any search
             else:
                 before = (batch - 1) * on_a_batch + position if batch else number - 1
                 statistics = collect_clip_statistics(*seen[before].of_run(index), config, clip_ratio_c=3.0)
@@ -48,9 +48,9 @@ def test_the_bounds_are_the_searches_of_the_batch_before(source):
             own = search_clip_bounds(
                 collect_clip_statistics(*seen[number].of_run(index), config, clip_ratio_c=3.0), config
             )
-            assert update["search_steps"][index] == own.search_steps  # what the table keeps is the update's own search
+            assert update["search_steps"][index] == own.search_steps  # the table keeps the update's own search
             moved += used != (own.low.item(), own.high.item())
-    assert len(seen) == updates and moved > 2  # or exact bounds would pass too
+    assert len(seen) == updates and moved > 2  # otherwise exact bounds would pass, too
 
 
 def test_the_loss_uses_them():
@@ -59,13 +59,13 @@ def test_the_loss_uses_them():
     assert not torch.equal(exact.weights, lagged.weights)
     low, high = (torch.stack([update[key] for update in lagged.updates], 1) for key in ("low", "high"))
     fixed = Trainer(Cell("chain", "once", 4, 1.6e-2, 3.0, "other_seed:bapo@0.4", 16), SEEDS)
-    fixed.donated = low, high  # the same bounds, given beforehand
+    fixed.donated = low, high  # the same bounds, given in advance
     fixed.train()
     assert torch.equal(fixed.weights, lagged.weights)
 
 
 def test_the_larger_model_too(monkeypatch):
-    # Most bounds of so few updates are equal; the starts of the searches are not, so they are planted.
+    # Most bounds of so few updates are equal. So plant bounds that differ, from the starts of the searches.
     planted = iter(range(1, 100))
     searched = methods.find_bounds
 
@@ -76,7 +76,13 @@ def test_the_larger_model_too(monkeypatch):
     settings = loop.Settings(mini_batches=2, epochs=2, updates=12, prompts=2, samples=4, learning_rate=1e-3)
     updates = loop.train(loop.MODEL, "previous_batch:bapo@0.4", 1, settings).updates
     low, high = path_of(config_of("bapo@0.4"))
-    steps = [0, 1, 2, 3, *range(1, 9)]  # of update 0; the latest search; from the second batch on four updates before
+    steps = [
+        0,
+        1,
+        2,
+        3,
+        *range(1, 9),
+    ]  # update 0; then the latest search; from the second batch on, four updates earlier
     assert [update["search_steps"] for update in updates] == list(range(1, 13))
     assert [update["low"] for update in updates] == low[steps].tolist()
     assert [update["high"] for update in updates] == high[steps].tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the docs say of the bounds of the batch before follows from the raw table of its study."""
+"""The claims of the docs about bounds of the previous batch follow from the raw table of the study."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def frame():
 
 
 def speed(frame, method=LAGGED):
-    """Log ratios of the updates to those of exact BAPO, by place."""
+    """Return log ratios of the updates to those of exact BAPO, by place."""
     return [tables.against(frame, place, method) for place in PLACES]
 
 
@@ -55,7 +55,7 @@ def ratios(frame, method=LAGGED):
 
 
 def failed(frame, method, seeds=None):
-    """Failed runs at the place of the test of failing."""
+    """Return the failed runs at the place of the test of failed runs."""
     rows = analysis.at_place(frame, PARTIAL_128, method)
     return int(rows["failed"].sum() if seeds is None else rows[rows["seed"].isin(seeds)]["failed"].sum())
 

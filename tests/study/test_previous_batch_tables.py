@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the study of ``previous_batch`` find what is planted in a raw table, by the plan's rules."""
+"""The tables of the study of ``previous_batch`` find planted effects in a raw table, by the plan's rules."""
 
 import numpy as np
 import pandas as pd
@@ -26,19 +26,19 @@ from scripts.study.train import Cell, Trainer
 
 
 def row(cell, seed, **measured):
-    """A row of a run that did not fail."""
+    """Make a row of a run that did not fail."""
     values = dict(final_reward=0.9, start_reward=0.1, unsolved=0.0, finite=True, updates_to_target=100.0)
     return {"cell": cell.name, **vars(cell), "seed": seed, **values, **measured}
 
 
 def table_of(rows, tmp_path):
-    """The table that is read back from a parquet file of these rows."""
+    """Write these rows to a parquet file and read it as a table."""
     pd.DataFrame(rows).to_parquet(tmp_path / "table.parquet")
     return tables.read_table(tmp_path / "table.parquet")
 
 
 def planted(place, effects, tmp_path, noise=0.2):
-    """Updates by method, with noise that the methods of a seed share and some that each has for itself."""
+    """Make updates by method, with noise that all methods of a seed share, and noise of each method alone."""
     rng, rows = np.random.default_rng(1), []
     shared = dict(zip(SEEDS["chain"], rng.normal(0, 0.5, 160), strict=True))
     for cell in place.cells(list(effects)):
@@ -57,13 +57,13 @@ def test_planted_ratios_are_found(tmp_path):
     within = {method: tables.within_margin(tables.against(frame, EPOCHS, method)) for method in (LAGGED, *BESIDE)}
     # The upper end has to be below log(1.1) = 0.095: 0.09 with a standard error of 0.016 is not.
     assert within == {LAGGED: True, OTHER_SEED: True, NARROW: False, WIDE: False}
-    assert not len(tables.against(frame, DELAY, LAGGED))  # nothing was run there
+    assert not len(tables.against(frame, DELAY, LAGGED))  # no run has this place
     text = "\n".join(tables.speed_table(frame))
     assert "wrong bounds from right ones, not whether they are the run's own" in text
 
 
 def test_a_place_uses_its_own_learning_rates_only(tmp_path):
-    """Partial rollout at 128 also runs at 0.016, for the test of failing; these runs must not enter the speeds."""
+    """Partial rollout at 128 also ran at 0.016, for the test of failed runs. These runs must not count for speed."""
     rows = [row(cell, seed) for cell in PARTIAL.cells([EXACT, LAGGED]) for seed in SEEDS["chain"]]
     rows += [row(cell, seed, updates_to_target=1.0) for cell in PARTIAL_128.cells([LAGGED]) for seed in FAILING_SEEDS]
     frame = table_of(rows, tmp_path)

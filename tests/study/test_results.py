@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/results/small_networks.md and the tables that decide say follows from the third study's raw table."""
+"""The claims of docs/results/small_networks.md and of its tables follow from the third study's raw table."""
 
 import json
 from pathlib import Path
@@ -36,12 +36,12 @@ def tests(frame):
 
 
 def rows(tests, method, other, places=PLACES, measure="speed", claim="difference"):
-    """The declared tests of a method against another, by place."""
+    """Return the declared tests of a method against another, by place."""
     return tests.loc[[(place.name, method, other, measure, claim) for place in places]]
 
 
 def ratios(rows):
-    """Updates that a method needs for one of another's, by place."""
+    """Return the ratio of a method's updates to another's, by place."""
     return [f"{ratio:.2f}" for ratio in np.exp(rows["difference"])]
 
 
@@ -55,7 +55,7 @@ def against_grpo(frame, place, method):
 
 
 def final(frame, place, method, measure):
-    """A measure of a method at its best rate, over all seeds."""
+    """Average a measure of a method at its best rate over all seeds."""
     return analysis.at_best_rate(analysis.at_place(frame, place, method), measure).mean()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study's runner trains what a plain loop over single policies trains, with the project's search and loss."""
+"""The study's runner trains the same policies as a plain loop over single ones with the project's search and loss."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def trained(method="grpo", source="epochs", staleness=2, updates=16, rate=8e-3, 
 
 
 class OneChain:
-    """The policy of one seed on the retry task, as plain as possible; it trains on given responses."""
+    """The policy of one seed on the retry task, in the plainest code. It trains on given responses."""
 
     def __init__(self, run):
         self.run = run
@@ -73,7 +73,9 @@ def test_the_batch_of_runs_is_a_loop_over_single_runs(method, dual_clip):
         alone = OneChain(run)
         start = alone.weights.detach().clone()
         _, log_prob, _, mask = alone.tensors(rollouts[0])
-        assert torch.allclose(log_prob[mask], rollouts[0].log_prob[run][mask], atol=1e-5)  # of the first policy
+        assert torch.allclose(
+            log_prob[mask], rollouts[0].log_prob[run][mask], atol=1e-5
+        )  # the first policy sampled these
         alone.train(rollouts, method, 8e-3, dual_clip)
         assert (alone.weights - start).abs().max() > 0.01
         assert torch.allclose(runs.weights[run], alone.weights, atol=2e-4)
@@ -102,7 +104,7 @@ def test_another_seeds_bounds_are_those_of_the_next_seeds_run():
     theirs = used_bounds(donor)
     assert not torch.equal(*theirs[1])  # the two seeds differ
     for own, bounds in zip(used_bounds(trained("other_seed:bapo@0.35", donor=steps)), theirs, strict=True):
-        assert torch.equal(own, bounds.flip(0))  # of two seeds the next one is the other
+        assert torch.equal(own, bounds.flip(0))  # with two seeds, the next seed is the other one
     for own, bounds in zip(used_bounds(trained("own_mean:bapo@0.35", donor=steps)), theirs, strict=True):
         assert torch.equal(own, bounds.mean(1, keepdim=True).expand_as(own))
 

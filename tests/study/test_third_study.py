@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The third study goes on where it was stopped, repeats a cell to the bit, and finds what is planted in its table."""
+"""The third study resumes where it was stopped, repeats a cell bit for bit, and finds planted effects in its table."""
 
 import itertools
 
@@ -18,7 +18,7 @@ TINY_SEEDS = [1000, 1001]
 
 
 def row(cell, seed, **measured):
-    """A row of the table in which nothing failed."""
+    """Make a row of the table without a failure."""
     values = dict(final_reward=0.9, start_reward=0.1, unsolved=0.0, finite=True, mean_reward=0.7, entropy=1.0)
     values |= dict(updates_to_target=100.0, no_gradient_positive=0.1, no_gradient_negative=0.2)
     return {"cell": cell.name, **vars(cell), "seed": seed, **values, **measured}
@@ -33,7 +33,7 @@ def controls(seeds=2, **measured):
 
 
 def planted(effects, seeds=40, noise=0.1):
-    """Epochs on the retry task: updates by method, best at the middle rate, with noise that all methods share."""
+    """Make runs with epochs on the retry task: updates by method, best at the middle rate, with shared noise."""
     rng = np.random.default_rng(1)
     shared = {key: rng.normal(0, 0.3) for key in itertools.product(range(seeds), EPOCHS.stalenesses, RATES["chain"])}
     rows = controls()
@@ -60,7 +60,7 @@ def test_planted_effects_are_found_and_null_ones_are_not():
 
 @pytest.fixture
 def process_settings():
-    """What a cell sets for its process is taken back."""
+    """Restore the settings that a cell makes in its process."""
     threads = torch.get_num_threads()
     yield
     torch.set_flush_denormal(False)
@@ -70,10 +70,10 @@ def process_settings():
 @pytest.mark.usefixtures("process_settings")
 def test_a_study_that_was_stopped_goes_on_and_repeats_to_the_bit(tmp_path, capsys):
     table, folder = tmp_path / "table.parquet", tmp_path / "cells"
-    warmed_up("chain", tuple(TINY_SEEDS))  # once, not once in every process
+    warmed_up("chain", tuple(TINY_SEEDS))  # once here, not once in every process
     run.run_missing(TINY[:1], 1, table, folder, lambda cell: TINY_SEEDS)
     run.gather(TINY, table, folder)
-    run.run_missing(TINY[::-1], 1, table, folder, lambda cell: TINY_SEEDS)  # the one with a donor waits for it
+    run.run_missing(TINY[::-1], 1, table, folder, lambda cell: TINY_SEEDS)  # the cell with a donor waits for it
     run.run_missing(TINY, 1, table, folder, lambda cell: TINY_SEEDS)
     said = capsys.readouterr().out
     assert "1 of 3 cells are there, 2 to run" in said and "3 of 3 cells are there, 0 to run" in said

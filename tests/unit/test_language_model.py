@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model without its weights: the task, the reward, what is kept and what is refused, and its shape."""
+"""The language model without its weights: its task, reward, cache, refusals and shape."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def test_all_prompts_and_all_lines_have_one_length():
     for _ in range(200):
         numbers = task.draw_numbers(rng)
         assert len(set(numbers)) == 3
-        # The model's tokenizer makes a token of each digit.
+        # The model's tokenizer makes each digit a token.
         assert len(task.prompt_of(numbers)) == len("Sort: 64 79 25")
     assert task.prompt_of(NUMBERS) == "Sort: 64 79 25"
 
@@ -59,9 +59,9 @@ def test_a_taught_answer_checks_honestly_and_stops_at_the_right_order():
         ("25 64 79 yes", 1.0),
         ("64 25 79 no\n25 64 79 yes", 1.0),
         ("25 64 79 yes\n", 1.0),
-        ("25 64 79 yes\n64 25 79 no", 0.0),  # it went on: the last line counts
-        ("25 64 79", 0.0),  # it does not say so
-        ("25 64 79 no", 0.0),  # right, and denied
+        ("25 64 79 yes\n64 25 79 no", 0.0),  # it continued, and the last line counts
+        ("25 64 79", 0.0),  # it does not claim to be right
+        ("25 64 79 no", 0.0),  # right, but denied
         ("25 79 64 yes", 0.0),  # a wrong claim
         ("25 64 yes", 0.0),
         ("25 64 79 79 yes", 0.0),
@@ -142,7 +142,7 @@ def test_a_make_that_is_ended_by_a_signal_is_never_found_half_made(folder, numbe
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode != 0 and not folder.exists() and b"Traceback" not in said
-    assert len(list(folder.parent.glob("unfinished-*"))) == left  # a killed process cannot remove it
+    assert len(list(folder.parent.glob("unfinished-*"))) == left  # a killed process cannot remove its folder
     cache.make_once(folder, fill)
     assert not list(folder.parent.glob("unfinished-*")) and not list(folder.glob("half"))
 
@@ -156,7 +156,7 @@ def test_of_two_that_start_at_once_one_makes_it(folder):
         made.append(unfinished)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: cache.make_once(folder, make), range(2)))  # neither fails
+        list(pool.map(lambda _: cache.make_once(folder, make), range(2)))  # neither call fails
     assert len(made) == 1 and folder.exists()
 
 
@@ -202,8 +202,8 @@ def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_p
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
     message = [{"role": "user", "content": task.prompt_of(NUMBERS)}]
     ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.decode(ids) == "Sort: 64 79 25\n" and len(ids) == 15  # the model's own makes 12
-    assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # no tensor parallelism
+    assert tokenizer.decode(ids) == "Sort: 64 79 25\n" and len(ids) == 15  # the model's own tokenizer makes 12
+    assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # so tensor parallelism is not possible
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
 ):
     if gpus:
         pretend_gpus(monkeypatch, tmp_path, gpus=gpus, gibibytes=gibibytes, cpus=4 if gpus < 8 else 64)
-    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     write_stand_ins(tmp_path / "shape", tmp_path / "cache" / "language_model-0a1b")
     for name, file in {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}.items():

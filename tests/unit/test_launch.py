@@ -205,7 +205,7 @@ ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this
         "the first error in the log is RuntimeError: no",
     )
     assert f"Training failed: {'; '.join(reasons)} room (WorkerDict)" in err
-    assert f"The last checkpoint is {checkpoints}/global_step_4: the same OUTPUT_DIR with trainer.resume_mode=" in err
+    assert f"The last checkpoint is {checkpoints}/global_step_4: to resume, use the same OUTPUT_DIR with" in err
 
 
 def test_a_training_process_that_is_killed_is_named(launch):

@@ -108,7 +108,7 @@ def test_the_losss_own_metrics_are_those_of_the_surrogate(scope):
 
 def test_a_call_by_another_worker_than_ours_is_refused():
     config = actor_config(BAPOPolicyLossConfig())
-    with pytest.raises(ValueError, match="BAPOTrainingWorker finds them, and another worker trains here"):
+    with pytest.raises(ValueError, match="BAPOTrainingWorker finds them, but another worker trains here"):
         compute_policy_loss_bapo(*make_batch(1), config=config)
 
 

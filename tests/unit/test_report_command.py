@@ -139,8 +139,14 @@ def file_of(**changes):
     "content, message",
     [
         (b"x" * 50, "a.safetensors is not a readable safetensors file"),
-        (save({"log_prob": torch.zeros(3)}), "a.safetensors needs old_log_prob, log_prob, advantages, in one shape"),
-        (file_of(advantages=torch.zeros(2)), "a.safetensors needs old_log_prob, log_prob, advantages, in one shape"),
+        (
+            save({"log_prob": torch.zeros(3)}),
+            "a.safetensors needs the tensors old_log_prob, log_prob, advantages, and all tensors",
+        ),
+        (
+            file_of(advantages=torch.zeros(2)),
+            "a.safetensors needs the tensors old_log_prob, log_prob, advantages, and all tensors",
+        ),
         (file_of(version=torch.zeros(2)), "'version': (2,)"),
         (file_of(lengths=torch.tensor([2, 2])), "a.safetensors: lengths add up to 4, not 3 tokens."),
         (file_of(log_prob=torch.full((3,), torch.nan)), "has non-finite values in log_prob"),

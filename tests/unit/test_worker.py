@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our worker on a stand-in engine: where the bounds of an update come from, and what an update leaves behind."""
+"""Our worker on a stand-in engine: where the bounds of an update come from, and what an update stores for later."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 
 
 def batch_of_pairs(seed, masked=0.3):
-    """Twelve responses with advantages of 1 and -1 in turn, for which searches stop at many places."""
+    """Make twelve responses with alternating advantages of 1 and -1, whose searches end at many different bounds."""
     old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked)
     signs = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
     return old, log_prob, signs.expand_as(advantages).clone(), mask
@@ -40,13 +40,13 @@ def worker_with(monkeypatch, scope="previous_batch", clip_ratio_c=3.0, rank=0, *
 
 
 def update(worker, batch, cut=4):
-    """One update on a padded batch, cut into micro-batches of ``cut`` rows; the engine's metrics."""
+    """Make one update on a padded batch, split into micro-batches of ``cut`` rows. Returns the engine's metrics."""
     parts = zip(*(tensor.split(cut) for tensor in batch), strict=True)
     return worker.engine.train_batch([make_micro_batch(*part) for part in parts], worker.loss_fn)["metrics"]
 
 
 def start_batch(worker, **marks):
-    """Begin a rollout batch or, with ``bapo_updates_made``, go on with one, as verl's trainer does."""
+    """Begin a rollout batch, or continue one with ``bapo_updates_made``, as verl's trainer does."""
     worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
 
 
@@ -68,9 +68,9 @@ def test_previous_batch_takes_the_bounds_of_the_same_update_of_the_batch_before(
         found.append([bounds_of(update(worker, batch)) for batch in updates])
     literal = [[literal_bounds(batch) for batch in updates] for updates in batches]
     assert len({bounds for updates in literal for bounds in updates}) > 4  # the searches differ
-    assert found[0] == [(0.6, 1.2), *literal[0][:2]]  # no batch before: the start of the ranges, then the latest search
+    assert found[0] == [(0.6, 1.2), *literal[0][:2]]  # first batch: the start of the ranges, then the latest search
     assert found[1] == literal[0][:2]
-    assert found[2] == [*literal[1], literal[2][1]]  # no third update on the batch before: the latest search
+    assert found[2] == [*literal[1], literal[2][1]]  # the previous batch had no third update: the latest search
 
 
 def test_a_rollout_batch_in_several_calls_is_one_batch(monkeypatch):
@@ -93,7 +93,7 @@ def test_previous_batch_does_not_depend_on_the_cut(monkeypatch):
         expected, found = update(whole, batch_of_pairs(seed), 12), update(cut, batch_of_pairs(seed), 1)
         assert bounds_of(found) == bounds_of(expected)
         for name in METRICS - {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}:
-            if name != "actor/bapo/entropy_covariance":  # of each micro-batch
+            if name != "actor/bapo/entropy_covariance":  # this one is of each micro-batch
                 assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_is_no_source_adds_nothing_and_logs_nothing(monkeypatch):
     start_batch(worker)
     metrics = update(worker, batch_of_pairs(1))
     assert "actor/bapo/clip_low" not in metrics
-    assert worker.earlier_bounds.latest.search_steps == 0  # of no token: the target counts as met
+    assert worker.earlier_bounds.latest.search_steps == 0  # without a token the target counts as met
 
 
 @pytest.mark.parametrize("calls_the_loss", [False, True])
@@ -157,7 +157,7 @@ def test_a_rank_that_is_no_source_holds_the_sources_bounds(monkeypatch, calls_th
     of_source = []
 
     def all_reduce(vector, group):
-        """The sum over the two ranks, of which the source comes first."""
+        """Add up over the two ranks, of which the source comes first."""
         if of_source:
             vector.add_(of_source.pop())
         else:
