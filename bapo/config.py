@@ -67,7 +67,7 @@ class BAPOConfig:
             authors' code).
         bound_scope: which tokens the bounds of an optimizer update are found on. ``mini_batch``: all tokens of the
             update itself (Algorithm 1). ``previous_batch``: all tokens of the same update on the rollout batch before,
-            which needs no forward of its own. ``micro_batch``: the tokens of each forward alone (the authors' code);
+            which needs no extra forward. ``micro_batch``: the tokens of each forward alone (the authors' code);
             the result then depends on how the mini-batch is cut.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-update diagnostics: logged metrics that never affect the bounds, and counts of invalid inputs.
 
-They follow from ``TokenSums``, which are reduced together with the sums of the search, so that they cost no forward,
-collective or host read of their own. To add a metric, add a field to ``Diagnostics`` and, if needed, a sum to
+They follow from ``TokenSums``, which are reduced together with the sums of the search, so they cost no additional
+forward, collective or host read. To add a metric, add a field to ``Diagnostics`` and, if needed, a sum to
 ``bapo.clip_statistics``. Apart from the invalid-input counts, each field is logged as ``actor/bapo/<field>``; renaming
 one breaks its readers.
 """

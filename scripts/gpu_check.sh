@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Check on a machine with an NVIDIA GPU what no machine without one can: what is computed there, what it costs, and that
-# a run works. These are the tests of tests/gpu (pytest -m gpu).
+# Run the tests that need an NVIDIA GPU, tests/gpu (pytest -m gpu). They check the results on a GPU, measure what they cost,
+# and start a whole run.
 #
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
 #     1   search and loss against the CPU: torch and pytest alone, a minute
 #     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, about ten minutes
 #     3   the example, whole, then replay, then a language model that learns to sort: Ray and vLLM, about twenty minutes;
 #         two runs at once where there are two GPUs
-#   --rehearse     on the CPU platform, to try the check itself; says nothing about a GPU
-#   --wheels DIR   for a machine without network: take the Python that is there (BAPO_PYTHON, or python3) and beside what
-#                  it has the wheels in DIR, installed into a temporary folder. What the stages need is listed below.
-#   --out DIR      where the report goes (runs/gpu_check)
+#   --rehearse     run on the CPU platform, to test this command itself; this says nothing about a GPU
+#   --wheels DIR   for a machine without network: use the machine's Python (BAPO_PYTHON, or python3) and install the wheels
+#                  in DIR into a temporary folder. The stages need the packages that are listed below.
+#   --out DIR      folder for the report (runs/gpu_check)
 #
-# report.jsonl there gets a line after each test, so that a kill loses nothing; junit.xml is for tools. How long each
-# stage takes on a GPU nobody has measured yet. Exit code: pytest's (0, 1 where something is not as expected), or 2
-# without a GPU. From the environment: BAPO_VENV as for the run script.
+# report.jsonl gets a line after each test, so that a kill loses nothing; junit.xml is for tools. Nobody has measured yet
+# how long the stages take on a GPU. The exit code is pytest's (0, or 1 if a test failed), or 2 without a GPU. Environment
+# variable: BAPO_VENV, as for the run script.
 set -euo pipefail
-# Stage 1 needs torch and pytest alone. Stage 2 imports these, in the versions of requirements-cuda.txt, beside what comes
-# with PyTorch images (numpy, pandas, pyarrow, psutil, peft, rich and the like); Ray's wheel may lack its jars, rllib,
-# serve, data and tune. Stage 3 needs all of requirements-cuda.txt.
+# Stage 1 needs only torch and pytest. Stage 2 needs the following packages, in the versions of requirements-cuda.txt, and
+# packages that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Ray's jars, rllib, serve, data
+# and tune are not needed. Stage 3 needs all of requirements-cuda.txt.
 wheels_of_stage_2=(
     annotated-types antlr4-python3-runtime codetiming colorful datasets dill email-validator fastapi
     google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema
@@ -61,7 +61,7 @@ elif [ -n "$wheels" ]; then
             compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || echo "Not in $wheels: $name (fine where it is installed)" >&2
         done
     done
-    # This package, too: verl finds the plugin by it.
+    # Install this package, too, because verl finds our plugin by its metadata.
     "$python" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$site" \
         "$wheels"/*.whl .
     export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
@@ -81,7 +81,7 @@ files=()
 for stage in "${stages[@]}"; do files+=(tests/gpu/test_"$stage"_*.py); done
 echo "Stages ${stages[*]}; a line after each test in $report"
 status=0
-# The tests' own conftest.py is left out: it imports what stage 1 does not need.
+# confcutdir skips tests/conftest.py, which imports packages that stage 1 does not need.
 "$python" -m pytest --confcutdir tests/gpu -p no:cacheprovider -v -rs --rootdir . "${rehearse[@]}" \
     --report "$report" --junitxml "$out/junit.xml" "${files[@]}" || status=$?
 echo "The report: $report"

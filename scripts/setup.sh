@@ -62,7 +62,7 @@ check_compiler() {  # at its first kernel, minutes into a run, triton compiles C
         "install gcc, or set CC. Nothing was installed."
     header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
     [ -f "$header" ] || fail "$header does not exist, which triton needs when it runs: install the headers of $1" \
-        "(python3.12-dev or python3.12-devel, say). Nothing was installed."
+        "(for example python3.12-dev or python3.12-devel). Nothing was installed."
 }
 
 exec 9>$venv.lock  # another node that shares this folder may be setting it up, for example

@@ -1,29 +1,30 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train with BAPO. With no variable set: without a GPU a tiny model learns to guess the sum of two dice, on the real
-# stack, in about ten minutes on 2 cores; with GPUs a small language model, which is made here from the package registry,
-# learns to sort three numbers. With MODEL_PATH, TRAIN_FILE and TEST_FILE: your model on your data.
+# Train with BAPO. With MODEL_PATH, TRAIN_FILE and TEST_FILE this trains your model on your data. Without any variable it
+# runs an example. On a machine without a GPU, a tiny model learns to guess the sum of two dice on the real stack, in about
+# ten minutes on 2 cores. With GPUs, a small language model learns to sort three numbers; the first run makes it from the
+# package registry.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
 #   bash recipe/bapo/run_bapo_example.sh --preflight [--json]   only check machine, files and config; exit code 0 or 1
 #
-# From the environment:
+# Environment variables, with their defaults in parentheses:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
 #   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
 #   TEST_FILE       the same, for validation           GPU: the language model's data   CPU: the example's own data
 #                   (on a GPU give all three, or none)
-#   NNODES          nodes (1)
-#   GPUS_PER_NODE   GPUs, or on a CPU logical slots, per node (all that are there; 1 on a CPU)
-#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
-#   OUTPUT_DIR      where the run writes (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/experiment without .yaml (example, or on a GPU without a MODEL_PATH language_model;
-#                   CONFIG=language_model trains the language model on a CPU too)
-#   SIZE            a file of configs/size (gpu, or gpu_few on one or two GPUs; on a CPU by CONFIG, or cpu_own_data with
-#                   files of your own; with the language model language_model_* by the number of GPUs)
-#   BAPO_CACHE      where the language model is kept (.cache in this repository)
+#   NNODES          number of nodes (1)
+#   GPUS_PER_NODE   GPUs per node (all of the machine), or on a CPU logical slots (1)
+#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async, GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
+#   OUTPUT_DIR      folder for the run's files (runs/<config>-<date>-<time>)
+#   CONFIG          a file of configs/experiment without .yaml (example; language_model on a GPU without a MODEL_PATH).
+#                   CONFIG=language_model trains the language model on a CPU, too
+#   SIZE            a file of configs/size without .yaml (gpu, or gpu_few on one or two GPUs; on a CPU chosen by CONFIG, or
+#                   cpu_own_data with your own files; for the language model chosen by the number of GPUs)
+#   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
-#   BAPO_VENV       a virtual environment to use as it is, instead of setting one up
+#   BAPO_VENV       an existing virtual environment to use, instead of setting one up
 set -euo pipefail
 for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV; do  # relative to where the command was given
     value=${!name:-}
@@ -49,7 +50,7 @@ fail() {
     fi
     exit 1
 }
-# Before any arithmetic with it: bash would run a command that stands in a value.
+# Check numbers before any arithmetic with them, because bash would run a command inside a value.
 positive() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
 for name in NNODES GPUS_PER_NODE ROLLOUT_GPUS_PER_NODE; do
     [ -z "${!name:-}" ] || positive "$name" "${!name}"
@@ -97,7 +98,7 @@ CONFIG=${CONFIG:-example}
 if [ "$CONFIG" = evaluate ] && [ -n "${TEST_FILE:-}" ]; then export TRAIN_FILE=${TRAIN_FILE:-$TEST_FILE}; fi
 if [ "${VERL_PLATFORM:-}" = cpu ]; then
     gpus=1
-    unset CUDA_VISIBLE_DEVICES  # Ray would compare it with its slots, which it calls GPUs
+    unset CUDA_VISIBLE_DEVICES  # Ray would compare it with its logical slots, which it calls GPUs
 fi
 rollout_gpus=1
 if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
@@ -108,7 +109,7 @@ if [ "$CONFIG" = separate_async ] && [ "${VERL_PLATFORM:-}" != cpu ]; then
     gpus=$train_gpus
 fi
 if [ -n "$language_model" ] && [ -z "${GPUS_PER_NODE:-}" ] && [ "$CONFIG" != separate_async ]; then
-    for least in 8 4 2 1; do  # its batches can be divided among as many
+    for least in 8 4 2 1; do  # numbers of GPUs that divide its batches
         if [ "$gpus" -ge $least ]; then gpus=$least; break; fi
     done
 fi
@@ -148,7 +149,7 @@ done
 
 [[ ${MODEL_PATH:-} != /* || -d $MODEL_PATH ]] || fail "MODEL_PATH=$MODEL_PATH is not a folder: give a Hugging Face model folder or a hub name."
 
-task=$PWD/recipe/bapo/example/files  # what everybody's example starts from
+task=$PWD/recipe/bapo/example/files  # model and data of the example
 if [[ ${VERL_PLATFORM:-} = cpu && -z $language_model && ( -z ${MODEL_PATH:-} || -z ${TRAIN_FILE:-} || -z ${TEST_FILE:-} ) ]]; then
     changed=$(cd "$task" && sha256sum --check --quiet SHA256SUMS 2>&1) || fail \
         "recipe/bapo/example/files is not as it was published (${changed%%$'\n'*}): git restore recipe/bapo/example/files"
@@ -163,8 +164,8 @@ if [ "${VERL_PLATFORM:-}" = cpu ] && [ -z "$language_model" ]; then
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
-# On one machine Ray, its dashboard and vLLM's servers listen on the loopback interface alone. (Ray's own switch, on by
-# default where it cannot form clusters.)
+# On one machine, have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (This is an option of
+# Ray, which is on by default on systems where Ray cannot form clusters.)
 [ "$NNODES" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"
@@ -173,12 +174,12 @@ if [ "${VERL_PLATFORM:-}" != cpu ] && [[ " $* " != *" platform="* ]] &&
     ! "$python" -c 'import torch, flash_attn_2_cuda' 2>/dev/null; then  # flash-attn-4 alone is a package flash_attn, too
     echo "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one sequence at a time)." >&2
     arguments+=(platform=gpu_without_flash_attn)
-    # Its answers are short: many of them to a micro-batch, whose mask is still small.
+    # Its answers are short, so a micro-batch can hold many of them and sdpa's mask is still small.
     [ -z "$language_model" ] || arguments+=(actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
         actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096)
 fi
 if [ -n "$language_model" ] && [ "${VERL_PLATFORM:-}" = cpu ]; then
-    # Trainer and vLLM take turns, so each may have all cores; for the example's tiny model one is faster.
+    # Trainer and vLLM take turns, so each can use all cores. (The example's tiny model is faster with one.)
     threads=$(($(nproc) / GPUS_PER_NODE))
     threads=$((threads > 16 ? 16 : threads > 0 ? threads : 1))
     arguments+=("ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='$threads'")
@@ -191,15 +192,15 @@ if [ -n "$language_model" ]; then
     make=("$python" -m recipe.bapo.language_model)
     folder=$("${make[@]}" --where)
     if [ -z "$folder" ]; then
-        # Everything is checked against the model's shape before it is made: what is wrong is named now.
+        # Check everything with the model's shape before making the model, so that errors appear now.
         shape=$(mktemp -d)
         trap 'rm -rf "$shape"' EXIT
         "${make[@]}" --shape "$shape"
         use "$shape"
-        quiet=(env TRANSFORMERS_VERBOSITY=error "${checks[@]}")  # else it lists the weights that are not there
+        quiet=(env TRANSFORMERS_VERBOSITY=error "${checks[@]}")  # so that it does not list the missing weights
         if [ -n "$preflight" ]; then "${quiet[@]}"; exit; fi
         table=$("${quiet[@]}") || { sed -n 's/^failed.\{20\}/Error: /p' <<<"$table" >&2; exit 1; }
-        rm -r "$shape"  # exec below does not come back for the trap
+        rm -r "$shape"  # the trap does not run after the exec below
         folder=$("${make[@]}")
     fi
     use "$folder"

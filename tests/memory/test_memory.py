@@ -97,7 +97,7 @@ def row_of(case, folder):
 
 
 def test_every_shipped_experiment_is_a_case():
-    # An evaluation trains nothing, and the language model has sizes of its own for 135 million weights.
+    # Leave out the evaluation, which trains nothing, and the language model, whose sizes are for 135 million weights.
     without = {"evaluate", "language_model"}
     trained = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")} - without
     assert {case.experiment for case in CASES} == trained

@@ -52,8 +52,8 @@ def test_sample_replay_at_staleness_32(tmp_path):
     )
     assert len(records) == 2 * 32
     assert all(metrics["actor/bapo/clipfrac_negative"] > 0 for metrics in data)
-    # What the command line says about the dump is what the run did, but for the updates at ratio 1, where the training
-    # forward's log-probs differ from the recomputed ones in their last bits and may sit on a tie.
+    # The report on the dump agrees with the run, except for updates at ratio 1: there the training forward's log-probs
+    # differ from the recomputed ones in their last bits, which may decide a tie.
     definition = BAPOConfig(contribution="gradient", positive_contribution_target=0.4)
     found = values_of_dump(dump, definition)
     assert len(found["low"]) == 64

@@ -30,7 +30,7 @@ def write_llama(qwen2, folder):
     model = LlamaForCausalLM(LlamaConfig(**config)).to(source.dtype)
     absent, unknown = model.load_state_dict(source.state_dict(), strict=False)
     if unknown or not all(name.endswith("o_proj.bias") for name in absent):
-        raise ValueError(f"{qwen2} is no Qwen2 that a Llama can stand in for: {absent} are absent, {unknown} unknown")
+        raise ValueError(f"A Llama cannot replace {qwen2}: the weights {absent} are missing, {unknown} are unknown")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.bias)
     model.save_pretrained(folder)

@@ -109,7 +109,7 @@ def removing_what_others_leave():
             )
 
 
-def heed_signals():
+def reset_signals():
     """Reset these signals in a child, because nohup or a background shell that starts the tests may ignore them."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -135,7 +135,7 @@ class Started:
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_signals,
+                preexec_fn=reset_signals,
             )
 
     def text(self):

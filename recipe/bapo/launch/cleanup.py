@@ -109,7 +109,7 @@ def _remove_on_this_node():
     import ray
 
     job, pids = ray.get_runtime_context().get_job_id(), []
-    # The parent is the node's raylet. It runs other jobs too, hence the test of the job.
+    # The parent is the node's raylet. It runs other jobs, too, so check the job of each process.
     for process in psutil.Process().parent().children(recursive=True):
         with suppress(psutil.Error):  # raised if it has ended
             if process.environ().get("RAY_JOB_ID") == job:
