@@ -11,6 +11,7 @@ prints how many rows it dropped. To add a data set, add a row to ``DATA_SETS``.
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +30,13 @@ def only_one(answers: str) -> str:
 
 
 def after_hashes(answer: str) -> str:
-    """Read GSM8K's answer, which follows the solution after ``####`` and has commas in long numbers."""
-    return answer.rpartition("####")[2].replace(",", "").strip()
+    """Read GSM8K's answer, which follows the solution after ``####`` and has commas in long numbers.
+
+    Without ``####``, a number is the answer, as in verl's layout, and a sentence has none.
+    """
+    _, hashes, last = answer.rpartition("####")
+    last = last.replace(",", "").strip()
+    return last if hashes or re.fullmatch(r"-?[\d.]+", last) else ""
 
 
 def without_zeros(answer: str) -> str:
@@ -74,6 +80,10 @@ def problem_and_answer(row: dict, data_set: DataSet) -> tuple[str, str]:
     """Read a row in verl's layout with one user message, or one with ``problem`` (or ``question``) and ``answer``."""
     problem = row["prompt"][-1]["content"] if "prompt" in row else row.get("problem") or row["question"]
     answer = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
+    if isinstance(answer, list):  # no scorer of verl's takes several
+        answer = answer[0] if len(answer) == 1 else None
+    if isinstance(answer, float) and answer.is_integer():  # verl's scorers compare with "7", not with "7.0"
+        answer = int(answer)
     return problem.strip(), "" if answer in (None, "") else data_set.right_answer(str(answer).strip())
 
 
@@ -104,9 +114,12 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
     """Write the data set ``name`` to ``out``. Returns a text with the numbers of rows kept and dropped.
 
     Raises:
-        ValueError: ``out`` exists, or the source cannot be read, has another layout or no usable row.
+        ValueError: ``out`` exists or is not named ``.parquet``, or the source cannot be read, has another layout or no
+            usable row.
         OSError: ``out`` cannot be written.
     """
+    if out.suffix != ".parquet":
+        raise ValueError(f"{out} is not usable: parquet is written, so give --out a name that ends with .parquet.")
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
     data_set = DATA_SETS[name]

@@ -72,9 +72,10 @@ def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--out", type=Path, help="file to write (default: dynamics.png in the first run's folder)")
+    parser.add_argument("--out", type=Path, help="the picture or its folder (default: the first run's)")
     arguments = parser.parse_args()
-    out = arguments.out or arguments.runs[0] / PICTURE
+    out = arguments.out or arguments.runs[0]
+    out = out / PICTURE if out.is_dir() or not arguments.out else out
     try:
         picture(arguments.runs).savefig(out, dpi=110)
     except (ValueError, OSError) as error:

@@ -27,6 +27,10 @@ def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, 
     monkeypatch.setattr("sys.argv", ["plot", *map(str, runs)])
     main()
     assert image.imread(runs[0] / "dynamics.png").shape[0] > 500
+    (tmp_path / "pictures").mkdir()
+    monkeypatch.setattr("sys.argv", ["plot", str(runs[0]), "--out", str(tmp_path / "pictures")])
+    main()
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["dynamics.png"]
 
 
 @pytest.mark.parametrize(

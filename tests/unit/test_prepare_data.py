@@ -112,11 +112,28 @@ def test_rows_in_full(tmp_path):
         ("skywork_or1_math", '["[2,12]"]', "[2,12]"),
         ("skywork_or1_math", '[" 0.5 "]', "0.5"),
         ("gsm8k_train", "2 and 2\n#### 1,004", "1004"),
+        ("gsm8k_train", "1,004", "1004"),
+        ("math_500", 7.0, "7"),
+        ("math_500", 7.5, "7.5"),
+        ("math_500", ["7"], "7"),
     ],
 )
 def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
     (row,) = rows_made(tmp_path, name, [{"problem": "x", "answer": answer}])
     assert row["reward_model"]["ground_truth"] == truth
+
+
+@pytest.mark.parametrize(
+    "name, answer", [("gsm8k_train", "so it is 1,004"), ("math_500", ["7", "8"]), ("math_500", [])]
+)
+def test_a_row_without_one_answer_is_dropped(tmp_path, name, answer):
+    with pytest.raises(ValueError, match="no row was left. Dropped: 1 without a problem or one answer"):
+        rows_made(tmp_path, name, [{"problem": "x", "answer": answer}])
+
+
+def test_another_format_than_parquet_is_not_promised(tmp_path):
+    with pytest.raises(ValueError, match="m.csv is not usable: parquet is written"):
+        prepare("math_500", None, tmp_path / "m.csv")
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,10 @@ def file_of(**changes):
         (file_of(version=torch.zeros(2)), "'version': (2,)"),
         (file_of(lengths=torch.tensor([2, 2])), "a.safetensors: lengths add up to 4, not 3 tokens."),
         (file_of(log_prob=torch.full((3,), torch.nan)), "has non-finite values in log_prob"),
+        (
+            file_of(old_log_prob=torch.tensor([0.2, 1.5, 0.0])),
+            "no log-prob is below 0, and the largest is 1.5: was the",
+        ),
     ],
 )
 def test_bad_input_is_named(tmp_path, monkeypatch, capsys, content, message):
@@ -158,3 +162,10 @@ def test_bad_input_is_named(tmp_path, monkeypatch, capsys, content, message):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_numbers_and_page_do_not_share_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--html", f"{tmp_path}/r", "--json", f"{tmp_path}/r"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1 and "/r is where the page goes: give the numbers another" in capsys.readouterr().err

@@ -165,4 +165,9 @@ def _read(path):
     unusable = [name for name in per_token if not torch.isfinite(tensors[name]).all()]
     if unusable:
         raise ValueError(f"{path} has non-finite values in {', '.join(unusable)}.")
+    log_probs = torch.cat([tensors["old_log_prob"], tensors["log_prob"]])
+    if log_probs.numel() and log_probs.min() >= 0 and log_probs.max() > 0:
+        raise ValueError(
+            f"{path}: no log-prob is below 0, and the largest is {log_probs.max():.3g}: was the sign dropped?"
+        )
     return tensors, metadata

@@ -47,6 +47,8 @@ def main():
     parser.add_argument("--json", type=Path, help="file for the report's numbers (default: none)")
     arguments = parser.parse_args()
     html = arguments.html or arguments.dump / "report.html"
+    if arguments.json and arguments.json.absolute() == html.absolute():
+        parser.exit(1, f"Error: --json {arguments.json} is where the page goes: give the numbers another file.\n")
     try:
         report = report_on(arguments.dump)
         if arguments.json:
