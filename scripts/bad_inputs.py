@@ -74,6 +74,8 @@ def make_broken_files(folder: Path) -> None:
     data("source", data_source="nobody/knows")
     data("string_prompt", prompt="1+2=")
     data("no_truth", reward_model={"style": "rule"})
+    data("number", data_source="openai/gsm8k", reward_model={"style": "rule", "ground_truth": 3})
+    data("parts", prompt=[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}])
     pd.DataFrame({"question": ["1+2="] * 70}).to_parquet(folder / "columns.parquet")
     (folder / "trunc.parquet").write_bytes((folder / "long.parquet").read_bytes()[:200])
     for name, text in {

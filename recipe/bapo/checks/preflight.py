@@ -36,7 +36,6 @@ CHECKS = (
     ("other runs", machine.check_other_runs, ()),
     ("limits", machine.check_limits, ()),
     ("names", config_checks.check_names, ()),
-    ("intent", config_checks.check_intent, ()),
     ("folders", config_checks.check_folders, ()),
     ("reward", inputs.check_reward, ()),
     ("checkpoint", inputs.check_checkpoint, ()),
@@ -45,8 +44,9 @@ CHECKS = (
     ("ratio", config_checks.check_ratio, ("names",)),
     ("model", model.check_model, ()),
     ("data", inputs.check_files, ("model",)),
-    ("memory", memory.check_memory, ("model",)),
+    ("memory", memory.check_memory, ("devices", "model")),
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
+    ("intent", config_checks.check_intent, ("verl's rules",)),
 )
 # Checks that know FSDP alone, and what stays unchecked with another engine. They then say so and check nothing.
 OF_FSDP = {
