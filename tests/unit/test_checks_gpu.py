@@ -222,6 +222,18 @@ def test_the_size_of_a_pass_that_bypass_mode_leaves_out_is_not_judged(config):
 
 OFFLOAD = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
 POLICY = {f"{FSDP}.offload_policy": True}
+WITHOUT_FLASH_ATTN = {  # platform=gpu_without_flash_attn, with the lengths of size=gpu
+    "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.model.use_fused_kernels": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 9216,
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9216,
+}
+KINDS = {
+    "": {},
+    "offloaded": OFFLOAD,
+    "`offload_policy`": POLICY,
+    "`gpu_without_flash_attn`": WITHOUT_FLASH_ATTN,
+}
 
 
 def on(gpus, nodes=1, **changes):
@@ -468,15 +480,13 @@ def test_a_part_of_a_gpu_by_an_id_that_nvidia_smi_does_not_take(config, monkeypa
 def test_the_table_of_known_cases_in_the_documents_is_what_preflight_says(config, monkeypatch, tmp_path):
     lines = (ROOT / "docs/larger_models.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if " GB | " in line]
-    assert len(rows) == 9
+    assert len(rows) == 10
     for name_and_how, gpus, *gibibytes, outcome in rows:
         name, _, how = name_and_how.partition(", ")
         count, gpu = (int(word) for word in gpus.removesuffix(" GB").split(" x "))
         total = {80: 79.6, 24: 23.6}[gpu]
         pretend_gpus(monkeypatch, tmp_path, gibibytes=total)
-        changes = on(
-            min(count, 8), max(1, count // 8), **{"": {}, "offloaded": OFFLOAD, "`offload_policy`": POLICY}[how]
-        )
+        changes = on(min(count, 8), max(1, count // 8), **KINDS[how])
         chosen = config(name, {**changes, f"{ROLLOUT}.tensor_model_parallel_size": 2 if name == "32B" else 1})
         phases = memory.phases_of_a_gpu(chosen, *memory.sizes_of(chosen), total)
         assert [f"{sum(phases[phase].values()):.1f}" for phase in ("rollout", "log-probs", "update")] == gibibytes, (
