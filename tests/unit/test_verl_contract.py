@@ -111,3 +111,9 @@ def test_verl_has_no_remote_backend_which_our_worker_would_never_reach():
     assert (
         "remote_backend" not in OmegaConf.load(Path(verl.__file__).parent / "trainer/config/ppo_trainer.yaml").trainer
     )
+
+
+def test_verls_v1_trainer_alone_sends_weights_directly_to_servers_in_its_processes():
+    """Hence platform/cpu.yaml may name gloo for all of them, and has to name naive for the older trainer."""
+    sources = [Path(verl.__file__).parent / "trainer/ppo" / name for name in ("v1/trainer_base.py", "ray_trainer.py")]
+    assert ['checkpoint_engine_config.backend = "naive"' in path.read_text() for path in sources] == [True, False]
