@@ -42,8 +42,10 @@ COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole numb
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
 # Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
-SIZES = (".n", "nnodes", "_step", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens")
-SIZES += (".num_workers", "_units")
+SIZES = (
+    *(".n", "nnodes", "_step", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens"),
+    *(".num_workers", "_units"),
+)
 SMALLEST_LOWER_BOUND = 0.5  # of the ratio: the smallest in the paper (method=figure7_low)
 # Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
 RULES = {

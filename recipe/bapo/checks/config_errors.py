@@ -91,8 +91,8 @@ def _position(file, mark):
     return f"{path}, line {mark.line + 1}, column {mark.column + 1}"
 
 
-def items_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a config, sections among them, with its value."""
+def items_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Return every dotted key of a config's dict, sections among them, with its value."""
     for name, value in section.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):

@@ -18,7 +18,8 @@ def write_headers(folder: Path) -> None:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    files, held = [{}], 0
+    files: list[dict] = [{}]
+    held = 0
     for name, tensor in model.state_dict().items():
         if name in model.all_tied_weights_keys:  # it is another one's
             continue

@@ -119,7 +119,8 @@ def _check_scored(rows, what, config) -> list[str]:
     reward = config.reward
     if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
         return []
-    denied, kinds = [], {}
+    denied: list[str] = []
+    kinds: dict[tuple, object] = {}
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
         kinds.setdefault((row["data_source"], type(truth), not str(truth).strip()), truth)  # one row of each kind

@@ -72,7 +72,7 @@ def check_compiler(config) -> str:
 class Gpu(NamedTuple):
     """What nvidia-smi says of a GPU."""
 
-    index: str
+    number: str
     total: float | None  # GiB; None where the driver does not say, as of a part of a GPU (MIG)
     used: float | None
     capability: str
@@ -94,8 +94,8 @@ def gpus() -> list[Gpu]:
         return []
     lines = [line.split(", ") for line in answer.stdout.splitlines()]
     return [
-        Gpu(index, _gibibytes(total), _gibibytes(used), capability, mode)
-        for index, total, used, capability, mode in (line for line in lines if len(line) == len(QUERIED))
+        Gpu(number, _gibibytes(total), _gibibytes(used), capability, mode)
+        for number, total, used, capability, mode in (line for line in lines if len(line) == len(QUERIED))
     ]
 
 
@@ -147,7 +147,7 @@ def _refuse_mode(gpu):
     """The trainer and vLLM are two processes on each GPU, and such a mode lets in one, or none."""
     if gpu.mode in ("Exclusive_Process", "Prohibited"):
         raise ValueError(
-            f"GPU {gpu.index} is in the compute mode {gpu.mode}, and a trainer and a vLLM server are two processes on "
+            f"GPU {gpu.number} is in the compute mode {gpu.mode}, and a trainer and a vLLM server are two processes on "
             "each GPU: set the default mode with sudo nvidia-smi -c 0."
         )
 
@@ -162,8 +162,8 @@ def _refuse_flashinfer_without_nvcc(gpu, config):
     path = os.pathsep.join([*(f"{folder}/bin" for folder in folders if folder), os.environ.get("PATH", ""), CUDA_BIN])
     if shutil.which("nvcc", path=path) is None:
         raise ValueError(
-            f"GPU {gpu.index} has compute capability {gpu.capability}, for which vLLM takes FlashInfer, and FlashInfer "
-            "compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give vLLM another "
+            f"GPU {gpu.number} has compute capability {gpu.capability}, for which vLLM takes FlashInfer, and "
+            "FlashInfer compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give vLLM another "
             f"attention with +{BACKEND}=FLASH_ATTN."
         )
 

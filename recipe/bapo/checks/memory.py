@@ -56,7 +56,7 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
     output_layer = 2 * text.vocab_size * text.hidden_size / GIB  # in bfloat16
     logits = logits_of(config, text.vocab_size, tokens, update=True)
     at_once = {"logits": logits, "the backward of a layer": layer_backward_of(config, count, text, tokens, shards)}
-    later = max(at_once, key=at_once.get)  # one comes after the other
+    later = max(at_once, key=lambda part: at_once[part])  # one comes after the other
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
         "log-probs": {"weights": weights, "AdamW": kept, "vLLM": asleep}
@@ -107,9 +107,10 @@ def tokens_of_a_gpu(config) -> tuple[int, int]:
             for prompts in (actor.ppo_mini_batch_size, config.data.train_batch_size)
         ]
         limits = (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
-        return tuple(map(min, limits, most))
+        return min(limits[0], most[0]), min(limits[1], most[1])
     rows = (actor.ppo_micro_batch_size_per_gpu or 1, rollout.log_prob_micro_batch_size_per_gpu or 1)
-    return tuple(longest * number // sequence_parallel(config)[1] for number in rows)
+    parallel = sequence_parallel(config)[1]
+    return longest * rows[0] // parallel, longest * rows[1] // parallel
 
 
 def logits_of(config, vocabulary, tokens, *, update) -> float:
@@ -145,7 +146,7 @@ def check_memory(config) -> str:
     listed = [] if on_cpu(config) else gpus()
     if on_cpu(config) or (not listed and joins_a_cluster(config)):  # on the head of a cluster, say
         return text
-    known = [(gpu.index, gpu.total, gpu.used) for gpu in listed if gpu.total is not None and gpu.used is not None]
+    known = [(gpu.number, gpu.total, gpu.used) for gpu in listed if gpu.total is not None and gpu.used is not None]
     if not known:
         raise CheckWarning(
             f"{text}; nvidia-smi does not say how much memory the GPUs have and what of it is free (as with MIG, where "
