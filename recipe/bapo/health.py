@@ -26,29 +26,29 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
     """
     warnings, window = [], f"the last {len(steps)} {name}"
 
-    def of(name):
-        return [step.get(f"actor/{name}", 0.0) for step in steps]
+    def values_of(metric):
+        return [step.get(f"actor/{metric}", 0.0) for step in steps]
 
-    if bounds_can_move and min(of("bapo/saturated")) == 1:
+    if bounds_can_move and min(values_of("bapo/saturated")) == 1:
         # No target above the rho at the widest bounds can be reached.
-        reached = median(of("bapo/positive_contribution"))
+        reached = median(values_of("bapo/positive_contribution"))
         in_reach = max(0.01, floor(100 * reached) / 100)
         warnings.append(
             f"the target was out of reach in every update of {window}, so the bounds stayed at their "
             f"widest. They reached {reached:.3f}: positive_contribution_target={in_reach:g} is in "
             "reach of about half of such updates. What each target would do: docs/choosing.md."
         )
-    already_met = mean(of("bapo/met_at_once"))
+    already_met = mean(values_of("bapo/met_at_once"))
     # If nothing is clipped, the data are fresh and no bound matters.
-    if bounds_can_move and already_met > ALREADY_MET and any(of("pg_clipfrac")):
-        before = median(of("bapo/positive_contribution_start"))
+    if bounds_can_move and already_met > ALREADY_MET and any(values_of("pg_clipfrac")):
+        before = median(values_of("bapo/positive_contribution_start"))
+        low, high = mean(values_of("bapo/clip_low")), mean(values_of("bapo/clip_high"))
         next_target = min(0.99, ceil(100 * before) / 100)
         warnings.append(
-            f"in {already_met:.0%} of the updates of {window} the target was already met, so the bounds "
-            f"stayed at their start [{mean(of('bapo/clip_low')):.2f}, {mean(of('bapo/clip_high')):.2f}], and BAPO acts "
-            f"as that fixed range. rho before the search was {before:.3f}: with "
-            f"positive_contribution_target={next_target:g} bounds would move in about half of such updates. What each "
-            "target would do: docs/choosing.md."
+            f"in {already_met:.0%} of the updates of {window} the target was already met, so the bounds stayed at "
+            f"their start [{low:.2f}, {high:.2f}], and BAPO acts as that fixed range. rho before the search was "
+            f"{before:.3f}: with positive_contribution_target={next_target:g} bounds would move in about half of such "
+            "updates. What each target would do: docs/choosing.md."
         )
     return warnings
 

@@ -182,10 +182,9 @@ class BAPOTrainingWorker(TrainingWorker):
     def _search_for_next_batch_and_step(self):
         """Validate and log this update, search bounds for the next rollout batch, then make the optimizer step.
 
-        Only one rank of each data-parallel group's model replica contributes statistics, so that every token counts
-        once. All ranks of the world take part in the collective, including those that never call the loss. So all of
-        them hold the same bounds, and all of them raise for invalid input while weights and optimizer state are still
-        unchanged.
+        Of the ranks that work on the same data, only one contributes statistics, so that every token counts once. All
+        ranks of the world take part in the collective, including those that never call the loss. So all of them hold
+        the same bounds, and all of them raise for invalid input while weights and optimizer state are still unchanged.
         """
         stats = self.collected
         if stats is None or not self.engine.is_mp_src_rank_with_outputs():

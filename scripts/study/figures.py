@@ -24,7 +24,7 @@ from scripts.study.plan import (  # noqa: E402
 )
 
 STACK = RESULTS / "anchors_stack.jsonl"  # the real stack: 8 epochs on the larger model, three seeds a method
-# Methods of the overview and where their labels are, in points from their dots.
+# Methods of the overview, and the offsets of their labels from their dots in points.
 OVERVIEW = {
     "grpo": (-30, 10),
     "clip_higher": (-20, -34),
@@ -38,7 +38,7 @@ COLOURS = {"grpo": "black", "bapo@0.4": "#0072B2", "widest": "#D55E00", "high_on
 
 
 def draw_overview(frame: pd.DataFrame) -> plt.Figure:
-    """How fast each method learns the retry task with epochs and how much entropy it keeps; failed runs as labels."""
+    """Draw how fast each method learns the retry task with epochs, its entropy at the end, and its failed runs."""
     figure, axis = plt.subplots(figsize=(7.5, 5))
     for method, offset in OVERVIEW.items():
         rows = at_place(frame, EPOCHS, method)
@@ -63,7 +63,7 @@ def has(frame: pd.DataFrame, place: Place) -> bool:
 
 
 def draw_stack() -> plt.Figure:
-    """Reward and entropy of the real stack, step by step."""
+    """Draw reward and entropy of the real stack, step by step."""
     runs = [json.loads(line) for line in STACK.read_text().splitlines()]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     for axis, key in zip(axes, ("reward", "entropy"), strict=True):
@@ -83,7 +83,7 @@ def draw_stack() -> plt.Figure:
 
 
 def draw_drift(frame: pd.DataFrame) -> plt.Figure:
-    """rho at GRPO's bounds over a run, by staleness, against the targets that were tried."""
+    """Draw rho at GRPO's bounds over a run, by staleness, with the targets that were tried."""
     places = [(EPOCHS, (0.35, 0.4, 0.45)), (HARD_EPOCHS, (0.28, 0.38, 0.48)), (LARGER, (0.4, 0.47, 0.5))]
     places = [(place, targets) for place, targets in places if has(frame, place)]
     figure, axes = plt.subplots(1, len(places), sharey=True, figsize=(1 + 3.2 * len(places), 3.2), squeeze=False)

@@ -28,7 +28,7 @@ METHODS = {
 
 
 def updates_of(method, model, port):
-    """What the worker and the study's loop see in one update of a method, and their gradients before clipping."""
+    """Make one update of a method with the worker and with the study's loop. Returns results and raw gradients."""
     sizes = [f"{MICRO_BATCH}=4", f"{LOG_PROBS}_micro_batch_size_per_gpu=4"]
     actor = make_actor([f"actor_rollout_ref.model.path={model}", *sizes, *METHODS[method]], port=port)
     data = make_mini_batch(actor, seed=11, rows=GROUPS * study.SAMPLES)
@@ -52,13 +52,13 @@ def updates_of(method, model, port):
 
 
 def number(metric):
-    """verl's metric as a float; a list has an equal entry for each micro-batch."""
+    """Convert verl's metric to a float. A list has an equal entry for each micro-batch."""
     metric = metric[0] if isinstance(metric, list) else metric
     return float(metric.aggregate() if hasattr(metric, "aggregate") else metric)
 
 
 def rollouts_of(data):
-    """A mini-batch of the worker as the study's loop has it, and its old log-probs."""
+    """Convert a mini-batch of the worker to the form of the study's loop. Returns it with its old log-probs."""
     ids = pad_sequence(list(data["input_ids"].unbind()), batch_first=True)
     mask = pad_sequence([torch.ones(len(part)) for part in data["responses"].unbind()], batch_first=True).bool()
     old = pad_sequence(list(data["old_log_probs"].unbind()), batch_first=True)

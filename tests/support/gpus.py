@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs that are not there, and models of known sizes that are not there either."""
+"""Pretend that this machine has GPUs, and make folders of models of known sizes without their weights."""
 
 import json
 import os
@@ -17,8 +17,8 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
 
-DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # by which a driver is seen
-# As of an H100 that nobody uses; None stands for what nvidia-smi says of a part of a GPU (MIG).
+DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # these show that there is a driver
+# The answers for an idle H100. None means the answer of nvidia-smi for a part of a GPU (MIG).
 GPU = {"gibibytes": 79.6, "used": 0.0, "capability": "9.0", "mode": "Default"}
 NVIDIA_SMI = """#!/bin/sh
 chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
@@ -34,12 +34,12 @@ esac
 
 
 def write_nvidia_smi(folder, gpus=8, **listed):
-    """An ``nvidia-smi`` in a folder for ``PATH``.
+    """Write an ``nvidia-smi`` to a folder for ``PATH``.
 
     Args:
-        folder: where it is written.
-        gpus: how many there are.
-        listed: what it says of them in place of what ``GPU`` has: a value for all, or a list with one for each.
+        folder: the folder to write to.
+        gpus: number of GPUs.
+        listed: answers that replace those in ``GPU``: a value for all GPUs, or a list with one for each.
     """
     rows = []
     for number in range(gpus):
@@ -55,14 +55,14 @@ def write_nvidia_smi(folder, gpus=8, **listed):
 
 
 def write_driver_file(root, name):
-    """One of ``DRIVER_FILES`` below ``root`` in place of ``/``; returns ``root``."""
+    """Write one of ``DRIVER_FILES`` below ``root``, which replaces ``/``. Returns ``root``."""
     (root / name).parent.mkdir(parents=True)
     (root / name).touch()
     return root
 
 
 def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64, **listed):
-    """Have torch, the driver, flash-attn and Ray answer as on such a machine."""
+    """Make torch, the driver, flash-attn and Ray answer as on a machine with these GPUs."""
     write_nvidia_smi(folder, gpus, **listed)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -74,7 +74,7 @@ def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64, **listed):
 
 
 def hide_nvcc(monkeypatch):
-    """Have this machine no CUDA toolkit."""
+    """Hide the CUDA toolkit of this machine."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     folders = os.environ["PATH"].split(os.pathsep)
@@ -83,7 +83,7 @@ def hide_nvcc(monkeypatch):
 
 
 def write_model(task, folder, name):
-    """A folder with the config of such a Qwen2, the task's tokenizer and the headers of its weights; returns it."""
+    """Write the config of such a Qwen2, the task's tokenizer and the headers of its weights. Returns the folder."""
     hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
     if not folder.exists():
         shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands for Megatron in docs/larger_models.md, as verl would read them. No GPU has run them."""
+"""The commands for Megatron in docs/larger_models.md compose to usable configs of verl. No GPU has run them."""
 
 import re
 import shlex
@@ -18,12 +18,12 @@ from verl.workers.config import McoreActorConfig
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs/larger_models.md").read_text().partition("## Megatron\n")[2]
 THREE_LINES, EXPERTS = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.M | re.S)
-# Of Qwen3-30B-A3B's config.json.
+# From the config.json of Qwen3-30B-A3B.
 LAYERS, HEADS, KEY_VALUE_HEADS, EXPERT_COUNT = 48, 32, 4, 128
 
 
 def config_of(command, *needed):
-    """verl's config with a command's overrides; Hydra refuses keys that it does not have."""
+    """Compose verl's config with a command's overrides. Hydra refuses unknown keys."""
     program, *overrides = shlex.split(command.replace("\\\n", " "))[2:]
     assert program == "verl.trainer.main_ppo"
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -70,4 +70,4 @@ def test_verls_own_rules_and_arithmetic_accept_the_command_for_experts():
         assert whole % part == 0, (whole, part)
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert min(actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu) >= longest
-    assert rollout.log_prob_use_dynamic_bsz  # verl takes the actor's
+    assert rollout.log_prob_use_dynamic_bsz  # verl uses the actor's setting
