@@ -159,6 +159,7 @@ def test_a_rank_that_is_no_source_holds_the_sources_bounds(monkeypatch, calls_th
     def all_reduce(vector, group):
         """Add up over the two ranks, of which the source comes first."""
         if of_source:
+            assert not vector.any()  # else its tokens would count twice, which equal bounds would hide
             vector.add_(of_source.pop())
         else:
             of_source.append(vector.clone())
