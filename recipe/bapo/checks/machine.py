@@ -163,8 +163,8 @@ def _refuse_flashinfer_without_nvcc(gpu, config):
     if shutil.which("nvcc", path=path) is None:
         raise ValueError(
             f"GPU {gpu.number} has compute capability {gpu.capability}, for which vLLM takes FlashInfer, and "
-            "FlashInfer compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give vLLM another "
-            f"attention with +{BACKEND}=FLASH_ATTN."
+            "FlashInfer compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give "
+            f"vLLM another attention with +{BACKEND}=FLASH_ATTN."
         )
 
 
