@@ -61,6 +61,7 @@ def test_all_ranks_hold_the_same_bits_also_those_that_never_call_the_loss(result
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(results, name):
+    """It counts once: where every rank added its tokens, the count would double and the bounds would stay."""
     assert len(results[name]["bad"]) == LAYOUTS[name][0]
     for rank in results[name]["bad"]:
         assert "of this mini-batch: 1 in advantages. No clip bounds" in rank["error"]
