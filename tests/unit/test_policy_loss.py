@@ -179,7 +179,7 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
             {},
             "megatron.dynamic_context_parallel=true is not usable .* Set it to false",
         ),
-        ("previous_batch", {"strategy": "veomni"}, {}, "strategy=veomni is not usable .* or megatron.*VeOmni 0.1"),
+        ("previous_batch", {"strategy": "veomni"}, {}, "strategy=veomni is not usable .* or megatron.*in bfloat16"),
         ("previous_batch", {"strategy": "torchtitan"}, {}, "strategy=torchtitan is not usable .* does not import"),
         ("previous_batch", {"strategy": "automodel"}, {}, "strategy=automodel is not usable .* no actor config"),
         ("previous_batch", {"strategy": "remote"}, {}, "strategy=remote is not usable .* It was not tried"),
