@@ -189,8 +189,8 @@ def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, t
 
 
 def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp_path, task):
-    lines = re.findall(r"^    (\+?actor_rollout_ref\.actor\.policy_loss\.bound_scope=\S+)", YOUR_OWN_RUN, re.M)
-    assert lines == [f"+{LOSS}.bound_scope=previous_batch"]
+    lines = re.findall(r"^    (\+\+actor_rollout_ref\.actor\.policy_loss\.bound_scope=\S+)", YOUR_OWN_RUN, re.M)
+    assert lines == [f"++{LOSS}.bound_scope=previous_batch"]
     passes = tmp_path / "passes.txt"
     data = run_verls_own(
         tmp_path,

@@ -16,6 +16,7 @@ ROWS = {
     "BAPO, target 0.4": "bapo@0.4",
     "BAPO, target 0.45": "bapo@0.45",
     "BAPO, target 0.5": "bapo@0.5",
+    "[0.8, 3.0]": "high_only",
     "[0.9, 3.0]": "widest",
     "target 0.4, `gradient`": "bapo_gradient@0.4",
     "target 0.5, `gradient`": "bapo_gradient@0.5",

@@ -34,6 +34,11 @@ def test_the_bounds_stood_at_the_ends_of_their_ranges():
     said = f"In {8 * sum(met):.0f} of the 80 updates the target of 0.4 was already met"
     assert said in RESULTS and f"in {8 * sum(missed):.0f} it was out of reach" in RESULTS
     clipped = values("bapo", "actor/bapo/clipfrac_positive")
+    means = [100 * sum(shares) / 10 for shares in (clipped, values("bapo", "actor/bapo/clipfrac_negative"))]
+    assert (
+        "BAPO clipped {:.1f} % of the positive and {:.0f} % of the negative tokens (means over".format(*means)
+        in RUNNING
+    )
     assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in RESULTS
 
 
@@ -44,7 +49,8 @@ def test_the_clip_report():
     grpo = methods["GRPO"]
     said = f"leave {grpo['positive']:.1%} of the tokens with A > 0 and {grpo['negative']:.1%}".replace("%", " %")
     assert said in REPORT
-    assert f"GRPO clipped {100 * grpo['positive']:.1f} % of the positive tokens" in RESULTS
+    said = "GRPO clipped {:.1f} % of the positive tokens** and {:.1f} % of the negative ones"
+    assert said.format(100 * grpo["positive"], 100 * grpo["negative"]) in RESULTS
     clipped = [row["clipped_by_grpo"] for row in report["by_update"]]
     assert clipped[0] == 0 and f"{100 * clipped[3]:.1f} % in the fourth" in REPORT
     assert 0.045 < min(clipped[4:]) <= max(clipped) < 0.065  # "5 to 6 % from the fifth on"
@@ -56,4 +62,6 @@ def test_the_clip_report():
     said = "GSPO with its published settings leaves {:.0f} % without a gradient, DPPO {:.1f} %, SAPO and CISPO none"
     shares = [100 * methods[name]["all"] for name in ("GSPO", "DPPO-KL", "SAPO", "CISPO")]
     assert said.format(*shares) in REPORT and shares[2:] == [0, 0]
-    assert f"leaves {100 * methods['BAPO 0.4']['positive']:.1f} % of the tokens with A > 0" in REPORT
+    bapo = methods["BAPO 0.4"]
+    said = "leaves {:.1f} % of the tokens with A > 0 and {:.1f} % of those with A < 0 without a gradient"
+    assert said.format(100 * bapo["positive"], 100 * bapo["negative"]) in REPORT
