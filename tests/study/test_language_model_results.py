@@ -4,6 +4,10 @@
 import json
 from pathlib import Path
 
+import pandas as pd
+
+from scripts.study.language_model import table_row
+
 DOCS = Path(__file__).parents[2] / "docs"
 RAW = DOCS / "results" / "language_model"
 RESULTS, REPORT, RUNNING = (
@@ -65,3 +69,14 @@ def test_the_clip_report():
     bapo = methods["BAPO 0.4"]
     said = "leaves {:.1f} % of the tokens with A > 0 and {:.1f} % of those with A < 0 without a gradient"
     assert said.format(100 * bapo["positive"], 100 * bapo["negative"]) in REPORT
+
+
+def test_the_first_run_of_the_study():
+    rows = pd.read_parquet(RAW / "grpo-epochs-1e-5-seed1.parquet")
+    row, later = table_row(rows), rows[rows["place"] > 0]
+    shares = [100 * later[f"clipfrac_{sign}"].mean() for sign in ("positive", "negative")]
+    said = "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens.** This is the first run"
+    assert said.format(*shares) in RESULTS and row["updates"] == "96" and row["moved"] == "0.00"
+    below, met, missed = (round(100 * float(row[name])) for name in ("below", "met", "out of reach"))
+    assert f"below 0.4 in {below} % of the updates after the first on each batch" in RESULTS
+    assert f"already met in {met} % and out of reach in {missed} %" in RESULTS
