@@ -184,7 +184,7 @@ def test_a_mistake_is_named_once(override, message, failures):
 def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
     config = composed(task, *overrides)
     if said is None:
-        assert check_intent(config) == "nothing that is set is left unread"
+        assert check_intent(config) == "every key that is set is read"
     else:
         with pytest.raises(CheckWarning) as warning:
             check_intent(config)

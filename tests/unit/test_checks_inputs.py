@@ -73,12 +73,12 @@ OWN_SCORER = "reward.custom_reward_function.path=null"
         (
             "openai/gsm8k",
             72,
-            "ground_truth 72 right .it gives 0., because it is no text; '72' is right: make the column",
+            "ground_truth 72 right .it gives 0., because it is not text; '72' is right: make the column",
         ),
         (
             "lighteval/MATH",
             72,
-            "ground_truth 72 right .it gives 0., because it is no text; '72' is right: make the column",
+            "ground_truth 72 right .it gives 0., because it is not text; '72' is right: make the column",
         ),
         ("math_dapo", 34, "data_source=math_dapo does not find the ground_truth 34 right .*make the column text"),
         ("openai/gsm8k", "", "gsm8k does not find the ground_truth '' right .it gives 0. in any of the forms #### N, "),

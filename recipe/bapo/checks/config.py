@@ -152,7 +152,7 @@ def check_intent(config) -> str:
         )
     if doubts:
         raise CheckWarning(" ".join(doubts))
-    return "nothing that is set is left unread"
+    return "every key that is set is read"
 
 
 def check_folders(config) -> str:

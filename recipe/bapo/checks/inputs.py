@@ -94,7 +94,7 @@ def _missing_in(row, prompt_key):
 
 
 def _check_parts(rows, config, model, what):
-    """Messages made of parts, whose chat template has to know parts: others write the list's Python text."""
+    """Refuse messages made of parts if the chat template does not know parts: it would write them as Python text."""
     for index, row in enumerate(rows):
         prompt = row[config.data.prompt_key]
         parts = [message["content"] for message in prompt if isinstance(message["content"], list)]
@@ -108,13 +108,13 @@ def _check_parts(rows, config, model, what):
                 f"{what}, row {index}: a message's content is a list, and the chat template of {PATH}={model.path} "
                 f"writes it as Python text ({str(parts[0])[:40]}...): make each content a text; see {DATA_PAGE}."
             )
-        return  # one says what the template does
+        return  # one such row shows what the template does
 
 
 def _check_scored(rows, what, config) -> list[str]:
-    """Ask verl's own scorer of each data source whether a row's right answer is right; returns what it denies.
+    """Ask verl's scorer of each data source whether it accepts a row's right answer. Returns what it does not accept.
 
-    Some scorers compare texts, so that they never find a number right, and say nothing.
+    Some scorers compare texts. They never accept a number, and raise no error.
     """
     reward = config.reward
     if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
@@ -139,19 +139,19 @@ def _check_scored(rows, what, config) -> list[str]:
             f"{what}: verl's scorer for data_source={source} does not find the ground_truth {truth!r} right ({answer})"
         )
         if not isinstance(truth, str) and _ask_scorer(source, str(truth)) is None:
-            raise ValueError(f"{denial}, because it is no text; {str(truth)!r} is right: make the column text.")
+            raise ValueError(f"{denial}, because it is not text; {str(truth)!r} is right: make the column text.")
         denied.append(f"{denial} in any of the forms {', '.join(FORMS)}")
     return denied
 
 
 def _ask_scorer(source, truth):
-    """None if verl's scorer finds ``truth`` right in one of ``FORMS``; else what it says of the last."""
+    """Return None if verl's scorer accepts ``truth`` in one of ``FORMS``, else what it says of the last form."""
     denial = None
     for form in FORMS:
         response = form.replace("N", str(truth)) if len(str(truth)) <= LONGEST_ANSWER else ""
         try:
             scored = default_compute_score(source, response, truth)
-        except NotImplementedError:  # there is none
+        except NotImplementedError:  # verl has no scorer
             raise
         except Exception as error:  # it wants more of a response, or another ground truth
             denial = innermost(error)
