@@ -15,6 +15,8 @@ trainer's own. An update is split into micro-batches, because the logits of a mi
 """
 
 import argparse
+import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -30,12 +32,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo import clipped_surrogate_loss, find_clip_bounds
+from bapo import find_clip_bounds
 from bapo.bounds import read_values
 from recipe.bapo.language_model import cache
 from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_rows
 from scripts.study.loop import Rollouts, log_probs_of
-from scripts.study.methods import config_of
+from scripts.study.methods import VERL, Tokens, config_of, loss_of
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
@@ -44,7 +46,6 @@ MICRO_BATCH = 16  # responses in one forward
 SAMPLED_AT_ONCE = 128
 HELD_OUT = 128  # items, each answered once after every rollout batch
 DUAL_CLIP = 3.0
-TARGET = config_of("bapo").positive_contribution_target
 # Mini-batches of a rollout batch, and epochs on it. Both make 16 updates on each rollout batch.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
@@ -66,7 +67,11 @@ class Run:
 
 
 # Stage (a): measure how much is clipped, and how often rho is below the target, at each source of staleness.
-PLANNED = [Run("grpo", source, "1e-5", 1) for source in SOURCES]
+MEASURED = [Run("grpo", source, "1e-5", 1) for source in SOURCES]
+# Stage (b): compare methods. All methods of a seed come before the next seed, so that whole blocks can be compared.
+METHODS = ("grpo", "high_only", "bapo", "gspo")
+COMPARED = [Run(method, "epochs", "1e-5", seed, rollouts=4) for seed in (2, 3, 4, 5) for method in METHODS]
+PLANNED = MEASURED + COMPARED
 
 
 @torch.no_grad()
@@ -123,41 +128,48 @@ def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> di
     Args:
         rollouts: a mini-batch.
         old: log-probs of its tokens before any update, ``(B, T)``.
-        method: the name of a file in configs/method.
+        method: the name of a file in configs/method, or ``gspo``.
     """
-    advantages, config = advantages_of(rollouts), config_of(method)
-    before = None if config.fixed else log_probs(model, rollouts)  # fixed bounds do not need this forward
-    low, high = config.ratio_lower_start, config.ratio_upper_start
-    if before is not None:
-        bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
-        low, high = bounds.low.item(), bounds.high.item()
-    now, entropies, tokens = [], [], rollouts.mask.sum()
+    advantages, mask = advantages_of(rollouts), rollouts.mask
+    low, high = bounds_of(model, rollouts, old, advantages, method)
+    bounds = {"low": torch.tensor([low]), "high": torch.tensor([high])}
+    now, entropies, idle = [], [], []
     optimizer.zero_grad()
     for part in _micro_batches(rollouts):
         log_prob, entropy = log_probs_of(model, rollouts.rows(part))
-        mask = rollouts.mask[part]
-        clipped_surrogate_loss(
-            old[part],
-            log_prob,
-            advantages[part],
-            mask,
-            low=low,
-            high=high,
-            clip_ratio_c=DUAL_CLIP,
-            aggregate=lambda values, mask: (values * mask).sum() / tokens,  # token-mean over the mini-batch
-        ).loss.backward()
+        log_prob.retain_grad()
+        tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
+        # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
+        share = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
+        (loss_of(method, tokens, bounds, DUAL_CLIP) * share).backward()
         now.append(log_prob.detach())
-        entropies.append(entropy[mask])
+        idle.append(log_prob.grad == 0)
+        entropies.append(entropy[mask[part]])
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    measured = measures_of(old, torch.cat(now), advantages, rollouts.mask)
+    measured = measures_of(old, torch.cat(now), advantages, mask)
+    without_gradient = torch.cat(idle)
     return measured | {
         "low": low,
         "high": high,
+        "without_gradient_positive": without_gradient[mask & (advantages > 0)].float().mean().item(),
+        "without_gradient_negative": without_gradient[mask & (advantages < 0)].float().mean().item(),
         "reward": rollouts.rewards.mean().item(),
         "entropy": torch.cat(entropies).mean().item(),
         "grad_norm": grad_norm.item(),
     }
+
+
+def bounds_of(model, rollouts: Rollouts, old: Tensor, advantages: Tensor, method: str) -> tuple[float, float]:
+    """Return the clip bounds of an update. GSPO does not clip the ratio of a token: 0 and infinity."""
+    if method in VERL:
+        return 0.0, math.inf
+    config = config_of(method)
+    if config.fixed:
+        return config.ratio_lower_start, config.ratio_upper_start
+    before = log_probs(model, rollouts)  # the additional forward of BAPO's exact bounds
+    bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
+    return bounds.low.item(), bounds.high.item()
 
 
 def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, float]:
@@ -246,6 +258,8 @@ def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path =
     training = Training(run, model_folder, states / f"{name}.pt")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     about = {"command": f"python -m scripts.study.language_model run {name}", "commit": commit}
+    with (model_folder / "model.safetensors").open("rb") as weights:
+        about["weights"] = hashlib.file_digest(weights, "sha256").hexdigest()
     about |= {"model": model_folder.parent.name, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
     while training.rollouts_done < run.rollouts:
         training.train_on_one_batch()
@@ -271,41 +285,6 @@ def is_complete(run: Run, path: Path) -> bool:
     return path.exists() and pd.read_parquet(path, columns=["rollout"])["rollout"].max() + 1 == run.rollouts
 
 
-def table_row(rows: pd.DataFrame) -> dict[str, str]:
-    """Compute the plan's figures of a run: means over the updates after the first on each rollout batch.
-
-    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below the
-    target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
-    """
-    later = rows[rows["place"] > 0]
-    out_of_reach, met = later["bapo_saturated"] > 0, (later["bapo_search_steps"] == 0) & (later["bapo_saturated"] == 0)
-    held_out, means = rows["held_out_reward"].dropna(), later.mean(numeric_only=True)
-    return {
-        "run": f"`{rows['method'].iloc[0]}-{rows['source'].iloc[0]}-{rows['learning_rate'].iloc[0]}`",
-        "updates": str(len(rows)),
-        "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
-        "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
-        "rho": f"{means['bapo_positive_contribution_start']:.3f}",
-        "below": f"{(later['bapo_positive_contribution_start'] < TARGET).mean():.2f}",
-        "met": f"{met.mean():.2f}",
-        "moved": f"{1 - met.mean() - out_of_reach.mean():.2f}",
-        "out of reach": f"{out_of_reach.mean():.2f}",
-        "effective sample size": f"{means['effective_sample_size']:.3f}",
-        "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
-        "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
-        "held-out reward by rollout batch": ", ".join(f"{reward:.2f}" for reward in held_out),
-    }
-
-
-def print_table(folder: Path = ROWS) -> None:
-    """Print a row for each started run, as Markdown."""
-    rows = [table_row(pd.read_parquet(path)) for path in sorted(folder.glob("*.parquet"))]
-    if rows:
-        print(f"| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
-    for row in rows:
-        print(f"| {' | '.join(row.values())} |")
-
-
 def main() -> int:
     """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -314,7 +293,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     if arguments.part == "table":
-        print_table()
+        from scripts.study.language_model_tables import print_tables
+
+        print_tables()
         return 0
     if arguments.part == "list":
         for run in PLANNED:

@@ -13,6 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipe.bapo.language_model.shape import write_shape
 from recipe.bapo.language_model.task import draw_rows
 from scripts.study import language_model as study
+from scripts.study import language_model_tables as tables
+from scripts.study.loop import log_probs_of
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.workers.config import ActorConfig
 
 RUN = replace(study.PLANNED[0], rollouts=2, learning_rate="1e-2")
 
@@ -69,7 +73,7 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     about = pyarrow.parquet.read_schema(tmp_path / f"{RUN.name}.parquet").metadata
     assert about[b"command"].decode() == f"python -m scripts.study.language_model run {RUN.name}"
     assert len(about[b"commit"]) == 40
-    study.print_table(tmp_path)
+    tables.print_tables(tmp_path)
     header, _, row = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[-3:])
     shown, rows = dict(zip(header, row, strict=True)), rows_of(tmp_path)
     below = rows[rows["place"] > 0]["bapo_positive_contribution_start"] < 0.4
@@ -82,7 +86,7 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
         study.run_by_name("other", model, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["grpo", "bapo"])
+@pytest.mark.parametrize("method", study.METHODS)
 def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
     found = []
     for micro_batch in (3, 8):
@@ -99,7 +103,66 @@ def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
     assert first["effective_sample_size"] == pytest.approx(1) and first["clipfrac_positive"] == 0  # every ratio is 1
     assert last["clipfrac_positive"] + last["clipfrac_negative"] > 0
     assert last["bapo_positive_contribution_start"] > 0
+    bounds = {(one["low"], one["high"]) for one in found[0]}
     if method == "bapo":
         assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"])
     else:
-        assert {(one["low"], one["high"]) for one in found[0]} == {(0.8, 1.2)}
+        assert bounds == {{"grpo": (0.8, 1.2), "high_only": (0.8, 3.0), "gspo": (0.0, float("inf"))}[method]}
+    if method == "grpo":  # a token has no gradient where it is clipped, or where the dual clip holds
+        shares = [last["without_gradient_positive"], last["without_gradient_negative"]]
+        clipped = [last["clipfrac_positive"], last["clipfrac_negative"]]
+        assert shares[0] == pytest.approx(clipped[0]) and shares[1] >= clipped[1] - 1e-6
+
+
+def test_gspo_has_the_gradient_of_verls_loss_over_the_whole_mini_batch(model):
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    rows = [row for row in draw_rows("x", 2) for _ in range(4)]
+    rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
+    old = study.log_probs(network, rollouts) + 2e-4 * noise  # some sequence ratios are within GSPO's narrow bounds
+    study.update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, "gspo")
+    found = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+
+    network.zero_grad()
+    loss, _ = get_policy_loss_fn("gspo")(
+        old,
+        log_probs_of(network, rollouts)[0],
+        study.advantages_of(rollouts),
+        rollouts.mask.float(),
+        loss_agg_mode="seq-mean-token-mean",
+        config=ActorConfig(
+            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=3e-4, clip_ratio_high=4e-4
+        ),
+    )
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    expected = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
+    def write(run, held_out):
+        rows = [
+            {"rollout": at, "place": place, "held_out_reward": reward if place else None, "entropy": 0.1}
+            | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
+            | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 0)}
+            for at, reward in enumerate(held_out)
+            for place in (0, 1)
+        ]
+        study.write_rows([vars(run) | row for row in rows], tmp_path / f"{run.name}.parquet", {})
+
+    runs = [replace(RUN, method=method, seed=seed) for seed in (1, 2, 3) for method in ("grpo", "bapo")]
+    assert tables.comparison(tmp_path, runs).empty
+    for run, held_out in zip(runs, [(0.5, 0.7), (0.6, 0.8), (0.5, 0.9), (0.4, 0.4), (0.9, 0.9)], strict=False):
+        write(run, held_out)
+    found = tables.comparison(tmp_path, runs)  # the last seed has no bapo
+    assert list(found.index) == ["grpo", "bapo"] and set(found["seeds"]) == {2}
+    assert found.loc["grpo", "reward"] == pytest.approx(0.65) and found.loc["bapo", "final_reward"] == pytest.approx(
+        0.6
+    )
+    differences = torch.tensor([0.7 - 0.6, 0.4 - 0.7])
+    assert found.loc["bapo", "difference"] == pytest.approx(differences.mean().item())
+    assert found.loc["bapo", "half_width"] == pytest.approx(12.706 * differences.std().item() / 2**0.5, rel=1e-4)
+    assert list(found["failed"]) == [0, 1]  # the second run of bapo ended below the warmed-up model
+    assert list(found["met"]) == [1, 1] and list(found["out_of_reach"]) == [0, 0]  # updates after the first on a batch

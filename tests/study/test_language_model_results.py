@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.study.language_model import table_row
+from scripts.study.language_model_tables import table_row
 
 DOCS = Path(__file__).parents[2] / "docs"
 RAW = DOCS / "results" / "language_model"

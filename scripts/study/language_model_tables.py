@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the study on the language model, by the rules of docs/dev/plan_language_model.md."""
+
+from pathlib import Path
+
+import pandas as pd
+from scipy import stats
+
+from scripts.study.language_model import COMPARED, ROWS, Run, is_complete
+from scripts.study.methods import config_of
+
+TARGET = config_of("bapo").positive_contribution_target
+WARMED_UP = 0.41  # share of right answers before training, from the warm-up's made.json
+
+
+def table_row(rows: pd.DataFrame) -> dict[str, str]:
+    """Compute the plan's figures of a run: means over the updates after the first on each rollout batch.
+
+    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below the
+    target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
+    """
+    later = rows[rows["place"] > 0]
+    outcomes = search_outcomes(later)
+    held_out, means = rows["held_out_reward"].dropna(), later.mean(numeric_only=True)
+    run = Run(**rows[list(Run.__dataclass_fields__)].iloc[0])
+    return {
+        "run": f"`{run.name}`",
+        "updates": str(len(rows)),
+        "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
+        "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
+        "rho": f"{means['bapo_positive_contribution_start']:.3f}",
+        "below": f"{(later['bapo_positive_contribution_start'] < TARGET).mean():.2f}",
+        "met": f"{outcomes['met']:.2f}",
+        "moved": f"{outcomes['moved']:.2f}",
+        "out of reach": f"{outcomes['out_of_reach']:.2f}",
+        "effective sample size": f"{means['effective_sample_size']:.3f}",
+        "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
+        "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
+        "held-out reward by rollout batch": ", ".join(f"{reward:.2f}" for reward in held_out),
+    }
+
+
+def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFrame:
+    """Compare the methods of stage (b): a row for each method, over the seeds for which all methods are complete.
+
+    ``reward``, the plan's outcome, is the mean of the held-out rewards after each rollout batch. ``difference`` is from
+    GRPO with the same seed, ``half_width`` that of its 95 % interval by Student's t. Shares are means over the updates
+    after the first on each rollout batch.
+    """
+    runs = runs or COMPARED
+    complete = [run for run in runs if is_complete(run, folder / f"{run.name}.parquet")]
+    methods = list(dict.fromkeys(run.method for run in runs))
+    seeds = [seed for seed in {run.seed for run in runs} if sum(run.seed == seed for run in complete) == len(methods)]
+    found = []
+    for run in complete:
+        rows = pd.read_parquet(folder / f"{run.name}.parquet")
+        later, held_out = rows[rows["place"] > 0], rows["held_out_reward"].dropna()
+        found.append(
+            {
+                "method": run.method,
+                "seed": run.seed,
+                "reward": held_out.mean(),
+                "final_reward": held_out.iloc[-1],
+                "entropy": rows["entropy"].iloc[-16:].mean(),
+                "failed": held_out.iloc[-1] < max(WARMED_UP, held_out.max() / 2),
+                **later[["without_gradient_positive", "without_gradient_negative"]].mean(),
+                **search_outcomes(later),
+            }
+        )
+    table = pd.DataFrame([row for row in found if row["seed"] in seeds])
+    if table.empty:
+        return table
+    rewards = table.pivot(index="seed", columns="method", values="reward")
+    differences = rewards.sub(rewards["grpo"], axis=0)
+    means = table.drop(columns=["seed", "failed"]).groupby("method", sort=False).mean()
+    means["difference"], means["failed"] = differences.mean(), table.groupby("method")["failed"].sum()
+    means["half_width"] = differences.sem() * stats.t.ppf(0.975, len(seeds) - 1)
+    return means.assign(seeds=len(seeds))
+
+
+def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
+    """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it."""
+    missed, met = updates["bapo_saturated"] > 0, (updates["bapo_search_steps"] == 0) & (updates["bapo_saturated"] == 0)
+    return {"met": met.mean(), "moved": (~met & ~missed).mean(), "out_of_reach": missed.mean()}
+
+
+def print_tables(folder: Path = ROWS) -> None:
+    """Print a row for each started run, and the comparison of methods, as Markdown."""
+    print_markdown([table_row(pd.read_parquet(path)) for path in sorted(folder.glob("*.parquet"))])
+    compared = comparison(folder).reset_index()
+    if len(compared):
+        print()
+        print_markdown([comparison_row(row) for row in compared.itertuples()])
+
+
+def comparison_row(row) -> dict[str, str]:
+    """Format a row of the comparison."""
+    return {
+        "method": row.method,
+        "held-out reward, mean over training": f"{row.reward:.3f}",
+        "minus GRPO's": f"{row.difference:+.3f} +- {row.half_width:.3f}",
+        "at the end": f"{row.final_reward:.2f}",
+        "entropy at the end": f"{row.entropy:.3f}",
+        "failed": f"{row.failed} of {row.seeds}",
+        "without gradient, A > 0": f"{row.without_gradient_positive:.1%}",
+        "without gradient, A < 0": f"{row.without_gradient_negative:.1%}",
+        "met, moved, out of reach": f"{row.met:.2f}, {row.moved:.2f}, {row.out_of_reach:.2f}",
+    }
+
+
+def print_markdown(rows: list[dict[str, str]]) -> None:
+    """Print rows with the same keys as a table."""
+    if rows:
+        print(f"| {' | '.join(rows[0])} |\n|{' --- |' * len(rows[0])}")
+    for row in rows:
+        print(f"| {' | '.join(row.values())} |")
