@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy loss ``bapo``, and the configs that switch it on in a verl run.
+"""The policy loss ``bapo``, and the configs that select it in a verl run.
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
 ``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker; this is a monkey patch, the

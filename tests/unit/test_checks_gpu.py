@@ -116,6 +116,13 @@ def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):
     assert line.status == "failed" and "tensor_parallel_size" in line.detail
 
 
+def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
+    engine, strategy, *_ = MEGATRON
+    details = [line.detail for line in lines_of_engine(engine, monkeypatch, task, strategy) if line.status == "failed"]
+    said = f"verl has no key {ACTOR}.fsdp_config with model_engine=megatron: remove it (~{ACTOR}.fsdp_config)"
+    assert any(said in detail for detail in details), details
+
+
 @pytest.mark.parametrize("visible, indices", [(None, "012"), ("0,2", "02")])
 def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible, indices):
     pretend_gpus(monkeypatch, tmp_path, gpus=3, gibibytes=[1.0, 2.0, 3.0], used=0.5, capability="8.6")

@@ -177,12 +177,12 @@ EPSILONS = {"loss_mode": "vanilla", "clip_ratio_low": "0.2", "clip_ratio_high": 
 def test_the_verdict_is_about_the_bounds_of_the_run(tmp_path, metadata):
     assert report_on(plant(tmp_path, updates=[1], **metadata))["verdict"] == [
         "This run's own loss ([0.8, 1.2], dual clip 3) leaves 56 % of the tokens without a gradient (A > 0: 38 %, "
-        "A < 0: 75 %) and 23 % of the gradient's size before clipping.",
+        "A < 0: 75 %). The others carry 23 % of the gradient's size before clipping.",
         "Tokens with A < 0 are 40 % of the tokens and carry 67 % of the gradient's size before clipping; those of them "
         "with r > 3, which no bound of PPO or BAPO touches, carry 53 %.",
         # rollout_prob: P from 5 + 1.2 + 0.3 to 5 + 1.25 + 0.625, N from 2.4 + 4.75 to 3.6 + 4.75
         "rho (value, rollout_prob) is 0.476 before the search, and bounds move it from 0.452 to 0.490 on average; "
-        "target 0.48 is met by moving them in 100 % of the updates, no other in more: BAPO can adapt here.",
+        "of all targets, 0.48 is met by moving them in the most updates, 100 %: BAPO can adapt here.",
     ]
 
 
@@ -199,7 +199,7 @@ def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
     assert "leaves 56 % of" in verdict[0]
     # 10 / 14 = 0.714 before the search, 20 / 24 from c_high = 2.55: every target between them is met by moving.
     assert "rho (gradient, uniform) is 0.714 before" in verdict[2] and "BAPO can adapt here" in verdict[2]
-    assert "target 0.77 is met by moving them in 100 % of the updates" in verdict[2]  # the middle of these targets
+    assert "0.77 is met by moving them in the most updates, 100 %" in verdict[2]  # the middle of these targets
     assert verdict[3].startswith("The run found its bounds per micro-batch")
 
 
@@ -238,7 +238,7 @@ def test_a_target_is_found_where_rho_is_low(tmp_path):
     }
     save_file(tensors, tmp_path / "a.safetensors")
     # P from 2 * 1.2 to 2 * 1.5, N = 38: rho from 0.0594 to 0.0732
-    assert "target 0.06 is met by moving them in 100 % of the updates" in report_on(tmp_path)["verdict"][2]
+    assert "0.06 is met by moving them in the most updates, 100 %" in report_on(tmp_path)["verdict"][2]
 
 
 def test_updates_without_a_token_are_left_out(tmp_path):
@@ -263,8 +263,8 @@ def test_a_file_in_bfloat16_is_summed_in_float32(tmp_path):
     "updates, said",
     [
         ([0], "no target is met by moving them: BAPO has nothing to adapt here."),
-        ([0, 1, 0], "is met by moving them in 33 % of the updates, no other in more: BAPO can adapt here."),
-        ([0] * 5 + [1], "is met by moving them in 17 % of the updates, no other in more: BAPO would mostly be a "),
+        ([0, 1, 0], "is met by moving them in the most updates, 33 %: BAPO can adapt here."),
+        ([0] * 5 + [1], "is met by moving them in the most updates, 17 %: BAPO would mostly be a "),
     ],
 )
 def test_the_verdict_without_a_loss_of_its_own(tmp_path, updates, said):

@@ -171,7 +171,7 @@ def check_folders(config) -> str:
 
 
 def check_verls_rules(config) -> str:
-    """What verl's own dataclasses, optimizer and validation say, the loss's switches among them, and our worker."""
+    """Build the actor's config as verl does and call verl's validation. Returns the loss's settings as text."""
     try:
         loss = _build_as_verl_does(config).policy_loss
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises

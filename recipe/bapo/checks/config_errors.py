@@ -56,7 +56,9 @@ def explain(error: Exception) -> str:
     return re.sub(r" ?(object_type=\w+|reference_type=\S+|See https://\S+ for details)", "", text)
 
 
-def _unknown_key(key, given, where=""):
+def _unknown_key(key, given, where="", engine="dp"):
+    if key not in known_keys(engine) and key in known_keys():  # verl's other engines lack keys that FSDP has
+        return f"{given} is not usable: verl has no key {key} with model_engine={engine}: remove it (~{key}){where}."
     name = given.partition("=")[0]  # of which Hydra names the first section alone, where that is what is wrong
     whole = [other for other in known_keys() if "." in name and other.endswith(f".{name}")]
     meant = min(whole, key=lambda other: other.count(".")) if whole else nearest_key(key)
@@ -154,7 +156,7 @@ def problems(config) -> list[str]:
             # Of the section ``reward`` verl builds no dataclass, whatever its ``_target_`` says.
             built = hints and not key.startswith("reward.")
             if built or parent in ("", "watchdog") or (defaults.get(parent) and nearest_key(key)):
-                found.append(_unknown_key(key, f"{key}={value}", _location(key, value)))
+                found.append(_unknown_key(key, f"{key}={value}", _location(key, value), config.model_engine))
             free.add(key)  # with what is below it: verl hands such sections on
         elif value != defaults.get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value

@@ -25,13 +25,13 @@ def verdict(report: dict) -> list[str]:
     best = [target for target, share in zip(rho["target"], rho["met_by_moving"], strict=True) if share == moving]
     target = best[(len(best) - 1) // 2]  # the middle one, because rho may drift either way during training
     fit = "BAPO can adapt here" if moving >= MATTERS else "BAPO would mostly be a fixed range here"
-    reach = f"target {target:g} is met by moving them in {_percent(moving)} of the updates, no other in more: {fit}."
+    reach = f"of all targets, {target:g} is met by moving them in the most updates, {_percent(moving)}: {fit}."
     if moving < 0.005:
         reach = "no target is met by moving them: BAPO has nothing to adapt here."
     sentences = [
         f"{who} ({row['settings']}) {verb} {without['all']} of the tokens without a gradient (A > 0: "
-        f"{without['positive']}, A < 0: {without['negative']}) and {_percent(row['gradient_left']['all'])} of the "
-        "gradient's size before clipping.",
+        f"{without['positive']}, A < 0: {without['negative']}). The others carry "
+        f"{_percent(row['gradient_left']['all'])} of the gradient's size before clipping.",
         f"Tokens with A < 0 are {_percent(negative['tokens'])} of the tokens and carry "
         f"{_percent(negative['gradient'])} of the gradient's size before clipping; those of them with r > 3, "
         f"which no bound of PPO or BAPO touches, carry {_percent(report['unbounded']['gradient_above_3'])}.",
