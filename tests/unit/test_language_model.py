@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -206,6 +207,9 @@ def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_p
     assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # so tensor parallelism is not possible
 
 
+PHASES = ("rollout", "log-probs", "update")
+
+
 @pytest.mark.parametrize(
     "size, platform, gpus, gibibytes",
     [
@@ -235,5 +239,10 @@ def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
     )
     assert "language_model-0a1b" in model and "llama, 49152 tokens, eos '<|im_end|>'" in model
     assert "0.135 billion weights" in results["memory"].detail
+    if gpus == 1:
+        phases = [re.search(rf"{phase} ([\d.]+) \(", results["memory"].detail)[1] for phase in PHASES]
+        said = "takes {} GiB of one such GPU of 24 GB for the rollout, of which 7.1 are vLLM's, {} for the log-probs"
+        page = " ".join((ROOT / "docs/larger_models.md").read_text().split())
+        assert (said + " and {} for the update").format(*phases) in page
     assert f"Ray is asked for {2 + 3 * max(gpus, 1)} CPUs" in results["CPUs"].detail
     assert "staleness 8 (updates on each batch)" in results["batches"].detail
