@@ -24,8 +24,13 @@ def values(run, name):
 def test_the_rewards_of_the_real_stack():
     held_out = values("bapo", "val-core/bapo/sort/acc/mean@1")
     assert f"held-out reward went from {held_out[0]:.2f} to {held_out[-1]:.2f} in 80 updates" in RESULTS
+    short = values("bapo_6_steps", "val-core/bapo/sort/acc/mean@1")
+    assert f"In a second run it went from {short[0]:.2f} to {short[-1]:.2f} in 48 updates" in RESULTS
+    for name in ("critic/rewards/mean", "actor/entropy"):
+        first, _, third, *_, last = values("bapo_6_steps", name)
+        assert f"| {first:.2f} | {third:.2f} | {last:.2f} |" in RUNNING
+    assert f"| {short[0]:.2f} | | {short[-1]:.2f} |" in RUNNING
     reward, entropy = values("bapo", "critic/rewards/mean"), values("bapo", "actor/entropy")
-    assert f"| {reward[0]:.2f} | {reward[2]:.2f} | {reward[-1]:.2f} |" in RUNNING
     assert f"fell from {entropy[0]:.2f} to {entropy[-1]:.2f} nats" in RESULTS
     grpo = values("grpo", "critic/rewards/mean")
     said = f"went from {grpo[0]:.2f} to {grpo[-1]:.2f} ([metrics](results/language_model/stack_grpo.jsonl)), BAPO's"
@@ -37,12 +42,14 @@ def test_the_bounds_stood_at_the_ends_of_their_ranges():
     assert all(at_once + out == 1 for at_once, out in zip(met, missed, strict=True))  # "between in none"
     said = f"In {8 * sum(met):.0f} of the 80 updates the target of 0.4 was already met"
     assert said in RESULTS and f"in {8 * sum(missed):.0f} it was out of reach" in RESULTS
+    met, missed = values("bapo_6_steps", "actor/bapo/met_at_once"), values("bapo_6_steps", "actor/bapo/saturated")
+    counts = 8 * sum(met), 8 * sum(missed), 8 * (6 - sum(met) - sum(missed))
+    said = "In {:.0f} of the 48 updates the target was already met and the bounds stood at [0.6, 1.2], in {:.0f} it was"
+    assert f"{said} out of reach".format(*counts) in RUNNING and round(counts[2]) == 1  # "in one they stood between"
+    shares = [values("bapo_6_steps", f"actor/bapo/clipfrac_{sign}") for sign in ("positive", "negative")]
+    said = "BAPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens (means over"
+    assert said.format(*(100 * sum(share) / 6 for share in shares)) in RUNNING
     clipped = values("bapo", "actor/bapo/clipfrac_positive")
-    means = [100 * sum(shares) / 10 for shares in (clipped, values("bapo", "actor/bapo/clipfrac_negative"))]
-    assert (
-        "BAPO clipped {:.1f} % of the positive and {:.0f} % of the negative tokens (means over".format(*means)
-        in RUNNING
-    )
     assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in RESULTS
 
 
