@@ -71,3 +71,9 @@ def test_every_file_of_code_names_its_licence():
     assert files and not [
         p for p, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0" not in text[:300]
     ]
+
+
+def test_no_two_test_files_have_the_same_name():
+    # `scripts/test.sh slow` collects all folders at once, and pytest then refuses two files of the same name.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 50 and len(set(names)) == len(names)
