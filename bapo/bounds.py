@@ -86,4 +86,4 @@ def read_scalars(scalars: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(scalars, packed.tolist(), strict=True))
 
 
-read_values = read_and_validate  # the name until version 0.1
+read_values = read_and_validate  # its earlier name, kept for one version

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The importance ratio and the checks of its inputs, the same in the search and in the loss.
 
-The search measures what the loss will do only while both take the ratio from here: a change of the clamp or of the type
-changes both. The report takes it from here, too.
+Search, loss and report all take the ratio from here, so that a change of the clamp or of the type changes all of them.
+Otherwise the search would measure another loss than the one that is minimised.
 """
 
 import torch

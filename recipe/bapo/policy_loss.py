@@ -2,10 +2,10 @@
 """The policy loss ``bapo``, and the configs that select it in a verl run.
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
-``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker; this is a monkey patch, the
-only one that installs our worker (``worker.replace_actor_worker_class``). The worker finds the bounds of each update
-and stores them in the config, which verl passes to the loss. ``bapo_trainer.yaml`` lists the config's keys with their
-defaults; a test compares the two.
+``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker. This is a monkey patch
+(``worker.replace_actor_worker_class``); the other one is ``fused_head``, for fused kernels. The worker finds the bounds
+of each update and stores them in the config, which verl passes to the loss. ``bapo_trainer.yaml`` lists the config's
+keys with their defaults; a test compares the two.
 """
 
 from dataclasses import dataclass
@@ -62,6 +62,9 @@ class DumpConfig(PolicyLossConfig):
 
     Args:
         token_dump_dir: as in ``BAPOPolicyLossConfig``.
+
+    Raises:
+        ValueError: ``token_dump_dir`` is not set.
     """
 
     token_dump_dir: str | None = None
@@ -95,8 +98,9 @@ def compute_policy_loss_bapo(
         the metrics of the bounds, because the worker adds those once an update.
 
     Raises:
-        ValueError: the config is not ours, a worker other than ours calls the loss, or input on response tokens is not
-            finite.
+        ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, the dual clip is not
+            above 1, or ``read_and_validate`` refuses the input. With ``bound_scope=previous_batch`` the worker calls
+            ``read_and_validate`` instead, before the optimizer's step.
     """
     if not isinstance(config.policy_loss, BAPOPolicyLossConfig):
         raise ValueError(

@@ -5,9 +5,10 @@
     python scripts/cluster/job.py follow NAME              print the job's output from the start, and exit with its code
     python scripts/cluster/job.py stop NAME                end the job
 
-The job gets the environment variables in ``FORWARDED`` and those that begin with one of ``FORWARDED_KINDS``, but never
-a secret such as ``WANDB_API_KEY`` or ``HF_TOKEN``: set these where you call ``scripts/cluster/ray.sh head`` and
-``join``. The command prints the names, not the values, of relevant variables that were not forwarded.
+The job gets the environment variables that the run script reads (``FORWARDED``), and those that begin with HF_, NCCL_,
+GLOO_, TORCH_ or VLLM_ (``FORWARDED_KINDS``). It never gets a secret, whose name ends in _KEY, _TOKEN, _SECRET or
+_PASSWORD: set secrets where you call ``scripts/cluster/ray.sh head`` and ``join``. The command prints the names, not
+the values, of relevant variables that were not forwarded.
 """
 
 import asyncio
@@ -49,14 +50,15 @@ def connect() -> JobSubmissionClient:
     try:
         return JobSubmissionClient(address)
     except AuthenticationError as error:
-        sys.exit(f"Error: RAY_ADDRESS={address} requires the token of scripts/cluster/ray.sh head. {error}")
-    except Exception as error:  # from Ray, or from the libraries that it connects with
-        said = " ".join(str(error).split())
-        sys.exit(f"Error: RAY_ADDRESS={address} takes no jobs: give http://HEAD:8265 of scripts/cluster/ray.sh. {said}")
+        fix = "set RAY_AUTH_TOKEN_PATH to the file that scripts/cluster/ray.sh head uses"
+        sys.exit(f"Error: RAY_ADDRESS={address} requires the cluster's token: {fix}. {error}")
+    except Exception as error:  # raised by Ray or by its HTTP client
+        said, fix = " ".join(str(error).split()), "set it to http://HEAD:8265, HEAD being the node of ray.sh head"
+        sys.exit(f"Error: RAY_ADDRESS={address} accepts no jobs: {fix}. {said}")
 
 
 def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
-    """Submit a command and follow it; returns its exit code."""
+    """Submit a command and follow it; returns what ``follow`` returns. Exits the program if the cluster refuses it."""
     environment = [f"{key}={value}" for key, value in os.environ.items() if value and is_forwarded(key)]
     if left_out := sorted(filter(is_named, os.environ)):
         print(f"Not given to the job: {', '.join(left_out)}. If it needs one, set it where ray.sh starts the nodes.")
@@ -70,7 +72,7 @@ def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
             break
         except RuntimeError as error:
             if "No available agent" not in str(error) or time.monotonic() > until:
-                sys.exit(f"Error: job {name} was not taken: {str(error).strip().splitlines()[-1]}")
+                sys.exit(f"Error: job {name} was not accepted: {str(error).strip().splitlines()[-1]}")
             time.sleep(2)
     print(f"Job {name}. It continues if you interrupt this command. To follow it again or to end it:")
     print(f"  bash scripts/cluster/ray.sh follow {name}\n  bash scripts/cluster/ray.sh stop {name}", flush=True)
@@ -78,7 +80,11 @@ def submit(client: JobSubmissionClient, name: str, command: list[str]) -> int:
 
 
 def follow(client: JobSubmissionClient, name: str) -> int:
-    """Print a job's output until it ends; returns its exit code, 1 if it has none."""
+    """Print a job's output until it ends. Exits the program if there is no such job.
+
+    Returns:
+        0, or the job's exit code; 1 if it failed without one; 130 if this command is interrupted (Ctrl-C).
+    """
 
     async def tail():
         async for lines in client.tail_job_logs(name):
@@ -99,7 +105,7 @@ def follow(client: JobSubmissionClient, name: str) -> int:
 
 
 def stop(client: JobSubmissionClient, name: str) -> int:
-    """End a job; returns the exit code."""
+    """Ask Ray to end a job; returns 0 if it was running, else 1. Exits the program if there is no such job."""
     try:
         return 0 if client.stop_job(name) else 1
     except RuntimeError as error:

@@ -4,7 +4,7 @@
 .venv/bin/python -m scripts.figures.first_screen          # docs/figures/bapo.png, in half a minute
 
 The update is number 92 of seed 1 of the study's retry task, with weights that arrive 32 updates late. It was chosen
-because its target is met by moving the upper bound about half of its way, so that both rows show something.
+because moving the upper bound 60 % of its range meets the target, so that both rows show something.
 """
 
 import argparse
@@ -26,7 +26,7 @@ POSITIVE, NEGATIVE = "#0072B2", "#E69F00"  # Okabe-Ito: blue and orange
 
 
 def searched_update() -> dict[str, float]:
-    """Train the cell up to the update, and return its bounds and rho before and after its search."""
+    """Train the cell to its end, and return the bounds of ``UPDATE`` and rho before and after its search."""
     torch.set_num_threads(1)  # so that sums are the same every time
     trainer = Trainer(CELL, [SEED])
     trainer.train()
@@ -36,7 +36,7 @@ def searched_update() -> dict[str, float]:
 
 
 def draw_row(axes, title: str, rho: float, target: float, low: float, high: float) -> None:
-    """Draw one row: the loss as a bar with a tick at the target, and the bounds as handles on an axis of the ratio."""
+    """Draw one row: rho as a bar with a line at the target, and the bounds as circles on an axis of the ratio."""
     bar, ratio = axes
     bar.barh(0, rho, color=POSITIVE, height=0.6)
     bar.barh(0, 1 - rho, left=rho, color=NEGATIVE, height=0.6)
@@ -63,11 +63,11 @@ def draw(out: Path, update: dict[str, float]) -> None:
     config = BAPOConfig()
     figure, axes = plt.subplots(4, 1, figsize=(8.5, 7), constrained_layout=True, height_ratios=[1.3, 1, 1.3, 1])
     start, target = (config.ratio_lower_start, config.ratio_upper_start), config.positive_contribution_target
-    draw_row(axes[:2], "Before the search: the loss of one update", update["before"], target, *start)
+    draw_row(axes[:2], "Before the search: weighted shares of one update's loss", update["before"], target, *start)
     high, low = round(update["high"], 2), round(update["low"], 2)
-    draw_row(axes[2:], "After: the same tokens, with the upper bound opened", update["after"], target, low, high)
-    axes[3].set_xlabel("importance ratio r of a token; outside the bounds it is clipped", fontsize=13)
-    figure.suptitle("Too little blue? Open the upper clip until it reaches the target.", fontsize=16, weight="bold")
+    draw_row(axes[2:], "After: the same tokens, with the upper bound raised", update["after"], target, low, high)
+    axes[3].set_xlabel("ratio r of a token; clipped above $c_{high}$ if A > 0, below $c_{low}$ if A < 0", fontsize=13)
+    figure.suptitle("Too little blue? Raise the upper bound until blue reaches the target.", fontsize=16, weight="bold")
     figure.get_layout_engine().set(hspace=0.08)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)

@@ -4,7 +4,7 @@
 # Python part of flash-attn (without its CUDA kernels), and run the unit and actor tests there on the CPU platform, with
 # vLLM's CUDA package instead of the CPU one. The environment takes two minutes and about 12 GB.
 #   bash scripts/requirements/try_cuda.sh FOLDER [ARGUMENTS of pytest]
-#       FOLDER is created. If an earlier trial of the same list created it, it is used again.
+#       FOLDER is created, or is an earlier trial's: one of the same list is used again, one of another list is replaced.
 # Environment variable: BAPO_PYTHON, as for scripts/setup.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -13,9 +13,11 @@ python=$folder/bin/python
 pin() { grep "^$1==" requirements-cuda.txt; }
 
 if ! cmp -s requirements-cuda.txt "$folder/requirements.txt"; then
-    [ -e "$folder/pyvenv.cfg" ] || [ ! -e "$folder" ] || rmdir "$folder"  # fails unless it is empty: never remove other files
+    # Remove nothing that an earlier trial did not make: rmdir fails unless the folder is empty.
+    [ -e "$folder/made_by_try_cuda" ] || [ ! -e "$folder" ] || rmdir "$folder"
     rm -rf "$folder"
     "${BAPO_PYTHON:-python3}" -m venv "$folder"
+    touch "$folder/made_by_try_cuda"
     "$python" -m pip install -q "$(pin uv)"
     "$folder/bin/uv" pip install -q --no-deps --python "$python" --python-platform x86_64-manylinux_2_31 \
         -r requirements-cuda.txt  # the same platform as in scripts/lock.sh

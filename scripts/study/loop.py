@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the example's model by reinforcement learning in one process: the study's larger model.
+"""Train the study's larger model, the example's Qwen2 of 99,136 weights, by reinforcement learning in one process.
 
 Methods and measures are the same as for the small policies. Task, model and verl's group-relative advantages are the
 same as in a real run. There is no trainer of verl, no FSDP, vLLM or Ray, and no split into micro-batches: one model
@@ -25,7 +25,8 @@ from scripts.study.methods import PREVIOUS_BATCH, Tokens, find_bounds, loss_of, 
 from scripts.study.train import TARGETS, Cell, table_rows
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
-MODEL = Path(__file__).parent / "anchor_model"  # the example's model after a longer warm-up with few right guesses
+# The example's model after a longer warm-up, on answers of which few are right.
+MODEL = Path(__file__).parent / "anchor_model"
 FINAL_SAMPLES = 64  # responses to each problem after the last update
 WINDOW = 32  # updates between two probes of the table's series
 
@@ -60,7 +61,8 @@ class Result:
     """The result of a run.
 
     Attributes:
-        updates: the measures of every update. If the method searches: also ``low``, ``high`` and how the search went.
+        updates: reward, entropy, gradient norm, ``low``, ``high`` and ``token_measures`` of every update. If the method
+            searches, also the other entries of ``methods.search``.
         final_reward: mean reward of responses sampled after the last update.
         weights: hash of the weights after the last update.
     """
@@ -136,7 +138,10 @@ def train(model_folder: Path, method: str | BAPOConfig, seed: int, settings: Set
 
 
 def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list[tuple[Rollouts, Tensor, Tensor]]:
-    """Sample a rollout batch in mini-batches of whole groups: responses, old log-probs and advantages ``(B, T)``."""
+    """Sample a rollout batch and return its mini-batches of whole groups.
+
+    Each is a tuple of responses, old log-probs ``(B, T)`` and advantages ``(B, T)``.
+    """
     size = settings.prompts * settings.samples
     draw = torch.randint(len(PAIRS), (settings.prompts * settings.mini_batches,), generator=generator)
     pairs = [PAIRS[i] for i in draw.repeat_interleave(settings.samples)]
@@ -146,7 +151,7 @@ def sample_mini_batches(model, tokenizer, settings: Settings, generator) -> list
     groups = np.arange(len(pairs)) // settings.samples
     advantages, _ = compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)
     batches = []
-    # Split the log-probs as training does, so that the ratios of the first update are exactly 1.
+    # Compute the log-probs in the mini-batches of training, so that the ratios of the first update are exactly 1.
     for part in torch.arange(len(pairs)).split(size):
         rows = rollouts.rows(part)
         with torch.no_grad():
@@ -184,7 +189,10 @@ def update(
 
 
 def settings_of(cell: Cell) -> Settings:
-    """Return the settings of a cell of the study: 16 prompts of 8 responses, and rollouts of four mini-batches."""
+    """Return the settings of a cell with source ``fresh`` or ``epochs``: 16 prompts of 8 responses an update.
+
+    A rollout batch has four mini-batches with ``epochs``, and one with ``fresh``.
+    """
     fresh = cell.source == "fresh"
     return Settings(
         mini_batches=1 if fresh else 4,
@@ -200,8 +208,9 @@ def settings_of(cell: Cell) -> Settings:
 def rows_of(cell: Cell, seeds: list[int]) -> list[dict]:
     """Run one cell and return its rows of the table, one for each seed.
 
-    The series of reward and entropy have one point for every ``WINDOW`` updates, from their first four mini-batches,
-    which are always fresh. The last reward is that of new samples, and the last entropy that of the last update.
+    The series of reward and entropy have one point for every ``WINDOW`` updates: the mean of the window's first four,
+    which use their samples for the first time (``4 * staleness`` has to divide ``WINDOW``). One more point follows: the
+    reward of new samples, and the entropy of the last update.
     """
     rows = []
     for seed in seeds:

@@ -11,7 +11,7 @@ Names of methods, with the settings that may follow ``@``:
   ``own_mean:bapo@0.4`` (the mean bounds of the same seed's run, at every update);
 - bounds of the previous rollout batch: ``previous_batch:bapo@0.4``, see ``previous_batch_bounds``.
 
-``R`` is the number of runs, ``N`` of responses, ``T`` of tokens.
+``R`` is the number of runs, ``N`` of responses of an update in a run, ``T`` of tokens of a response (padded).
 """
 
 import functools
@@ -70,9 +70,9 @@ def loss_of(method: str, tokens: Tokens, bounds: dict[str, Tensor], dual_clip: f
     Args:
         method: the method's name.
         tokens: the tokens, with a graph at ``log_prob``.
-        bounds: ``low`` and ``high``, ``(R,)``. verl's losses and TOPR have no bounds and ignore them.
-        dual_clip: limit on the ratio of negative tokens. verl's losses ignore it, because they have their own; so does
-            M2PO, which has none, and TOPR, which it would not change if it is above 1.
+        bounds: ``low`` and ``high``, ``(R,)``. verl's losses, whose own limits are in ``VERL``, and TOPR ignore them.
+        dual_clip: limit on the ratio of negative tokens. Ignored by verl's losses, whose settings are in ``VERL``, by
+            M2PO, which has no dual clip, and by TOPR, which weights negative tokens by at most 1.
     """
     base = method.partition("@")[0]
     if base in VERL:
@@ -148,7 +148,7 @@ def path_of(config: BAPOConfig) -> tuple[Tensor, Tensor]:
 
 
 def find_bounds(method: str, tokens: Tokens, dual_clip: float | None) -> dict[str, Tensor]:
-    """Find the bounds of every run; for a search also how it went. Each value is ``(R,)`` float64."""
+    """Find ``low`` and ``high`` of every run; a search adds the other entries of ``search``. All ``(R,)`` float64."""
     runs, base = len(tokens.mask), method.partition("@")[0]
     if base == "m2po":
         return m2po_bounds(tokens)
@@ -194,11 +194,11 @@ def fixed_bounds(low: float, high: float, runs: int) -> dict[str, Tensor]:
 
 
 def m2po_bounds(tokens: Tokens) -> dict[str, Tensor]:
-    """Compute the bounds that are equivalent to M2PO (arXiv 2510.01161, Algorithm 1).
+    """Compute the bounds that clip the same tokens as M2PO's mask (arXiv 2510.01161, Algorithm 1).
 
-    M2PO drops tokens whose update would move the ratio further from 1 (A > 0 and r > 1, or A < 0 and r < 1). It drops
-    those with the largest (log r)^2 first, until the mean of (log r)^2 of the others is at most ``M2PO_BUDGET``. A
-    clipped token has no gradient either, so each update's mask is equivalent to a pair of bounds exp(-t) and exp(t).
+    M2PO drops tokens whose update would move the ratio further from 1 (A > 0 and r > 1, or A < 0 and r < 1). Of these
+    it drops the largest (log r)^2 first, until the mean of (log r)^2 over those that remain is at most ``M2PO_BUDGET``.
+    A clipped token has no gradient either, so each update's mask is equivalent to a pair of bounds exp(-t) and exp(t).
     """
     log_ratio = tokens.log_ratio().double()
     outward = (log_ratio * tokens.advantages > 0) & tokens.mask
@@ -213,7 +213,9 @@ def m2po_bounds(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def search(tokens: Tokens, config: BAPOConfig, dual_clip: float | None) -> dict[str, Tensor]:
-    """Find the bounds of ``bapo.find_clip_bounds`` for all runs at once; a call for each would double a run's time.
+    """Find the same bounds as ``bapo.find_clip_bounds``, for all runs at once. A call per run would take twice as long.
+
+    Returns the fields of ``ClipBounds`` and ``positive_contribution_start``, each ``(R,)`` float64.
 
     Compute P and N at every candidate of the path, then take the first that reaches the target, or the last.
     """

@@ -24,7 +24,7 @@ SEARCHED = ("low", "high", "positive_contribution", "saturated")
 
 
 def run_regime(tmp_path, config, steps, *overrides):
-    """Run a few steps of one of ``configs/``, and check what holds in every regime. Returns the steps' metrics."""
+    """Run some steps of a file of configs/experiment and check what holds in all. Returns metrics and records."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
     method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
     run = run_example(tmp_path / "run", *method, *length, *overrides, CONFIG=config)
@@ -38,9 +38,9 @@ def run_regime(tmp_path, config, steps, *overrides):
     found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
     assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
     for search in found:
-        if search["saturated"]:  # with so few updates, all of them may be
+        if search["saturated"]:  # with so few updates, all searches may be saturated
             assert (search["low"], search["high"]) == (0.9, 3.0), search
-        else:  # 0 if no token counts: a mini-batch may be one group whose answers are all wrong
+        else:  # rho is 0 if all advantages are 0: a mini-batch may be one group whose answers are all wrong
             assert search["positive_contribution"] > 0.4 - 1e-6 or search["positive_contribution"] == 0, search
     return data, records
 
@@ -77,11 +77,10 @@ def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
 @pytest.mark.slow
 def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
     data, records = run_regime(tmp_path, "separate_async", 3)
-    assert len(records) == 3 * 4 and {line["source"] for line in records} == {
-        "pass"
-    }  # parameter_sync_step updates each
+    # Each step makes parameter_sync_step = 4 updates.
+    assert len(records) == 3 * 4 and {line["source"] for line in records} == {"pass"}
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
-    # The servers receive the weights: they start with random ones (load_format=dummy).
+    # A small KL shows that the servers received the weights: they start with random ones (load_format=dummy).
     assert all(abs(metrics["actor/ppo_kl"]) < 0.5 for metrics in data)
 
 
@@ -100,7 +99,7 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
 def run_verls_own(tmp_path, task, *overrides, **environment):
     """Run two steps of verl's own entry point, with the package installed. Returns the metrics of the steps.
 
-    They have two mini-batches of 16 sequences, in micro-batches of 4.
+    Each step has two mini-batches of 16 sequences, in micro-batches of 4.
     """
     with removing_what_others_leave() as folders:
         run = subprocess.run(
@@ -177,7 +176,7 @@ def check_bounds_of_the_batch_before(tmp_path, data, updates, on_a_batch, ranks=
     searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
     assert len(searched) == updates
     used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
-    # On the first batch it uses the latest search, and before that the start of the ranges.
+    # Updates on the first batch use the result of the latest search, and the very first one the start of the ranges.
     assert used == [(0.6, 1.2), *searched[: on_a_batch - 1], *searched[: updates - on_a_batch]]
     return used
 

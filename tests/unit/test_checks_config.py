@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people mistype is said in one line with the field, the value and the fix, before Ray starts."""
+"""Preflight reports a mistake in a config in one line with the field, the value and the fix, before Ray starts."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ MODEL = "actor_rollout_ref.model.path={files}"
 
 @pytest.fixture(scope="module")
 def files(task, tmp_path_factory):
-    """Unusable inputs by name."""
+    """Make a folder of unusable models and files, each named after its fault."""
     folder = tmp_path_factory.mktemp("inputs")
     for name in ("no_tokenizer", "truncated", "no_weights", "template", "other_shapes"):
         shutil.copytree(task / "model", folder / name)
@@ -51,7 +51,7 @@ def files(task, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def failures(task, files):
-    """What preflight says of the example with these overrides, leaving out this machine's own lines."""
+    """Return a function: preflight's failures for the example with overrides, except those of "other runs"."""
 
     def failures_of(*overrides):
         config = composed(task, *(override.format(files=files) for override in overrides))
@@ -73,7 +73,7 @@ def failures(task, files):
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
         ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
-        # Values that verl would take.
+        # Values that verl would accept, or reject only later.
         (
             f"{ACTOR}.strategy=ddp",
             f"{ACTOR}.strategy=ddp is not usable with loss_mode=bapo: set it to fsdp, fsdp2 or megatron",
@@ -194,7 +194,10 @@ def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["{long}", "data.filter_overlong_prompts=true"], "has 0 usable rows, and a batch is data.train_batch_size=64"),
+        (
+            ["{long}", "data.filter_overlong_prompts=true"],
+            "has no usable row: give some (data.train_max_samples), or raise data.max_prompt_length=",
+        ),
         (
             ["{long}", "data.truncation=left", "reward.custom_reward_function.path=null"],
             "verl has no scorer for data_source=nobody/knows",
@@ -328,6 +331,6 @@ def test_the_groups_may_lie_in_a_folder_of_any_name(tmp_path, task, monkeypatch)
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
     groups = shutil.copytree(ROOT / "configs", tmp_path / "a (copy), of mine" / "configs")
-    (groups / "size" / "broken.yaml").write_text("a: {")  # and no other config minds it
+    (groups / "size" / "broken.yaml").write_text("a: {")  # a broken file that is not selected changes nothing
     config = compose_config(["experiment=example", "size=cpu", "+nope=1"], groups)
     assert config_errors.problems(config)[0].startswith("nope=1 is not usable: the config has no key nope")

@@ -32,7 +32,7 @@ def row(**changes):
 
 
 PROMPT = "row 2: prompt .data.prompt_key. has to be a list of messages, each with role and content"
-TRUTH = "row 2: reward_model has to hold the ground_truth by which a rule scores"
+TRUTH = "row 2: reward_model has to be a section with the ground_truth that a rule compares responses with"
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,20 @@ OWN_SCORER = "reward.custom_reward_function.path=null"
         (
             "openai/gsm8k",
             72,
-            "ground_truth 72 right .it gives 0., because it is not text; '72' is right: make the column",
+            "ground_truth 72 as an answer .it gives 0., because it is not text; it accepts '72': store",
         ),
         (
             "lighteval/MATH",
             72,
-            "ground_truth 72 right .it gives 0., because it is not text; '72' is right: make the column",
+            "ground_truth 72 as an answer .it gives 0., because it is not text; it accepts '72': store",
         ),
-        ("math_dapo", 34, "data_source=math_dapo does not find the ground_truth 34 right .*make the column text"),
-        ("openai/gsm8k", "", "gsm8k does not find the ground_truth '' right .it gives 0. in any of the forms #### N, "),
-        ("openai/gsm8k", "seventy-two", "does not find the ground_truth 'seventy-two' right"),
+        ("math_dapo", 34, "data_source=math_dapo rejects the ground_truth 34 as an answer .*store the column as text"),
+        (
+            "openai/gsm8k",
+            "",
+            "gsm8k rejects the ground_truth '' as an answer .it gives 0. in any of the forms #### N,",
+        ),
+        ("openai/gsm8k", "seventy-two", "rejects the ground_truth 'seventy-two' as an answer"),
         ("nobody/knows", "72", "verl has no scorer for data_source=nobody/knows"),
     ],
 )
@@ -94,7 +98,7 @@ def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path,
     pd.DataFrame(rows).to_parquet(path)
     config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
     if said is None:
-        assert check_train_data(config) == "rows: 1 to train and 1 to val"
+        assert check_train_data(config) == "rows: 1 for training and 1 for validation"
     else:
         with pytest.raises(ValueError if truth not in ("", "seventy-two") else CheckWarning, match=said):
             check_train_data(config)
@@ -110,7 +114,7 @@ def test_a_message_of_parts_needs_a_template_that_knows_them(task, tmp_path, kno
             "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
         )
         config.actor_rollout_ref.model.custom_chat_template = template
-        assert check_train_data(config).startswith("rows: 1 to train")
+        assert check_train_data(config).startswith("rows: 1 for training")
     else:
         with pytest.raises(ValueError, match="row 0: a message's content is a list, .* as Python text .*'1.2='"):
             check_train_data(config)
@@ -119,7 +123,7 @@ def test_a_message_of_parts_needs_a_template_that_knows_them(task, tmp_path, kno
 def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(reward_model={"style": "model", "ground_truth": None})]).to_parquet(path)
-    assert check_train_data(composed(task, f"data.train_files={path}")).startswith("rows: 1 to train")
+    assert check_train_data(composed(task, f"data.train_files={path}")).startswith("rows: 1 for training")
 
 
 def test_the_prompts_column_is_the_configs(task, tmp_path):
@@ -127,7 +131,7 @@ def test_the_prompts_column_is_the_configs(task, tmp_path):
     pd.DataFrame([row()]).rename(columns={"prompt": "question"}).to_parquet(path)
     assert check_train_data(
         composed(task, f"data.train_files={path}", f"data.val_files={path}", "data.prompt_key=question")
-    ).startswith("rows: 1 to train")
+    ).startswith("rows: 1 for training")
     with pytest.raises(ValueError, match="row 0: prompt .data.prompt_key. has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
 
@@ -161,15 +165,15 @@ def test_a_complete_checkpoint_passes(task, checkpoints, tmp_path):
 def test_a_truncated_file_is_named_with_the_way_back(task, checkpoints, file):
     path = checkpoints / "global_step_2" / file
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=f"global_step_2/{file} is not there or not complete.* go on from an earlier"):
+    with pytest.raises(ValueError, match=f"global_step_2/{file} is missing or incomplete.* resume from an earlier"):
         check_checkpoint(resuming(task, checkpoints))
 
 
 def test_a_missing_file_and_another_number_of_ranks_are_named(task, checkpoints):
-    with pytest.raises(ValueError, match="_world_size_2_rank_0.pt is not there or .* 2 ranks need it"):
+    with pytest.raises(ValueError, match="_world_size_2_rank_0.pt is missing or .* 2 ranks need its"):
         check_checkpoint(resuming(task, checkpoints, "trainer.n_gpus_per_node=2"))
     (checkpoints / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").unlink()
-    with pytest.raises(ValueError, match="global_step_2/actor/model_world_size_1_rank_0.pt is not there"):
+    with pytest.raises(ValueError, match="global_step_2/actor/model_world_size_1_rank_0.pt is missing"):
         check_checkpoint(resuming(task, checkpoints))
 
 
@@ -205,7 +209,7 @@ class Own(Dataset):
 def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path):
     (tmp_path / "own.py").write_text(OWN_DATA_SET)
     own = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
-    assert check_files(composed(task, *own, "data.train_batch_size=3")) == "rows: 3 to train and 3 to val"
+    assert check_files(composed(task, *own, "data.train_batch_size=3")) == "rows: 3 for training and 3 for validation"
     with pytest.raises(ValueError, match="has 3 usable rows, and a batch is data.train_batch_size=4"):
         check_files(composed(task, *own, "data.train_batch_size=4"))
 

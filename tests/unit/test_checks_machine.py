@@ -29,7 +29,7 @@ def test_the_example_passes_and_nothing_is_written(task, tmp_path):
     assert lines["batches"].detail == (
         "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
     )
-    assert lines["data"].detail == "rows: 2,160 to train and 288 to val"
+    assert lines["data"].detail == "rows: 2,160 for training and 288 for validation"
     assert lines["memory"].detail == "9.91e-05 billion weights"
     assert not (tmp_path / "run").exists()
 
@@ -61,7 +61,7 @@ def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
             "cannot be resolved: Recursive interpolation",
         ),
         (["trainer.project_name='${foo'"], "trainer.project_name"),
-        (["run_dir=${oc.env:OUTPUT_DIR}"], "run_dir=${oops} is not usable: set it to a value without ${"),
+        (["run_dir=${oc.env:OUTPUT_DIR}"], "run_dir=${oops} is not usable: set it to a value without '${'"),
     ],
 )
 def test_a_config_that_does_not_come_together_is_one_line_of_json(monkeypatch, task, capsys, overrides, said):

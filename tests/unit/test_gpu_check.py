@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check.sh and tests/gpu without a GPU: a rehearsal of the first stage, and the report after a kill."""
+"""What scripts/gpu_check.sh and tests/gpu say without a GPU, a rehearsal of stage 1, and the wheels of stage 2."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def call(*arguments, folder, gpus=0, **variables):
-    """Run the command on a machine whose ``nvidia-smi`` lists ``gpus``."""
+    """Run scripts/gpu_check.sh with a fake ``nvidia-smi`` on the PATH that lists ``gpus`` GPUs."""
     tool = folder / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + 'echo "GPU 0: NVIDIA H100"\n' * gpus)
     tool.chmod(0o755)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
         (["scripts/prepare_data.py", "aime_2025", "--source", "/no/file"], "--source /no/file holds no"),
         (
             ["scripts/cluster/job.py", "stop", "job"],
-            "RAY_ADDRESS=file:///no/cluster takes no jobs: give http://HEAD:8265",
+            "RAY_ADDRESS=file:///no/cluster accepts no jobs: set it to http://HEAD:8265",
         ),
     ],
 )

@@ -27,7 +27,10 @@ MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 
 
 def batch_of_pairs(seed, masked=0.3):
-    """Make twelve responses with alternating advantages of 1 and -1, whose searches end at many different bounds."""
+    """Make a batch of twelve responses with alternating advantages of 1 and -1.
+
+    Searches on different seeds end at many different bounds.
+    """
     old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked)
     signs = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
     return old, log_prob, signs.expand_as(advantages).clone(), mask
@@ -35,7 +38,6 @@ def batch_of_pairs(seed, masked=0.3):
 
 def worker_with(monkeypatch, scope="previous_batch", clip_ratio_c=3.0, rank=0, **options):
     loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET, **options)
-    # verl reads the device of Metric's tensors; the loss returns numbers.
     return make_worker(actor_config(loss, clip_ratio_c=clip_ratio_c), monkeypatch, rank, MODEL)
 
 
@@ -74,7 +76,7 @@ def test_previous_batch_takes_the_bounds_of_the_same_update_of_the_batch_before(
 
 
 def test_a_rollout_batch_in_several_calls_is_one_batch(monkeypatch):
-    """As in ``separate_async`` with our trainer, which says how many updates came before on the batch."""
+    """In ``separate_async`` a batch comes in several calls; our trainer says how many updates on it came before."""
     worker = worker_with(monkeypatch)
     found = []
     for seed in (0, 10):
@@ -93,7 +95,7 @@ def test_previous_batch_does_not_depend_on_the_cut(monkeypatch):
         expected, found = update(whole, batch_of_pairs(seed), 12), update(cut, batch_of_pairs(seed), 1)
         assert bounds_of(found) == bounds_of(expected)
         for name in METRICS - {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}:
-            if name != "actor/bapo/entropy_covariance":  # this one is of each micro-batch
+            if name != "actor/bapo/entropy_covariance":  # this one depends on the micro-batch
                 assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
@@ -159,7 +161,8 @@ def test_a_rank_that_is_no_source_holds_the_sources_bounds(monkeypatch, calls_th
     def all_reduce(vector, group):
         """Add up over the two ranks, of which the source comes first."""
         if of_source:
-            assert not vector.any()  # else its tokens would count twice, which equal bounds would hide
+            # Else its tokens would count twice. Comparing bounds would not show it, because both ranks would agree.
+            assert not vector.any()
             vector.add_(of_source.pop())
         else:
             of_source.append(vector.clone())

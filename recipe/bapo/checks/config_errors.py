@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in one line why a config does not come together: a slip in a yaml file, an unknown key, a value of a wrong type.
+"""Say in one line why a config cannot be composed or used: a slip in a yaml file, an unknown key, a wrong type.
 
-Preflight and a run call ``explain`` on whatever Hydra, OmegaConf or yaml raise, and ``problems`` on a config that was
-composed. Whoever changes it has to keep that each message is one line with the field or the file, line and column.
+Preflight and a run call ``explain`` on what Hydra, OmegaConf or yaml raise, and ``problems`` on a composed config. Keep
+each message to one line that names the field, or the file, line and column.
 """
 
 import difflib
@@ -32,15 +32,15 @@ VERLS = {
     for engine, name in {"dp": "trainer", "megatron": "megatron_trainer"}.items()
 }
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
-OF_GROUPS = ("model_engine", "staleness")  # keys that come with a file of a group
+OF_GROUPS = ("model_engine", "staleness")  # keys that only a file of a config group defines
 OF_RAY = ("ray_kwargs", "transfer_queue")  # sections that go to other libraries as they are
 # How to say what a value of a declared type may be.
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", NoneType: "null"}
-COPY = re.compile(r"\$\{[\w.]+\}")  # another key's value, which is named there
+COPY = re.compile(r"\$\{[\w.]+\}")  # a value that is copied from another key; an error is reported at that key
 
 
 def explain(error: Exception) -> str:
-    """Why a config could not be composed, in one line: of one of ``ERRORS``, or of what a resolver of ours raised."""
+    """Say in one line why a config could not be composed; ``error`` is one of ``ERRORS`` or from a resolver of ours."""
     cause = (error.__cause__ if isinstance(error, HydraException) else None) or error
     if isinstance(error, yaml.MarkedYAMLError):
         missing_colon = error.context == "while scanning a simple key"
@@ -59,7 +59,7 @@ def explain(error: Exception) -> str:
 def _unknown_key(key, given, where="", engine="dp"):
     if key not in known_keys(engine) and key in known_keys():  # verl's other engines lack keys that FSDP has
         return f"{given} is not usable: verl has no key {key} with model_engine={engine}: remove it (~{key}){where}."
-    name = given.partition("=")[0]  # of which Hydra names the first section alone, where that is what is wrong
+    name = given.partition("=")[0]  # as given; if its first section is wrong, Hydra names only that
     whole = [other for other in known_keys() if "." in name and other.endswith(f".{name}")]
     meant = min(whole, key=lambda other: other.count(".")) if whole else nearest_key(key)
     return f"{given} is not usable: the config has no key {key}: {f'use {meant}' if meant else 'remove it'}{where}."
@@ -94,7 +94,7 @@ def _position(file, mark):
 
 
 def items_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return every dotted key of a config's dict, sections among them, with its value."""
+    """Yield every dotted key of a config's dict with its value. Sections are included."""
     for name, value in section.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -120,15 +120,20 @@ def known_keys(engine: str = "dp") -> tuple[str, ...]:
 
 
 def problems(config) -> list[str]:
-    """A line for the first value that cannot be resolved or, if there is none, for each wrong type and unknown key.
+    """Return a line for each wrong type and unknown key, or only one for the first value that cannot be resolved.
 
-    verl builds its dataclasses by Hydra's ``instantiate``, which checks no type: a wrong one fails minutes later.
+    A value that still contains ``${`` after it was resolved counts as one that cannot be resolved.
+
+    verl builds its dataclasses with Hydra's ``instantiate``, which checks no types: a wrong type fails minutes later.
     Each value has to be of the type that verl's dataclass declares or, where there is none, that verl's default has. A
-    key that verl does not list is let through where it may be read all the same: in a section without a dataclass, if
-    no known key is near.
+    key that verl does not list passes if something may still read it: below ``OF_RAY``, and in a section without a
+    dataclass if no known key is similar or verl's section is empty. At the top level and in ``watchdog`` none passes.
 
     Args:
-        config: not resolved, so that a value which others copy is named once.
+        config: not resolved, so that a wrong value that other keys copy is reported once.
+
+    Raises:
+        ValueError: ``model_engine`` is neither ``dp`` nor ``megatron``, or a ``_target_`` cannot be imported.
     """
     if config.model_engine not in VERLS:
         reason = UNSUPPORTED_STRATEGIES.get(config.model_engine, "It was not tried.")
@@ -145,19 +150,19 @@ def problems(config) -> list[str]:
         except OmegaConfBaseException as error:
             first = " ".join(str(error).partition("full_key")[0].split())
             return [f"{key}={values[key]} cannot be resolved: {first}{_location(key, values[key])}."]
-        if isinstance(resolved[key], str) and "${" in resolved[key]:  # of the environment
-            return [f"{key}={resolved[key]} is not usable: set it to a value without ${{."]
+        if isinstance(resolved[key], str) and "${" in resolved[key]:  # the text came from an environment variable
+            return [f"{key}={resolved[key]} is not usable: set it to a value without '${{'."]
     for key, value in items_of(whole):
         parent, _, name = key.rpartition(".")
         hints = _hints_of(parent, values)
         if {key, parent} & free or value == "???":
             free.add(key)
         elif key not in known and name not in hints:
-            # Of the section ``reward`` verl builds no dataclass, whatever its ``_target_`` says.
+            # verl builds no dataclass for the section ``reward``, although it has a ``_target_``.
             built = hints and not key.startswith("reward.")
             if built or parent in ("", "watchdog") or (defaults.get(parent) and nearest_key(key)):
                 found.append(_unknown_key(key, f"{key}={value}", _location(key, value), config.model_engine))
-            free.add(key)  # with what is below it: verl hands such sections on
+            free.add(key)  # and everything below it, because verl passes such sections on unread
         elif value != defaults.get(key) and not COPY.fullmatch(str(value)):
             used = resolved[key] if isinstance(value, str) and "${" in value else value
             fix = _type_wanted(used, hints.get(name), defaults.get(key))
@@ -167,7 +172,7 @@ def problems(config) -> list[str]:
 
 
 def _hints_of(section, values):
-    """The types that verl's dataclass of a section declares: of its ``_target_``, or as its parent's declares it."""
+    """Return the field types of a section's dataclass, which its ``_target_`` or the field of its parent names."""
     target = values[section].get("_target_")
     if target:
         return _hints(blame_field(f"{section}._target_", target, "name a class of verl or ours", get_class, target))
@@ -186,12 +191,12 @@ def _kinds(hint):
 
 
 def _type_wanted(value, hint, default):
-    """What a value should be in place of what it is; None where it is usable or verl does not say."""
+    """Say in words which type the value should have. None if it is usable or verl declares no type."""
     if isinstance(value, dict) or repr(value) == repr(default):
         return None
     if isinstance(default, dict):
         return None if value is None and NoneType in _kinds(hint) else "a section with keys of its own"
-    # Without a dataclass a fraction will do where verl's default happens to be whole.
+    # Without a dataclass, a default that is a whole number does not mean int: accept a float there.
     kinds = _kinds(hint or {int: float, float: float, bool: bool}.get(type(default)))
     usable = type(value) in kinds or (type(value) is int and float in kinds)
     return None if usable or not set(kinds) <= WORDS.keys() else " or ".join(WORDS[kind] for kind in kinds)

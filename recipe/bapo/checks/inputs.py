@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads besides the model: data, reward function, and the checkpoint it goes on from.
+"""Check what a run reads besides the model: data, reward function, and the checkpoint that it resumes from.
 
-verl's own data set and scorers read the data. The rows' schema is ours, because verl finds out row by row, hours later.
+verl's own data set and scorers read the data. Only the check of the rows' schema is our own, because verl fails at the
+first bad row, perhaps hours later.
 """
 
 import re
@@ -21,12 +22,17 @@ from verl.utils.reward_score import default_compute_score
 DATA_PAGE = "docs/running.md, Data"
 # The forms in which verl's scorers read an answer N.
 FORMS = ("#### N", "\\boxed{N}", "Answer: N")
-LONGEST_ANSWER = 200  # characters; more are not asked about
+LONGEST_ANSWER = 200  # characters; the scorer is not asked about a longer answer, only whether it exists
 READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 
 
 def check_files(config) -> str:
-    """The data: readable by verl's data set, every row in verl's schema, enough of them usable, and scored."""
+    """Check the data: verl reads them, each row has verl's schema, enough rows are usable, and right answers score.
+
+    Raises:
+        ValueError: names the field and the fix.
+        CheckWarning: the scorer does not accept an answer that the data call right.
+    """
     model, data, counts, doubts = model_of(config), config.data, [], []
     for kind in ("train", "val"):
         what = f"data.{kind}_files={data[f'{kind}_files']}"
@@ -34,12 +40,13 @@ def check_files(config) -> str:
         counts.append(len(dataset))
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable, rows = len(dataset), []
-        if hasattr(dataset, "dataframe"):  # else it is of a class that shares nothing with verl's own
+        if hasattr(dataset, "dataframe"):  # a user's own data set class may lack it
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what)
             _check_parts(rows, config, model, what)
             blame_field(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
-            # Without the filter verl cuts long prompts from the left, which truncation=error is to prevent.
+            # Without the filter verl's agent loop cuts a long prompt from the left, whatever data.truncation says. So
+            # count long prompts where truncation=error asks for an error, too.
             if data.filter_overlong_prompts or data.truncation == "error":
                 dataset.filter_overlong_prompts = True
                 usable = len(dataset.maybe_filter_out_long_prompts(dataset.dataframe))
@@ -48,31 +55,36 @@ def check_files(config) -> str:
                 f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
                 f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
             )
+        if not usable:
+            raise ValueError(
+                f"{what} has no usable row: give some (data.{kind}_max_samples), or raise data.max_prompt_length="
+                f"{data.max_prompt_length}."
+            )
         if usable < needed:
             raise ValueError(
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
                 f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
             )
         doubts += _check_scored(rows, what, config)
-    text = f"rows: {counts[0]:,} to train and {counts[1]:,} to val"
+    text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
     if doubts:
         raise CheckWarning("; ".join((text, *doubts)))
     return text
 
 
 def load_dataset(config, kind, tokenizer, processor):
-    """verl's data set of the ``kind`` ``train`` or ``val``, before its filter of long prompts."""
+    """Load verl's data set of the ``kind`` ``train`` or ``val``, without its filter of long prompts."""
     data, field = config.data, f"data.{kind}_files"
     files = data[f"{kind}_files"]
     datasets.disable_caching()  # each filtering would leave a file
-    unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # in this process
+    unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # no worker processes
     settings, most = OmegaConf.merge(data, unfiltered), data.get(f"{kind}_max_samples", -1)
     arguments = files, settings, tokenizer, processor, kind == "train", most
     return blame_field(field, files, READABLE, create_rl_dataset, *arguments)
 
 
 def check_rows(rows, prompt_key, what) -> None:
-    """Every row is in verl's schema; ``what`` names their files."""
+    """Raise a ValueError for the first row that is not in verl's schema. ``what`` names the rows' files."""
     for index, row in enumerate(rows):
         missing = _missing_in(row, prompt_key)
         if missing:
@@ -80,7 +92,10 @@ def check_rows(rows, prompt_key, what) -> None:
 
 
 def _missing_in(row, prompt_key):
-    """What a run would miss in a row, or None. Only a rule needs the right answer to score a response."""
+    """Return what a run would miss in a row, or None.
+
+    A row needs ``ground_truth`` only if its ``style`` is ``rule`` or unset.
+    """
     if not isinstance(row.get("data_source"), str):
         return "data_source has to be a name"
     prompt = row.get(prompt_key)
@@ -89,7 +104,7 @@ def _missing_in(row, prompt_key):
         return f"{prompt_key} (data.prompt_key) has to be a list of messages, each with role and content"
     reward = row.get("reward_model")
     if not isinstance(reward, dict) or (reward.get("ground_truth") is None and reward.get("style") in (None, "rule")):
-        return "reward_model has to hold the ground_truth by which a rule scores"
+        return "reward_model has to be a section with the ground_truth that a rule compares responses with"
     return None
 
 
@@ -112,9 +127,12 @@ def _check_parts(rows, config, model, what):
 
 
 def _check_scored(rows, what, config) -> list[str]:
-    """Ask verl's scorer of each data source whether it accepts a row's right answer. Returns what it does not accept.
+    """Ask verl's scorer of each data source whether it accepts a row's right answer. Returns a warning per refusal.
 
     Some scorers compare texts. They never accept a number, and raise no error.
+
+    Raises:
+        ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
     """
     reward = config.reward
     if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
@@ -132,15 +150,16 @@ def _check_scored(rows, what, config) -> list[str]:
                 f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
                 f"name, or rewrite the column; see {DATA_PAGE}."
             ) from error
-        # Tests of a program, say, are no answer that a response could repeat.
+        # Skip a ground_truth that no response could repeat, such as the tests of a program.
         if answer is None or not isinstance(truth, str | int | float) or len(str(truth)) > LONGEST_ANSWER:
             continue
         denial = (
-            f"{what}: verl's scorer for data_source={source} does not find the ground_truth {truth!r} right ({answer})"
+            f"{what}: verl's scorer for data_source={source} rejects the ground_truth {truth!r} as an answer ({answer})"
         )
         if not isinstance(truth, str) and _ask_scorer(source, str(truth)) is None:
-            raise ValueError(f"{denial}, because it is not text; {str(truth)!r} is right: make the column text.")
-        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}")
+            raise ValueError(f"{denial}, because it is not text; it accepts {str(truth)!r}: store the column as text.")
+        fix = "check data_source, or set reward.custom_reward_function"
+        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}: {fix}")
     return denied
 
 
@@ -164,7 +183,7 @@ def _ask_scorer(source, truth):
 
 
 def check_reward(config) -> str:
-    """The reward function and the reward manager, imported as verl imports them."""
+    """Import the reward function and the reward manager as verl imports them."""
     function, manager = config.reward.custom_reward_function, config.reward.reward_manager
     named = f"{function.path} and name={function.name}"
     fix = "give a file or pkg://module, and the name of a function in it"
@@ -175,7 +194,7 @@ def check_reward(config) -> str:
 
 
 def check_checkpoint(config) -> str:
-    """The checkpoint from which the run goes on: there, complete and, on one node, saved on as many ranks as train."""
+    """Check the checkpoint to resume from: it exists, is complete and, on one node, has as many ranks as train now."""
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return "training starts anew (trainer.resume_mode=disable)"
@@ -192,12 +211,12 @@ def check_checkpoint(config) -> str:
             )
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     needed = sorted(folder.rglob("*.pt"))
-    if trainer.nnodes == 1:  # on several each may have saved for itself
+    if trainer.nnodes == 1:  # with several nodes, each may have saved its own ranks to a local disk
         needed += [folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
     for path in needed:
         if not zipfile.is_zipfile(path):  # torch's format ends with the table of contents
             raise ValueError(
-                f"{path} is not there or not complete, and {ranks} ranks need it: go on from an earlier one "
+                f"{path} is missing or incomplete, and {ranks} ranks need its checkpoint: resume from an earlier one "
                 f"with trainer.resume_mode=resume_path trainer.resume_from_path={trainer.default_local_dir}/"
                 "global_step_N, or start anew with trainer.resume_mode=disable."
             )

@@ -13,8 +13,10 @@ from recipe.bapo.records import METRICS
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     """Read all ``(step, metrics)`` of a run in order. If a resumed run repeated a step, its last record counts.
 
+    The files are ``metrics.1.jsonl`` and so on, of earlier starts, and ``metrics.jsonl``.
+
     Raises:
-        ValueError: verl's file logger did not write one of the lines.
+        ValueError: a line is not in the format of verl's file logger.
     """
     numbered = [path for path in run_dir.glob(METRICS.replace(".", ".*.")) if path.suffixes[0][1:].isdigit()]
     earlier = sorted(numbered, key=lambda path: int(path.suffixes[0][1:]))
@@ -24,7 +26,7 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
             records = parse_lines(path.read_text() if path.exists() else "")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path} has a line that verl's file logger did not write ({error}): remove it."
+                f"{path} has a line that is not in the format of verl's file logger ({error}): remove that line."
             ) from error
         for step, data in records:
             # A resumed run first validates at the step of its checkpoint. Add that record to the step's metrics.
