@@ -94,11 +94,11 @@ class ClipStatistics:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All sums, in the order of their names."""
+        """Return all sums in the order of their names."""
         return *self.contribution_sums, *self.token_sums
 
     def _with_tensors(self, tensors) -> ClipStatistics:
-        """A copy that holds other sums, given in the order of ``tensors``."""
+        """Return a copy that holds other sums, given in the order of ``tensors``."""
         contributions = len(ContributionSums._fields)
         return replace(
             self,
@@ -174,13 +174,13 @@ def collect_clip_statistics(
 
 
 def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None = None) -> ClipStatistics:
-    """The statistics of no token: the zeros with which a rank without tokens joins the collective."""
+    """Return the statistics of no token, all zero, with which a rank without tokens joins the collective."""
     nothing = torch.zeros(0, 0, device=device)
     return collect_clip_statistics(nothing, nothing, nothing, nothing, config)
 
 
 def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, config, lower_edges, upper_edges) -> ClipStatistics:
-    """The statistics of some rows of the tensors of ``collect_clip_statistics``, with the edges of their buckets."""
+    """Collect the statistics of some rows; the edges are those of the buckets."""
     mask = response_mask.bool()
     ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob).exp().double(), 0)
     advantages = torch.where(mask, advantages.double(), 0)

@@ -48,7 +48,7 @@ class Diagnostics:
 
 @torch.no_grad()
 def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
-    """The diagnostics of one optimizer update that uses these bounds, from the statistics of all its tokens."""
+    """Compute the diagnostics of an optimizer update that uses these bounds, from the statistics of all its tokens."""
     sums = stats.token_sums
     upper = stats.config.upper.grid(bounds.high.device)
     lower = stats.config.lower.grid(bounds.low.device)
@@ -71,5 +71,5 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, or 0 where the denominator is 0."""
+    """Divide; 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)

@@ -35,7 +35,7 @@ class SurrogateLoss:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``values`` ``(B, T)`` where ``mask`` is true; 0 where nothing is."""
+    """Average ``values`` ``(B, T)`` where ``mask`` is true; 0 where nothing is."""
     return torch.where(mask, values, 0).sum() / mask.count_nonzero().clamp(min=1)
 
 
@@ -50,7 +50,7 @@ def clipped_surrogate_loss(
     rollout_is_weights: Tensor | None = None,
     aggregate: Callable[[Tensor, Tensor], Tensor] = masked_mean,
 ) -> SurrogateLoss:
-    """PPO's loss ``-min(r*A, clip(r, low, high)*A)`` per token, aggregated.
+    """Compute PPO's loss ``-min(r*A, clip(r, low, high)*A)`` per token, aggregated.
 
     For A > 0 that is ``-A*min(r, high)``; for A < 0 it is ``-A*max(r, low)``, with dual clip
     ``-A*min(max(r, low), clip_ratio_c)``: one clamp per token.
@@ -100,7 +100,7 @@ def clipped_surrogate_loss(
 
 @torch.no_grad()
 def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask: Tensor, clipped: Tensor) -> Tensor:
-    """The covariance of ``log_prob`` and ``A`` (Eq. 6) under the policy that is trained: a scalar in nats.
+    """Compute the covariance of ``log_prob`` and ``A`` (Eq. 6) under the policy that is trained, a scalar in nats.
 
     An update with a positive covariance lowers the entropy. Tokens are weighted by their ratio, which turns a mean over
     the old policy's tokens into a mean under the policy that is trained.

@@ -25,11 +25,11 @@ class EarlierBounds:
         self._this_batch: dict[int, ClipBounds] = {}
 
     def start_batch(self) -> None:
-        """Call before the first update on each rollout batch."""
+        """Start a rollout batch: call this before its first update."""
         self._previous_batch, self._this_batch = self._this_batch, {}
 
     def of_update(self, position: int) -> ClipBounds:
-        """The bounds for an update; ``position`` counts the updates on its rollout batch from 0.
+        """Return the bounds for an update; ``position`` counts the updates on its rollout batch from 0.
 
         Where the batch before had no update at this position, the bounds are those of the latest search.
         """

@@ -12,7 +12,7 @@ LOG_RATIO_LIMIT = 20.0  # as in verl's losses: exp(20) is 4.9e8
 
 
 def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
-    """``log r = log_prob - old_log_prob``, clamped to +-20. Any shape; the inputs' type, but at least float32."""
+    """Compute ``log r = log_prob - old_log_prob``, clamped to +-20. Any shape; the inputs' type, at least float32."""
     # Widened first: the difference of two bfloat16 numbers in bfloat16 is mostly rounding.
     dtype = torch.promote_types(torch.promote_types(old_log_prob.dtype, log_prob.dtype), torch.float32)
     return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -45,7 +45,7 @@ class ClipBounds:
 
     @classmethod
     def before_any_search(cls, config: BAPOConfig, device: torch.device | str | None = None) -> ClipBounds:
-        """The start of both ranges, for an update whose bounds no search has found; rho is 0, not measured."""
+        """Return the start of both ranges, for an update before any search; rho is 0 and not measured."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         steps = zero.long()
         return cls(
@@ -102,7 +102,7 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
 
 @torch.no_grad()
 def measure_clip_bounds(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> ClipBounds:
-    """The same bounds with rho measured on other tokens: bounds that came from an earlier update, on this update.
+    """Measure rho on the tokens of this update, at bounds that an earlier update found.
 
     Args:
         stats: statistics of the update that uses the bounds.
@@ -118,7 +118,7 @@ def measure_clip_bounds(stats: ClipStatistics, bounds: ClipBounds, config: BAPOC
 
 
 def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
-    """P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
+    """Compute P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
     stats.check_config(config)
     sums = stats.contribution_sums
     high = config.upper.grid(sums.positive_weight.device)
@@ -143,7 +143,7 @@ def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:
 
 
 def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The order of the search, as indices into the grids of ``c_high`` and ``c_low``.
+    """Return the order of the search, as indices into the grids of ``c_high`` and ``c_low``.
 
     One bound runs through its range, then the other (Algorithm 1). Both results are int64 ``(pairs,)``.
     """
@@ -158,10 +158,10 @@ def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple
 # Both sums are added up from their own end. Subtracting one from the total would leave the rounding error of large
 # ratios in small sums.
 def _sums_below(buckets: Tensor) -> Tensor:
-    """The sum of the buckets below each point of the grid, ``(points,)``."""
+    """Add up the buckets below each point of the grid, ``(points,)``."""
     return buckets.cumsum(0)[:-1]
 
 
 def _sums_above(buckets: Tensor) -> Tensor:
-    """The sum of the buckets above each point of the grid, ``(points,)``."""
+    """Add up the buckets above each point of the grid, ``(points,)``."""
     return buckets.flip(0).cumsum(0).flip(0)[1:]

@@ -367,7 +367,7 @@ SHORT = (
     "Ray is asked for 33 CPUs \\(1 for the transfer queue's controller, 8 for its storage units, 24 for 8 GPUs to train"
 )
 NO_NVCC = (
-    "GPU 0 has compute capability 10.0, for which vLLM takes FlashInfer, and FlashInfer compiles with nvcc, which is"
+    "GPU 0 has compute capability 10.0, for which vLLM uses FlashInfer, and FlashInfer compiles with nvcc, which is"
 )
 MIG = {"gibibytes": None, "used": None}
 FOUR_BUSY = {"used": [60.0] * 4 + [0.0] * 4}
@@ -387,7 +387,7 @@ FOUR_BUSY = {"used": [60.0] * 4 + [0.0] * 4}
             {"cpus": 15},
             {"ray_kwargs.ray_init.num_cpus": 33},
             "warning",
-            "there are 15 here, and 16 processes of",
+            "there are 15 here, which 16 processes of",
         ),
         (
             "CPUs",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a config, what it reads and this machine, and print a table or JSON: exit code 0 or 1; no run is started.
+"""Check a config, what it reads and this machine, and print a table or JSON. No run is started. Exit code 0 or 1.
 
     bash recipe/bapo/run_bapo_example.sh --preflight [--json] [key=value ...]
     python -m recipe.bapo.checks [--json] [--config-dir configs] [key=value ...]
 
-Each line is ok, a warning, or failed; a failed one names the field, the value and the fix. A training run makes the
+Each line is ok, a warning, or failed. A failed one names the field, the value and the fix. A training run makes the
 same checks before it starts Ray.
 """
 
@@ -22,7 +22,7 @@ from recipe.bapo.checks.preflight import run_preflight, table  # noqa: E402
 
 
 def main() -> int:
-    """Command line. Returns the exit code."""
+    """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--config-dir", help="the folder with the groups size, experiment and method")

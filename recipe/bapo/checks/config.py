@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config: what verl builds of it, what it looks up by name, and what it accepts and should not.
+"""Check the config: what verl builds from it and looks up by name, and what verl accepts but a run cannot use.
 
-A value that verl refuses itself needs no rule: ``check_verls_rules`` names its field. Rules of our own are in ``RULES``
-where one value decides, and otherwise in the checks below.
+A value that verl itself refuses needs no rule, because ``check_verls_rules`` names its field. Our own rules are in
+``RULES`` if they concern one value, and otherwise in the checks below.
 """
 
 import importlib.util
@@ -41,13 +41,13 @@ def _can_log(name):
 COUNT_OR_NULL = (lambda value: value is None or _is_count(value)), "a whole number of 1 or more, or null"
 POSITIVE = (lambda value: type(value) in (int, float) and 0 < value < math.inf), "a number above 0"
 SECONDS = POSITIVE[0], "a number of seconds above 0"
-# Keys that end like this are sizes: where verl's default is 1 or more, no value may be less.
+# Keys that end like this are sizes. If verl's default is 1 or more, a smaller value is refused.
 SIZES = (
     *(".n", "nnodes", "_step", "_per_node", "_per_gpu", "_size", "_length", "_epochs", "_seqs", "_tokens"),
     *(".num_workers", "_units"),
 )
-SMALLEST_LOWER_BOUND = 0.5  # of the ratio: the smallest in the paper (method=figure7_low)
-# Values that verl and vLLM take as they are, and with which a run fails minutes later or does nothing.
+SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
+# Values that verl and vLLM do not check. With others a run fails minutes later or does nothing.
 RULES = {
     f"{ACTOR}.policy_loss._target_": (
         lambda target: str(target).endswith("BAPOPolicyLossConfig"),
@@ -95,40 +95,40 @@ RULES = {
 
 
 def check_values(config) -> str:
-    """The sizes, and the values in ``RULES``."""
+    """Check the sizes and the values in ``RULES``."""
     for field, default in verls_defaults(config.model_engine).items():
         section, _, name = field.rpartition(".")
-        # ``~key`` takes one away: verl's dataclass then has its own default.
+        # ``~key`` on the command line removes a key. Then verl's dataclass uses its own default.
         if field.endswith(SIZES) and _is_count(default) and name in (OmegaConf.select(config, section) or ()):
             require(config, field, _is_count, "a whole number of 1 or more")
     for field, (usable, fix) in RULES.items():
         require(config, field, usable, fix)
-    if config.model_engine == "dp":  # for Megatron 0 means no clipping; here it makes every gradient 0
+    if config.model_engine == "dp":  # with FSDP 0 makes every gradient 0; Megatron then does not clip
         require(config, f"{ACTOR}.optim.clip_grad", *POSITIVE)
-    for part in ("prompt", "response"):  # the data's length is the one by which everything else is checked
+    for part in ("prompt", "response"):  # the other checks use the lengths of ``data``
         length = config.data[f"max_{part}_length"]
-        fix = f"{length}, as data.max_{part}_length, which it follows unless it is set"
+        fix = f"{length}, the value of data.max_{part}_length, which it has by default"
         require(config, f"{ROLLOUT}.{part}_length", lambda value, length=length: value == length, fix)
     return "usable"
 
 
 def check_names(config) -> str:
-    """What verl looks up by name: registered, and importable."""
-    from verl.trainer.ppo.v1 import get_trainer_cls  # warns of the engines that are not installed
+    """Check that what verl looks up by name is registered and can be imported."""
+    from verl.trainer.ppo.v1 import get_trainer_cls  # its import warns of engines that are not installed
 
     rollout, mode = config.actor_rollout_ref.rollout, config.trainer.v1.trainer_mode
     fix = "grpo: gae needs a critic (critic.enable)"
     require(config, "algorithm.adv_estimator", lambda name: name != "gae" or need_critic(config), fix)
-    if rollout.name != "vllm":  # whose import takes seconds; check_versions finds it
+    if rollout.name != "vllm":  # importing vLLM takes seconds, and check_versions has found it
         blame_field(f"{ROLLOUT}.name", rollout.name, "use vllm", get_rollout_replica_class, rollout.name)
     field = "trainer.v1.trainer_mode"
     trainer = blame_field(field, mode, "use sync or one of these", get_trainer_cls, mode)
-    blame_field(f"the config of {field}", mode, "change what it names", trainer, config.copy())
+    blame_field(f"the config of {field}", mode, "change the key that the message names", trainer, config.copy())
     return f"{config.algorithm.adv_estimator}, {rollout.name}, {mode}"
 
 
 def check_intent(config) -> str:
-    """Values that a run takes, and with which it does something else than was most likely meant."""
+    """Warn of values with which a run does something other than what was most likely meant."""
     loss = config.actor_rollout_ref.actor.policy_loss
     doubts, defaults = [], verls_defaults(config.model_engine)
     unread = [(f"{ACTOR}.grad_clip", f"verl's engines read {ACTOR}.optim.clip_grad")]
@@ -143,20 +143,18 @@ def check_intent(config) -> str:
             doubts.append(f"{field}={value} has no effect: {why}.")
     if loss.ratio_lower_max < SMALLEST_LOWER_BOUND:
         doubts.append(
-            f"{ACTOR}.policy_loss.ratio_lower_max={loss.ratio_lower_max} is a bound on the ratio, of which 1 is no "
-            f"change. If an epsilon was meant, set {1 - loss.ratio_lower_max:g}."
+            f"{ACTOR}.policy_loss.ratio_lower_max={loss.ratio_lower_max} is a bound on the ratio, and a ratio of "
+            f"1 means no change. If you meant an epsilon, set {1 - loss.ratio_lower_max:g}."
         )
     if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
-        doubts.append(
-            f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo leaves a response no others to be compared with."
-        )
+        doubts.append(f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo leaves no other response to compare with.")
     if doubts:
         raise CheckWarning(" ".join(doubts))
     return "every key that is set is read"
 
 
 def check_folders(config) -> str:
-    """Where the run writes."""
+    """Check that the folders to which the run writes can be created and written to."""
     require(config, "run_dir", bool, "a folder (OUTPUT_DIR)")
     require_writable("run_dir (OUTPUT_DIR)", Path(str(config.run_dir)))
     loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
@@ -199,18 +197,21 @@ def _build_as_verl_does(config):
 
 
 def _field_at_fault(config, message):
-    """The field with whose default verl would be content; nothing if there is none, or the message names it."""
+    """Find the field whose default verl would accept, and format it as the start of a message.
+
+    Returns an empty text if there is no such field, or if the message already names it.
+    """
     changed = config.copy()
     for key, default in verls_defaults(config.model_engine).items():
         value = OmegaConf.select(config, key)
         if value == default or isinstance(default, dict) or str(default).startswith(("${", "?")):
             continue
-        if OmegaConf.select(changed, key.rpartition(".")[0]) is None:  # the section was taken away
+        if OmegaConf.select(changed, key.rpartition(".")[0]) is None:  # the section was removed
             continue
         OmegaConf.update(changed, key, default)
         try:
             _build_as_verl_does(changed)
-        except Exception:  # it is another one
+        except Exception:  # another field is at fault
             OmegaConf.update(changed, key, value)
             continue
         return "" if key in message else f"{key}={value} is not usable (verl's default is {default}): "
@@ -218,19 +219,19 @@ def _field_at_fault(config, message):
 
 
 def sequence_parallel(config) -> tuple[str, int]:
-    """The key that sets Ulysses sequence parallelism, and its size. verl lets its deprecated one win above 1."""
+    """Return the key that sets Ulysses sequence parallelism, and its size. Above 1 verl's deprecated key wins."""
     keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
     sizes = [OmegaConf.select(config, key) for key in keys]
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
 
 
 def longest_sequence(config) -> int:
-    """The most tokens of a prompt with its response."""
+    """Return the largest number of tokens of a prompt with its response."""
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def check_batches(config) -> str:
-    """Raise a ValueError where verl would assert, in a worker and minutes later, that a batch does not divide."""
+    """Check that batches divide. verl asserts it minutes later, inside a worker."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     batch, mini, mode = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.v1.trainer_mode
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // sequence_parallel(config)[1]
@@ -239,7 +240,7 @@ def check_batches(config) -> str:
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
     _check_micro_batches(config, f"{ACTOR}.ppo_", mini * n // ranks)
-    if not uses_bypass_mode(config):  # of a part of the batch that is trained on at once it computes log-probs
+    if not uses_bypass_mode(config):  # verl computes log-probs of one trainer call's part of the batch
         at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
         _check_micro_batches(config, f"{ROLLOUT}.log_prob_", at_once * n // ranks)
     updates = batch // mini * actor.ppo_epochs
@@ -249,7 +250,13 @@ def check_batches(config) -> str:
 
 
 def _check_micro_batches(config, prefix, responses):
-    """The limits of a forward's micro-batches: the keys that begin with ``prefix``; ``responses`` of each rank."""
+    """Check the limits on the micro-batches of a forward.
+
+    Args:
+        config: resolved.
+        prefix: beginning of the keys of the limits.
+        responses: number of responses of each rank in this forward.
+    """
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         longest, (key, parallel) = longest_sequence(config), sequence_parallel(config)
         least = -(-longest // parallel)
@@ -268,8 +275,7 @@ def _divides(whole_name, whole, part_name, part):
 
 
 def pools_of(config) -> list[tuple[str, int, int]]:
-    """Nodes and GPUs per node of those that train and, where they are others, of those that sample: ``(verb, nodes,
-    GPUs)``."""
+    """Return ``(verb, nodes, GPUs per node)`` of the GPUs that train and, if these are others, of those that sample."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     pools = [("train", trainer.nnodes, trainer.n_gpus_per_node)]
     if trainer.v1.trainer_mode == "separate_async":
@@ -278,7 +284,7 @@ def pools_of(config) -> list[tuple[str, int, int]]:
 
 
 def check_parallel(config) -> str:
-    """That GPUs divide: those of each pool among served models, those that train among the parts of a sequence."""
+    """Check that the GPUs of each pool divide among served models, and those that train among parts of a sequence."""
     key, parallel = sequence_parallel(config)
     rollout, names = config.actor_rollout_ref.rollout, f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
     served = rollout.tensor_model_parallel_size * rollout.data_parallel_size
@@ -289,7 +295,7 @@ def check_parallel(config) -> str:
 
 
 def check_ratio(config) -> str:
-    """Against which policy the ratio is, hence the positive contribution."""
+    """Say which policy the ratio compares with. Warn if an asynchronous run recomputes the old log-probs."""
     bypass = uses_bypass_mode(config)
     if config.trainer.v1.trainer_mode != "sync" and not bypass:
         raise CheckWarning(

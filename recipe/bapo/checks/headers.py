@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights without content, for a check of a model that is not there yet: preflight reads names and shapes alone."""
+"""Write weights without data, to check a model that does not exist yet: preflight only reads names and shapes."""
 
 import json
 import struct
@@ -12,16 +12,16 @@ LARGEST = 4 << 30  # bytes of a file: safetensors maps each into memory
 
 
 def write_headers(folder: Path) -> None:
-    """Write ``model-N.safetensors`` and their index for the model of ``folder/config.json``: headers, and no numbers.
+    """Write ``model-N.safetensors`` and their index for the model of ``folder/config.json``: headers without data.
 
-    The files are sparse, a byte a weight in length. A run that loads them would train with zeros.
+    The files are sparse and have a length of one byte per weight. A run that loads them would train with zeros.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     files: list[dict] = [{}]
     held = 0
     for name, tensor in model.state_dict().items():
-        if name in model.all_tied_weights_keys:  # it is another one's
+        if name in model.all_tied_weights_keys:  # it is stored under another name
             continue
         if held + tensor.numel() > LARGEST:
             files.append({})

