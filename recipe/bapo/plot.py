@@ -26,8 +26,8 @@ PANELS = {
         "actor/bapo/positive_contribution": "at the bounds",
         "actor/bapo/positive_contribution_start": "start",
     },
-    "Upper bound on the ratio": {"actor/bapo/clip_high": ""},
-    "Lower bound on the ratio": {"actor/bapo/clip_low": ""},
+    "Upper bound, mean of the updates": {"actor/bapo/clip_high": ""},
+    "Lower bound, mean of the updates": {"actor/bapo/clip_low": ""},
     "Clipped tokens, share of their sign": {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",

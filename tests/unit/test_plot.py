@@ -36,8 +36,8 @@ def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("nonsense\n", "metrics.jsonl has a line that verl's file logger did not write"),
-        ("5\n", "metrics.jsonl has a line that verl's file logger did not write"),
+        ("nonsense\n", "metrics.jsonl has a line that is not in the format of verl's file logger"),
+        ("5\n", "metrics.jsonl has a line that is not in the format of verl's file logger"),
         ("", "run has no metrics: give the folder of a run"),
     ],
 )
