@@ -138,7 +138,14 @@ sys.exit(command.main())
     "number, left", [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGHUP, 0), (signal.SIGKILL, 1)]
 )
 def test_a_make_that_is_ended_by_a_signal_is_never_found_half_made(folder, number, left):
-    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell that starts pytest in the background makes it, and so its children, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     until(lambda: list(folder.parent.glob("*/*/half")), 60, "the unfinished folder")
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
