@@ -119,7 +119,7 @@ def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):
 def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
     engine, strategy, *_ = MEGATRON
     details = [line.detail for line in lines_of_engine(engine, monkeypatch, task, strategy) if line.status == "failed"]
-    said = f"verl has no key {ACTOR}.fsdp_config with model_engine=megatron: remove it (~{ACTOR}.fsdp_config)"
+    said = f"verl has no key {ACTOR}.fsdp_config with model_engine=megatron: remove it with ~{ACTOR}.fsdp_config"
     assert any(said in detail for detail in details), details
 
 

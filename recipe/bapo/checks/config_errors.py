@@ -58,7 +58,8 @@ def explain(error: Exception) -> str:
 
 def _unknown_key(key, given, where="", engine="dp"):
     if key not in known_keys(engine) and key in known_keys():  # verl's other engines lack keys that FSDP has
-        return f"{given} is not usable: verl has no key {key} with model_engine={engine}: remove it (~{key}){where}."
+        fix = f"remove it with ~{key} on the command line"
+        return f"{given} is not usable: verl has no key {key} with model_engine={engine}: {fix}{where}."
     name = given.partition("=")[0]  # as given; if its first section is wrong, Hydra names only that
     whole = [other for other in known_keys() if "." in name and other.endswith(f".{name}")]
     meant = min(whole, key=lambda other: other.count(".")) if whole else nearest_key(key)
