@@ -273,7 +273,7 @@ def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
         assert [round(phases[name]["vLLM"]) for name in ("rollout", "log-probs", "update")] == [70, *2 * [elsewhere]]
 
 
-def test_no_log_probs_are_computed_anew_in_bypass_mode(config):
+def test_no_log_probs_are_computed_again_in_bypass_mode(config):
     bypass = config(changes={"algorithm.rollout_correction.bypass_mode": True})
     assert memory.phases_of_a_gpu(bypass, 0, NO_LAYERS, 0.0).keys() == {"rollout", "update"}
 

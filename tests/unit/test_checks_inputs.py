@@ -158,7 +158,7 @@ def test_a_complete_checkpoint_passes(task, checkpoints, tmp_path):
     path = f"trainer.resume_from_path={checkpoints}/global_step_1"
     config = resuming(task, checkpoints, "trainer.resume_mode=resume_path", path)
     assert check_checkpoint(config).endswith("global_step_1")
-    assert "starts anew" in check_checkpoint(resuming(task, tmp_path / "none"))
+    assert "starts from scratch" in check_checkpoint(resuming(task, tmp_path / "none"))
 
 
 @pytest.mark.parametrize("file", ["actor/optim_world_size_1_rank_0.pt", "data.pt"])
@@ -178,7 +178,7 @@ def test_a_missing_file_and_another_number_of_ranks_are_named(task, checkpoints)
 
 
 @pytest.mark.parametrize("content", ["", "3", "two"])
-def test_a_tracker_that_names_nothing_does_not_start_anew(task, checkpoints, content):
+def test_a_tracker_that_names_nothing_does_not_start_from_scratch(task, checkpoints, content):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(content)
     with pytest.raises(ValueError, match=f"latest_checkpointed_iteration.txt names the checkpoint '{content}'"):
         check_checkpoint(resuming(task, checkpoints))

@@ -197,11 +197,11 @@ def check_checkpoint(config) -> str:
     """Check the checkpoint to resume from: it exists, is complete and, on one node, has as many ranks as train now."""
     trainer = config.trainer
     if trainer.resume_mode == "disable":
-        return "training starts anew (trainer.resume_mode=disable)"
+        return "training starts from scratch (trainer.resume_mode=disable)"
     if trainer.resume_mode == "auto":
         folder = latest_checkpoint(Path(trainer.default_local_dir))
         if folder is None:
-            return f"none in {trainer.default_local_dir}: training starts anew"
+            return f"none in {trainer.default_local_dir}: training starts from scratch"
     else:
         folder = Path(str(trainer.resume_from_path))
         if not re.search(r"global_step_\d+$", str(trainer.resume_from_path)) or not folder.is_dir():
@@ -218,6 +218,6 @@ def check_checkpoint(config) -> str:
             raise ValueError(
                 f"{path} is missing or incomplete, and {ranks} ranks need its checkpoint: resume from an earlier one "
                 f"with trainer.resume_mode=resume_path trainer.resume_from_path={trainer.default_local_dir}/"
-                "global_step_N, or start anew with trainer.resume_mode=disable."
+                "global_step_N, or start from scratch with trainer.resume_mode=disable."
             )
     return f"training goes on from {folder}"
