@@ -332,6 +332,23 @@ time.sleep(60)
     assert run.end()[0] == 143 and not block.exists()
 
 
+def test_weights_that_a_killed_worker_left_in_shared_memory_are_removed(launch):
+    code = """
+train()
+made = f"/dev/shm/verl_weights_test_{mark}"
+Path(made).write_bytes(b"x" * 4096)
+(folder / "made").write_text(made)
+(folder / 'up').touch()
+time.sleep(60)
+"""
+    run = launch(code)
+    run.wait_for("up")
+    made = Path((run.folder / "run" / "made").read_text())
+    assert made.exists()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143 and not made.exists()
+
+
 def test_training_ends_with_a_launcher_that_is_killed(launch):
     run = launch("(folder / 'up').touch()\ntime.sleep(60)")
     run.wait_for("up")

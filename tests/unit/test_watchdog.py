@@ -218,6 +218,20 @@ def test_shared_memory_of_a_run_is_found_until_it_is_removed_and_that_of_others_
             path.unlink()
 
 
+def test_weights_that_nobody_has_mapped_are_found_if_the_run_is_older():
+    began = time.time() - 1
+    weights = python_shared_memory.SharedMemory(f"verl_weights_test_{os.getpid()}", create=True, size=4096)
+    path = Path("/dev/shm", weights.name)
+    try:
+        assert path not in cleanup.unmapped_weights(began)  # another process may be sending them
+        weights.close()
+        assert path in cleanup.unmapped_weights(began)
+        assert path not in cleanup.unmapped_weights(time.time() + 60)
+    finally:
+        weights.unlink()
+    assert path not in cleanup.unmapped_weights(began)
+
+
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """Isolate the rules for two runs from other runs here; the value is the config of a run that starts its own Ray."""

@@ -100,6 +100,7 @@ class Supervisor:
 
     def __init__(self, arguments: list[str], log: Path, scratch: str):
         self.log = log
+        self.started = time.time()
         self.errors: list[str] = []
         # These three are None until the checks have passed.
         self.config: Any = None
@@ -213,6 +214,8 @@ class Supervisor:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(PATIENCE)
         cleanup.kill_descendants()
+        if self.watchdog is not None and not self.watchdog.on_cluster:
+            left |= cleanup.unmapped_weights(since=self.started)
         cleanup.remove(left)
         with suppress(OSError):  # raised if the terminal is gone
             if self.printer is not None:

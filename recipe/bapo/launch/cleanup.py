@@ -86,6 +86,23 @@ def shared_memory(pids: Iterable[int]) -> set[Path]:
     return mapped
 
 
+def unmapped_weights(since: float) -> set[Path]:
+    """Find verl's shared memory for weights that no process has mapped.
+
+    A worker leaves it if it is killed before a vLLM process has mapped it, too. Call this when the run's processes have
+    ended, and not on a cluster, where it could belong to another job.
+
+    Args:
+        since: seconds since the epoch; older files are of other runs.
+    """
+    found = set()
+    for path in Path("/dev/shm").glob("verl_weights_*"):
+        with suppress(OSError):  # raised if it has just been removed
+            if path.stat().st_mtime >= since:
+                found.add(path)
+    return found - shared_memory(psutil.pids()) if found else found
+
+
 def remove(paths: Iterable[Path]) -> None:
     """Remove these files, as far as they still exist."""
     for path in paths:
