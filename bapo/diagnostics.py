@@ -52,7 +52,8 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
     sums = stats.token_sums
     upper = stats.config.upper.grid(bounds.high.device)
     lower = stats.config.lower.grid(bounds.low.device)
-    # Point b of the grid is where bucket b+1 of the positive tokens begins and bucket b of the negative tokens ends.
+    # Candidate b of c_high is the lower edge of bucket b+1 of the positive tokens. Candidate b of c_low is the upper
+    # edge of bucket b of the negative tokens, whose last two buckets lie above all candidates.
     clipped_positive = torch.where(upper >= bounds.high, sums.positive_tokens[1:], 0).sum()
     clipped_negative = torch.where(lower <= bounds.low, sums.negative_tokens[:-2], 0).sum()
     positive_tokens, negative_tokens = sums.positive_tokens.sum(), sums.negative_tokens.sum()
@@ -71,5 +72,5 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide; 0 where the denominator is 0."""
+    """Divide. Return 0 if the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator, 0.0)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give preflight the wrong inputs of docs/dev/bad_inputs.md, and write its answers into that page.
+"""Give preflight the wrong inputs of docs/dev/bad_inputs.md, and write its answers into the page's table "Refused".
 
     .venv/bin/python -m scripts.bad_inputs [--only WORD]
 
-The inputs are in the first column of the page's tables; to add one, add a row. In an input, X stands for a folder of
-broken files, and ``bapo_trainer.yaml: OLD => NEW`` for a change in a copy of that file. Preflight must not refuse the
-inputs of the table of passed ones. The table of commands is written by hand. All inputs are checked in one process,
-which takes about ten minutes.
+The inputs are in the first column of the page's tables. To add one, add a row. In an input, X stands for a folder of
+broken files, and ``bapo_trainer.yaml: OLD => NEW`` for a change in a copy of that file. Preflight has to refuse every
+input of the table "Refused", and none of the table "Passed on purpose, or left to verl". The page's last table,
+"Commands", is written by hand. All inputs are checked in one process, which takes about ten minutes.
 """
 
 import argparse
@@ -33,13 +33,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "dev" / "bad_inputs.md"
 TASK = ROOT / "recipe" / "bapo" / "example" / "files"
 OF_THE_RUN_SCRIPT = ("experiment=example", "size=cpu_example", "trainer.nnodes=1", "trainer.n_gpus_per_node=1")
-OF_THE_MACHINE = ("another run is on this machine", "/dev/shm has")  # beginnings of messages about other processes
+OF_THE_MACHINE = ("another run is on this machine", "/dev/shm has")  # beginnings of messages about the machine
 ROW = re.compile(r"^\| `(.*?)` \| (.*) \|$")
 SLIP = "bapo_trainer.yaml: "
 
 
 def make_broken_files(folder: Path) -> None:
-    """Make the files in the folder that the page calls X."""
+    """Make the broken files in ``folder``, which the page calls X."""
 
     def model(name, remove=(), config=None, **texts):
         shutil.copytree(TASK / "model", folder / name)
@@ -107,7 +107,7 @@ def said_of(typed: str, folder: Path) -> list[str]:
         if typed.startswith(SLIP):
             old, new = (part.encode().decode("unicode_escape") for part in typed.removeprefix(SLIP).split(" => "))
             text = ours.read_text()
-            assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in bapo_trainer.yaml"
+            assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in bapo_trainer.yaml"
             ours.write_text(text.replace(old, new))
         with (
             patch.dict(os.environ, environment),
@@ -127,11 +127,14 @@ def said_of(typed: str, folder: Path) -> list[str]:
     places = {str(folder): "X", copy: "recipe/bapo/config", f"{ROOT}/": ""}
     for path, name in places.items():
         texts = [text.replace(path, name) for text in texts]
-    return [re.sub(r"/tmp\w{8}'", "/...'", text) for text in texts]  # the name of a temporary folder
+    return [re.sub(r"/tmp\w{8}'", "/...'", text) for text in texts]  # hide the random name of a temporary folder
 
 
 def main() -> int:
-    """Run the command. Returns 1 if preflight refused an input that should pass, or did not refuse one in one line."""
+    """Run the command. Returns 1 if an answer is not as expected, else 0.
+
+    Preflight should refuse an input of the table "Refused" with exactly one message, and no input of the other table.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="check only inputs that contain this")
     only = parser.parse_args().only

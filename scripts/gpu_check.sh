@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests that need an NVIDIA GPU, tests/gpu (pytest -m gpu). They check the results on a GPU, measure what they cost,
-# and start a whole run.
+# Run the tests that need an NVIDIA GPU, tests/gpu (pytest -m gpu). They check results on a GPU, measure time and
+# memory, and make runs of the whole stack.
 #
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
-#     1   search and loss against the CPU: torch and pytest alone, a minute
-#     2   updates of verl's FSDP2 worker, with what larger models need, and what they cost: no vLLM, about ten minutes
-#     3   the example, whole, then replay, then a language model that learns to sort: Ray and vLLM, about twenty minutes;
-#         two runs at once where there are two GPUs
+#     1   compares search and loss with the CPU's; needs only torch and pytest; a minute
+#     2   makes updates of verl's FSDP2 worker with the settings that larger models need, and measures their time and
+#         memory; needs verl but no vLLM; about ten minutes
+#     3   makes runs with Ray and vLLM: three steps each of the example, of the example with a Llama, and of replay;
+#         then a whole run of a language model that learns to sort; and two runs at once if there are two GPUs; about
+#         twenty minutes
 #   --rehearse     run on the CPU platform, to test this command itself; this says nothing about a GPU
-#   --wheels DIR   for a machine without network: use the machine's Python (BAPO_PYTHON, or python3) and install the wheels
-#                  in DIR into a temporary folder. The stages need the packages that are listed below.
+#   --wheels DIR   for a machine without network: use the machine's Python (BAPO_PYTHON, or python3), and install the
+#                  wheels that are in DIR to a temporary folder. This script's comments list the packages it needs.
 #   --out DIR      folder for the report (runs/gpu_check)
 #
-# report.jsonl gets a line after each test, so that a kill loses nothing; junit.xml is for tools. Nobody has measured yet
-# how long the stages take on a GPU. The exit code is pytest's (0, or 1 if a test failed), or 2 without a GPU. Environment
-# variable: BAPO_VENV, as for the run script.
+# report.jsonl gets a line after each test, so that a run that is killed keeps its results; junit.xml is for tools. The
+# times above are guesses: nobody has measured the stages on a GPU yet. The exit code is pytest's (0, or 1 if a test
+# failed), 1 if the check cannot start, or 2 if there is no GPU that torch can use. Environment variable: BAPO_VENV, as
+# for the run script.
 set -euo pipefail
 # Stage 1 needs only torch and pytest. Stage 2 needs the following packages, in the versions of requirements-cuda.txt, and
-# packages that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Ray's jars, rllib, serve, data
-# and tune are not needed. Stage 3 needs all of requirements-cuda.txt.
+# others that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Of Ray's wheel it does not
+# need the jars, rllib, serve, data and tune. Stage 3 needs all of requirements-cuda.txt.
 wheels_of_stage_2=(
     annotated-types antlr4-python3-runtime codetiming colorful datasets dill email-validator fastapi
     google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema
@@ -58,7 +61,7 @@ elif [ -n "$wheels" ]; then
     trap 'rm -r "$site"' EXIT
     for stage in "${stages[@]}"; do
         [ "$stage" = 1 ] || for name in "${wheels_of_stage_2[@]}"; do
-            compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || echo "Not in $wheels: $name (fine where it is installed)" >&2
+            compgen -G "$wheels/${name//-/_}-*.whl" >/dev/null || echo "Not in $wheels: $name (fine if it is installed)" >&2
         done
     done
     # Install this package, too, because verl finds our plugin by its metadata.
@@ -71,7 +74,8 @@ else
 fi
 "$python" -c 'import torch, pytest' || fail "$python has no torch or no pytest: set BAPO_VENV, or BAPO_PYTHON with --wheels."
 [ ${#rehearse[@]} != 0 ] || "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
-    echo "nvidia-smi lists a GPU, and torch cannot use it: the driver is older than torch's CUDA. Nothing was checked." >&2
+    echo "nvidia-smi lists a GPU, but torch cannot use it: the driver is older than torch's CUDA, or torch is a CPU" \
+        "build. Nothing was checked." >&2
     exit 2
 }
 mkdir -p "$out"

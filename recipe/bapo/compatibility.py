@@ -4,10 +4,10 @@
 The worker refuses them in every run before the first update; preflight calls the same function before Ray starts.
 """
 
-# Why another strategy than fsdp, fsdp2 and megatron is refused, where it was looked into.
+# The reasons for refusing other strategies than fsdp, fsdp2 and megatron, for those that we looked into.
 UNSUPPORTED_STRATEGIES = {
-    "veomni": "(verl 0.9.1 runs VeOmni's forward in bfloat16 alone, and no test here compares its bounds with FSDP's.)",
-    "torchtitan": "(verl 0.9.1's engine does not import beside torchtitan 0.3.0.)",
+    "veomni": "(verl 0.9.1 runs VeOmni's forward only in bfloat16, and no test compares its bounds with FSDP's.)",
+    "torchtitan": "(verl 0.9.1's engine for it does not import with torchtitan 0.3.0.)",
     "automodel": "(verl 0.9.1 has no actor config for it.)",
 }
 
@@ -16,7 +16,8 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     """Refuse settings under which the bounds or the loss would be wrong, or the search would fail.
 
     Args:
-        actor_config, model_config: verl's ``ActorConfig`` and ``HFModelConfig``, or the model's section of the config.
+        actor_config: verl's ``ActorConfig``.
+        model_config: verl's ``HFModelConfig``, or the config's section ``actor_rollout_ref.model``.
 
     Raises:
         ValueError: names the field, its value and the fix.
@@ -34,8 +35,8 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
     if actor_config.loss_agg_mode == "seq-mean-token-sum-norm" and actor_config.loss_scale_factor is None:
         raise ValueError(
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm is not usable with loss_scale_factor=null: "
-            "verl divides by each micro-batch's padded width, so the loss would depend on the cut. Set "
-            "actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
+            "verl divides by each micro-batch's padded width, so the loss would depend on how the mini-batch is split. "
+            "Set actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
         )
     if actor_config.policy_loss.bound_scope == "mini_batch" and model_config.enable_activation_offload:
         raise ValueError(
@@ -46,7 +47,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
 
 
 def uses_bypass_mode(config) -> bool:
-    """Whether the ratio is against the policy that sampled, so that verl does not compute old log-probs.
+    """Return whether the ratio is taken against the policy that sampled. verl then computes no old log-probs.
 
     Args:
         config: the whole config of a run. verl accepts null for ``rollout_correction``, meaning no correction.
@@ -61,8 +62,8 @@ def _refuse_on_fsdp(actor_config, model_config) -> None:
     if parallel > 1 and not str(attention).startswith("flash_attention"):
         raise ValueError(
             f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
-            f"attn_implementation={attention}: verl exchanges the parts of a sequence in flash attention alone, and "
-            "each GPU would silently attend to its own part. Install flash-attn, or set it to 1."
+            f"attn_implementation={attention}: the GPUs exchange their parts of a sequence only in flash attention. "
+            "Without it each would silently attend to its own part alone. Install flash-attn, or set it to 1."
         )
 
 
@@ -70,14 +71,14 @@ def _refuse_on_megatron(actor_config) -> None:
     if not hasattr(actor_config, "megatron"):
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron is not usable without Megatron's section of the config: set "
-            "model_engine=megatron, which brings both."
+            "model_engine=megatron, which sets the strategy and adds the section."
         )
     scope = actor_config.policy_loss.bound_scope
     if scope != "previous_batch":
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.bound_scope={scope} is not usable with strategy=megatron: set it to "
-            "previous_batch. Only the last pipeline stage calls the loss, so the other stages would wait for ever in "
-            "the collective of another scope, and tensor- or context-parallel ranks could find different bounds."
+            "previous_batch. Only the last pipeline stage calls the loss, so with another scope the other stages would "
+            "have no tokens to search, and tensor- or context-parallel ranks could find different bounds."
         )
     if actor_config.megatron.dynamic_context_parallel:
         raise ValueError(

@@ -297,7 +297,7 @@ def print_tables(path: Path = TABLE) -> None:
     frame = read_table(path)
     lines = ["## Fresh data", "", *control_table(frame)]
     lines += ["## Updates to the target reward against GRPO", "", *ratio_table(frame)]
-    lines += ["## Runs that failed where fresh data are stable", "", *failure_table(frame)]
+    lines += ["## Failed runs at stable learning rates", "", *failure_table(frame)]
     lines += ["## Primary tests", "", *primary_table(primary_tests(frame))]
     for place in PLACES:
         lines += [f"## {place.name}", "", *means_table(frame, place)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the third study, or a part of it. A study that was stopped continues with the next missing cell.
 
-bash scripts/study/run.sh                 run the missing cells, then print the tables
-bash scripts/study/run.sh gather          move finished cells into docs/results/third_study.parquet, while others run
+bash scripts/study/run.sh                 run the missing cells, gather them and print the tables
+bash scripts/study/run.sh gather          move finished cells into docs/results/third_study.parquet; others may run on
 bash scripts/study/run.sh tables          only print the tables, from the parquet file
 bash scripts/study/run.sh list            list the planned cells, and which are missing
 bash scripts/study/run.sh again CELL ..   run cells again and compare them with the table
@@ -99,7 +99,7 @@ def run_missing(
     planned: list[Cell], workers: int, table: Path = TABLE, folder: Path = DONE, seeds: SeedsOf = seeds_of
 ) -> None:
     """Run the missing cells, ``workers`` at a time. A cell with a donor starts once its donor is finished."""
-    import scripts.study.loop  # noqa: F401  # here, so that no worker imports it after somebody has edited it
+    import scripts.study.loop  # noqa: F401  # before the fork: a later edit must not reach the workers
 
     folder.mkdir(parents=True, exist_ok=True)
     there, code, began = finished(table, folder), code_hash(), time.time()
@@ -121,7 +121,7 @@ def run_missing(
                 left = (time.time() - began) / number * (total - number)
                 print(f"{number}/{total}  {left / 3600:.1f} h left  {seconds:.2f} s a run  {name}", flush=True)
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # so that an error or Ctrl-C does not wait for all other cells
+            pool.shutdown(cancel_futures=True)  # start no further cell; those that are running still end first
             raise
 
 
@@ -129,7 +129,8 @@ def gather(planned: list[Cell], table: Path = TABLE, folder: Path = DONE) -> Non
     """Move the rows of all files into the table, in the order of the plan. Cells that are not planned come last."""
     files = sorted(folder.glob("*.jsonl"))
     parts = [pd.read_parquet(table)] if table.exists() else []
-    there = {name for part in parts for name in part["cell"]}  # their files remain if an earlier call was killed
+    # Files of cells that are in the table already were left by an earlier call that was killed.
+    there = {name for part in parts for name in part["cell"]}
     new = [path for path in files if path.name.removesuffix(".jsonl") not in there]
     rows = [compact(json.loads(line)) for path in new for line in path.read_text().splitlines()]
     frame = pd.concat([*parts, pd.DataFrame(rows)], ignore_index=True)
@@ -158,7 +159,7 @@ def compact(row: dict) -> dict:
 
 
 def run_again(again: list[Cell], table: Path = TABLE, folder: Path = DONE) -> bool:
-    """Run cells again and compare them with the table. Returns whether all numbers are the same."""
+    """Run cells again. Returns whether weights and final rewards of all runs are those in the file or the table."""
     all_same = True
     for cell in again:
         there = rows_of_cell(cell, table, folder).set_index("seed")
@@ -193,6 +194,9 @@ def main():
             print("there  " if cell.name in there else "missing", cell.name)
     if arguments.part == "again":
         planned = {cell.name: cell for cell in cells()}
+        unknown = [name for name in arguments.cells if name not in planned]
+        if unknown or not arguments.cells:
+            parser.error(f"`again` needs names that `list` prints{', not ' + ', '.join(unknown) if unknown else ''}")
         if not run_again([planned[name] for name in arguments.cells]):
             raise SystemExit(1)
 

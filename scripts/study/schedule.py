@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixed bounds for each epoch on a rollout, which need no search and no forward for it.
+"""Fixed bounds for each epoch on a rollout. They need neither a search nor its extra forward.
 
-The values are rounded means over the updates of BAPO 0.4 in a pilot on other seeds (16 epochs on the retry chain).
+The values are rounded means over the updates of BAPO with target 0.4, from a pilot on other seeds (16 epochs on the
+retry task).
 """
 
 import numpy as np

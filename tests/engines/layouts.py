@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates with ``bound_scope=previous_batch`` in layouts of verl's Megatron engine, beside FSDP's, as a table.
+"""Compare updates with ``bound_scope=previous_batch`` in layouts of verl's Megatron engine with FSDP's, in a table.
 
     .venv/bin/python tests/engines/layouts.py [--only WORD] [--folder FOLDER]
 
-Every layout makes the same three updates from the same weights and tokens, and then one with a bad advantage in its
-last data-parallel share. The first run installs two packages into ``.megatron/``. ``tests/support/megatron.py`` says
-what this shows and what not. Each rank leaves ``<layout>/rank<N>.json`` and its output in the folder.
+A layout is a way to divide the work among ranks. Every layout makes the same three updates from the same weights and
+tokens, and then one with an infinite advantage in the share of its last data-parallel rank. The first run installs two
+packages into ``.megatron/``. ``tests/support/megatron.py`` says what this shows and what not. Each rank writes its
+results to ``<layout>/rank<N>.json`` in the folder, and its output to ``rank<N>.log`` beside it.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":  # the tests import the names alone, and no other test may find Megatron
+if __name__ == "__main__":  # not when the tests import the names: no other test may find Megatron
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / ".megatron")]
     os.environ.update(VERL_PLATFORM="cpu", OMP_NUM_THREADS="1")  # before anything imports verl
 
@@ -36,12 +37,12 @@ PADDED = ["actor_rollout_ref.model.use_remove_padding=false"]
 
 
 def parallel(**sizes):
-    """Overrides for parallel sizes: ``pipeline=2`` is ``pipeline_model_parallel_size=2``."""
+    """Return the overrides for parallel sizes: ``pipeline=2`` sets ``pipeline_model_parallel_size=2``."""
     names = {"context": "context_parallel_size"}  # the others have "model" in them
     return [f"{MEGATRON}.{names.get(name, f'{name}_model_parallel_size')}={size}" for name, size in sizes.items()]
 
 
-# Ranks and overrides.
+# By name: the number of ranks, and the overrides.
 LAYOUTS = {
     "1 rank": (1, []),
     "2 stages": (2, parallel(pipeline=2)),
@@ -61,7 +62,7 @@ EXACT_SCOPE = "2 stages, exact scope"
 
 
 def loss_options(folder, scope="previous_batch"):
-    """The three lines of a run with verl's own config, a target, and a record of the bounds."""
+    """Return the overrides that add BAPO to verl's own config, with a target, a bounds record and a token dump."""
     values = {
         "loss_mode": "bapo",
         "_target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
@@ -74,12 +75,12 @@ def loss_options(folder, scope="previous_batch"):
 
 
 def reference_of(name):
-    """The reference with a layout's model: Qwen2, or Qwen3 with a mixture of experts."""
+    """Return the name of the FSDP reference for a layout's model: Qwen2, or Qwen3 with a mixture of experts."""
     return "FSDP, experts" if "expert" in name else "FSDP"
 
 
 def make_model(folder, experts):
-    """A random model with its tokenizer."""
+    """Write a random model with its tokenizer: Qwen2, or with ``experts`` Qwen3 with a mixture of experts."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from scripts.example_task import make_tokenizer
@@ -99,7 +100,7 @@ def make_model(folder, experts):
 
 
 def make_reference(rank, size, port, folder, name):
-    """The model, the batches, and FSDP's updates on them."""
+    """Write the model and the batches, and return the results of FSDP's updates on them."""
     make_model(folder / name / "model", experts="expert" in name)
     options = [
         f"actor_rollout_ref.model.path='{folder / name}/model'",
@@ -113,7 +114,7 @@ def make_reference(rank, size, port, folder, name):
 
 
 def make_layout(rank, size, port, folder, name):
-    """The updates of a rank in a layout, and what it raises for a bad advantage."""
+    """Make the updates of a rank in a layout. Returns their results, and those of ``bad_update``."""
     inputs = folder / reference_of(name)
     overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *LAYOUTS[name][1], *loss_options(folder / name)]
     config_name = "bapo_trainer" if "our config" in name else "ppo_megatron_trainer"
@@ -122,7 +123,7 @@ def make_layout(rank, size, port, folder, name):
 
 
 def refuse_exact_scope(rank, size, port, folder, name):
-    """What a rank raises when it makes an actor with the default scope."""
+    """Make an actor with the default scope on a rank, and return the error that it raises."""
     overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2)]
     try:
         make_megatron_actor([*overrides, *loss_options(folder / name, "mini_batch")], rank, size, port)
@@ -132,7 +133,7 @@ def refuse_exact_scope(rank, size, port, folder, name):
 
 
 def batch_of_rank(actor, folder, number):
-    """This rank's share of a batch, as verl's trainer hands it to ``train_mini_batch``."""
+    """Load this rank's share of a batch, as verl's trainer hands it to ``train_mini_batch``."""
     from verl.utils import tensordict_utils as tu
 
     share, shares = actor.engine.get_data_parallel_rank(), actor.engine.get_data_parallel_size()
@@ -143,7 +144,7 @@ def batch_of_rank(actor, folder, number):
 
 
 def make_updates(actor, folder):
-    """Loss and gradient norm of one update on each batch; None on ranks that have no outputs."""
+    """Make one update on each batch. Returns the loss and gradient norm of each; None on ranks without outputs."""
     from verl.utils import tensordict_utils as tu
 
     updates = []
@@ -155,7 +156,10 @@ def make_updates(actor, folder):
 
 
 def bad_update(actor, folder):
-    """The error of an update with an infinite advantage in the last share, and whether it changed this rank's state."""
+    """Make an update with an infinite advantage in the share of the last data-parallel rank.
+
+    Returns the error that it raised, and whether weights and optimizer of this rank are unchanged.
+    """
     data, before, actor.token_dump_dir = batch_of_rank(actor, folder, 0), state_of(actor), None
     if actor.engine.get_data_parallel_rank() == actor.engine.get_data_parallel_size() - 1:
         rows = [row.clone() for row in data["advantages"].unbind()]
@@ -171,7 +175,7 @@ def bad_update(actor, folder):
 
 
 def state_of(actor):
-    """Copies of the weights and the optimizer's tensors."""
+    """Copy the weights and the optimizer's tensors."""
     optimizer = actor.engine.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     tensors = [parameter for chunk in actor.engine.module for parameter in chunk.parameters()]
@@ -180,7 +184,7 @@ def state_of(actor):
 
 
 def run_rank(rank, size, port, function, folder, name):
-    """Call a function on a rank and leave its result in ``<name>/rank<N>.json``, its output beside it."""
+    """Call a function on a rank. Its result goes to ``<name>/rank<N>.json``, its output to ``<name>/rank<N>.log``."""
     log = os.open(folder / name / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1), os.dup2(log, 2)
     try:
@@ -192,10 +196,13 @@ def run_rank(rank, size, port, function, folder, name):
 
 
 def run_ranks(function, folder, name, size) -> list[dict]:
-    """The results of all ranks; each is a fork of this process, which has imported everything.
+    """Call a function on all ranks and return their results.
+
+    Each rank is a fork of this process, which has imported everything.
 
     Raises:
-        RuntimeError: a rank failed, or they take more than ``LIMIT_S`` seconds.
+        torch.multiprocessing.ProcessException: a rank failed.
+        RuntimeError: the ranks take more than ``LIMIT_S`` seconds.
     """
     (folder / name).mkdir(parents=True)
     arguments = (size, free_port(), function, folder, name)
@@ -213,7 +220,7 @@ def run_ranks(function, folder, name, size) -> list[dict]:
 
 
 def results_of(folder, name, ranks) -> dict:
-    """Bounds, rho, loss and gradient norm of each update, and whether all ranks have the same of them, bit for bit."""
+    """Return bounds, rho, loss and gradient norm of each update, and whether these are bit-identical on all ranks."""
     records = [read_record(folder / name / "record", rank)[:BATCHES] for rank in range(len(ranks))]
     sources = [rank["updates"] for rank in ranks if rank["updates"][0] is not None]
     return {
@@ -228,7 +235,7 @@ def results_of(folder, name, ranks) -> dict:
 
 
 def run_layouts(folder: Path, word: str = "") -> dict:
-    """Results by name of all layouts whose name contains ``word``, and of FSDP; prints a table."""
+    """Run all layouts whose name contains ``word``, and FSDP. Prints a table and returns the results by name."""
     results = {}
     print("| layout | ranks | update | bounds | rho | loss | gradient norm | all ranks equal |\n|" + "---|" * 8)
 
@@ -256,11 +263,12 @@ def print_rows(name, result):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORD", help="layouts whose name contains this")
-    parser.add_argument("--folder", type=Path, help="for what the ranks write (default: a temporary one)")
+    parser.add_argument("--only", default="", metavar="WORD", help="run only layouts whose name contains WORD")
+    parser.add_argument("--folder", type=Path, help="folder for all files of the ranks (default: a temporary one)")
     arguments = parser.parse_args()
     install_packages()
-    # Once for all ranks, and before the rig replaces torch.cuda.Stream, which vLLM reads when it is imported.
+    # Import this once, before the ranks are forked. It also imports vLLM, which reads torch.cuda.Stream, and
+    # tests/support/megatron.py replaces that.
     import verl.workers.engine_workers  # noqa: F401
 
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="layouts-"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bound_scope=previous_batch`` on verl's real Megatron engine, layout by layout, beside FSDP.
+"""Compare ``bound_scope=previous_batch`` in layouts of verl's real Megatron engine with FSDP.
 
-``layouts.py`` runs them; by hand it prints the figures as a table.
+``layouts.py`` makes the updates. To see the figures as a table, run it by hand.
 """
 
 import json
@@ -49,7 +49,7 @@ def test_a_layout_makes_the_updates_that_fsdp_makes(results, name):
 
 
 def test_the_updates_use_different_bounds(results):
-    """Else the comparison would show little."""
+    """Check that the updates differ, because otherwise the comparison would show little."""
     rows = results["FSDP"]["updates"]
     assert len({(row["low"], row["high"]) for row in rows}) == BATCHES
 
@@ -61,7 +61,7 @@ def test_all_ranks_hold_the_same_bits_also_those_that_never_call_the_loss(result
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(results, name):
-    """It counts once: where every rank added its tokens, the count would double and the bounds would stay."""
+    """Check the count, too. If all ranks added their tokens, it would double, and the bounds would not show that."""
     assert len(results[name]["bad"]) == LAYOUTS[name][0]
     for rank in results[name]["bad"]:
         assert "of this mini-batch: 1 in advantages. No clip bounds" in rank["error"]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the tests that need a GPU, which ``bash scripts/gpu_check.sh`` runs. This file imports only torch.
+"""Options and fixtures of the tests that need a GPU. This file imports only torch, pytest and Python's own modules.
 
-``--rehearse`` runs them on the CPU, which tests the tests and says nothing about a GPU. ``--report FILE`` gets a line
-of JSON after each test, so that a killed run keeps its results.
+``bash scripts/gpu_check.sh`` runs these tests. ``--rehearse`` runs them on the CPU, which checks the tests themselves
+and says nothing about a GPU. ``--report FILE`` appends a line of JSON to FILE after each test, so that a run that is
+killed keeps its results.
 """
 
 import json
@@ -24,7 +25,7 @@ def pytest_addoption(parser):
 
 
 def is_rehearsal(config):
-    """Whether to use the CPU. The option does not exist if pytest was started without this folder."""
+    """Return whether to use the CPU. pytest does not know the option if it was started without this folder."""
     return bool(config.getoption("--rehearse", default=False))
 
 
@@ -84,13 +85,13 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def rehearsal(pytestconfig):
-    """Whether the tests run on the CPU."""
+    """Return whether the tests run on the CPU."""
     return is_rehearsal(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def device(rehearsal):
-    """The device to compute on."""
+    """Return the device to compute on."""
     return torch.device("cpu" if rehearsal else "cuda")
 
 
@@ -98,7 +99,7 @@ def device(rehearsal):
 def on_gpu(rehearsal):
     """Skip a test that a CPU cannot run."""
     if rehearsal:
-        pytest.skip("not to be seen on a CPU")
+        pytest.skip("needs a GPU, so a rehearsal skips it")
 
 
 @pytest.fixture

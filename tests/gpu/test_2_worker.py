@@ -2,8 +2,9 @@
 """Make updates of verl's FSDP2 worker on the GPU, without Ray and vLLM.
 
 Each setting makes one update of the same tiny model on the same mini-batch, in float32, and its bounds are compared
-with those of the CPU platform. Then a model of a usual size, of random weights: its memory beside preflight's figure,
-and the pass's time beside the update's.
+with those of the CPU platform. One test compares rho in the default precision. The last test takes a model of a usual
+size with random weights. It reports the update's memory beside preflight's estimate, and the time of an update with
+the extra forward and without.
 """
 
 import importlib
@@ -68,7 +69,7 @@ def task(folder):
 
 @pytest.fixture(scope="module")
 def reference(task, folder):
-    """Return the CPU's update with a setting. Each is made once."""
+    """Return a function that returns the CPU's update with a setting. Each update is made only once."""
     made = {}
 
     def update(name):
@@ -86,7 +87,7 @@ def bounds_of(seen):
 
 
 def distance_of_rho(seen, expected):
-    """Return the largest difference of rho at the start of the searches."""
+    """Return the largest difference between two updates' values of rho at the start of a search."""
     one, other = (
         [float.fromhex(line["positive_contribution_start"]) for line in update["record"]] for update in (seen, expected)
     )
@@ -137,7 +138,7 @@ def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, reh
 
 
 def has_flash_attn():
-    """Whether flash-attn 2 is installed. (``import flash_attn`` also works if only flash-attn-4 is.)"""
+    """Return whether flash-attn 2 is installed. (``import flash_attn`` also works if only flash-attn-4 is.)"""
     try:
         importlib.import_module("flash_attn_2_cuda")
     except (ImportError, OSError):
@@ -145,26 +146,26 @@ def has_flash_attn():
     return True
 
 
-@pytest.mark.parametrize("precise", ["gpu_without_flash_attn", "gpu"])
-def test_ratios_in_the_default_precision(precise, task, folder, reference, on_gpu, tell):
-    if precise == "gpu" and not has_flash_attn():
+@pytest.mark.parametrize("platform", ["gpu_without_flash_attn", "gpu"])
+def test_ratios_in_the_default_precision(platform, task, folder, reference, on_gpu, tell):
+    if platform == "gpu" and not has_flash_attn():
         pytest.skip("flash-attn is not installed")
-    (seen,) = look_at_update(folder / precise, [f"{MODEL}.path={task}/model", *COMMON], precise, rows=ROWS)
+    (seen,) = look_at_update(folder / platform, [f"{MODEL}.path={task}/model", *COMMON], platform, rows=ROWS)
     assert seen["log_probs"] == "torch.float32"
     off = distance_of_rho(seen, reference("four micro-batches"))
     tell("rho is off by", off)
     assert off <= 0.02
 
 
-# A model with random weights: its name in tests/support/gpus.py, tokens of a micro-batch, rows, longest response.
-REHEARSED = (None, 256, 16, 20)
+# Name of a model in tests/support/gpus.py, tokens of a micro-batch, rows, longest response.
+REHEARSED = (None, 256, 16, 20)  # None: the example's model
 SMALL_GPU = ("0.5B", 4096, 32, 400)  # for GPUs below 40 GiB
 USUAL = ("1.5B", 8192, 32, 900)
 
 
 @pytest.fixture(scope="module")
 def usual(rehearsal, task, folder):
-    """Return the path of such a model, and its sizes."""
+    """Write a model with random weights, and return its path and the sizes above (in a rehearsal: the example's)."""
     if rehearsal:
         return task / "model", *REHEARSED[1:]
     sys.path.append(str(ROOT / "tests"))
@@ -183,7 +184,7 @@ def usual(rehearsal, task, folder):
 
 
 def preflight_of(overrides, platform):
-    """Return the GiB of an update by preflight's estimate."""
+    """Return preflight's estimate of the memory of an update, in GiB."""
     from omegaconf import OmegaConf
 
     from recipe.bapo.checks import memory
@@ -227,4 +228,4 @@ def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, 
     for name, seconds in seen["seconds"].items():
         tell(f"seconds of an update {name}", round(seconds, 3))
     tell("graphs that torch compiled", seen["graphs"])
-    assert seen["graphs"] == 0  # nothing is compiled again for each number of tokens
+    assert seen["graphs"] == 0  # torch compiled nothing: it would compile again for each number of tokens

@@ -26,7 +26,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 
 
 def call(*command, timeout, **environment):
-    """Run a command in the repository's root, with its output as one text."""
+    """Run a command in the repository's root. Its stdout holds stderr, too."""
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Start a cluster of two nodes with a logical GPU each. Yields the environment for jobs, and the nodes' output."""
+    """Start a cluster of two nodes with a logical GPU each. Yields the environment for jobs, and the nodes' folder."""
     with removing_what_others_leave():  # vLLM leaves empty sockets
         yield from two_nodes()
 
@@ -122,12 +122,12 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     )
     log = tmp_path / "run" / "train.log"
     assert run.returncode == 0, run.stdout + (log.read_text()[-4000:] if log.exists() else "")
-    # The output is the same as that of a local run.
+    # The job's output has the lines of a local run.
     assert re.findall(r"^step +(\d+)/2 ", run.stdout, re.M) == ["1", "2"] and "2 steps, mean of" in run.stdout
     assert not [
         path for path in left_since(before) if path.name.startswith("psm_")
     ]  # shared memory of vLLM on either node
-    # Each node has a rank and a vLLM server, and both ranks have the same bounds.
+    # One of the two ranks is on the second node, and both have the same bounds.
     text = log.read_text()
     for node in NODES[1:]:
         assert re.search(rf"\(\w*WorkerDict pid=\d+, ip={node}\)", text)
@@ -155,7 +155,7 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
 
 
 def test_a_second_job_at_once_is_refused(cluster, tmp_path):
-    """verl would mix the samples of the two jobs."""
+    """Refuse it, because verl would mix the samples of the two jobs."""
     environment, _ = cluster
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     jobs = []

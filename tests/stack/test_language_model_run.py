@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model on the real stack: fetched, converted, barely warmed up, trained for two steps. Some minutes."""
+"""Fetch, convert and barely warm up the language model, and train it for two steps on the real stack: some minutes."""
 
 import json
 import re
@@ -26,14 +26,14 @@ def test_the_language_model_is_made_once_and_trains_and_its_answers_are_shown(tm
     assert run.returncode == 0, explain(run, tmp_path / "run")
     assert "warming up: 100%" in run.stderr and "Made in" in run.stderr
     (made,) = (tmp_path / "cache").glob("language_model-*")
-    # What preflight checks before the model is there is the model's own.
+    # The stored config, which preflight checks before the model is made, is that of the model that is made.
     config = json.loads((made / "model" / "config.json").read_text())
     shape = json.loads(source.CONFIG.read_text())
     assert {key: config[key] for key in shape} == shape
 
     steps = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert [data["training/global_step"] for data in steps] == [1, 2]
-    # The weights reach vLLM, on both threads' sums and in both steps.
+    # The weights reach vLLM in both steps: its probabilities differ from the trainer's by rounding only.
     assert all(data["training/rollout_probs_diff_mean"] < 1e-3 for data in steps)
     assert all(data["prompt_length/max"] == 12 and data["response_length/max"] <= 30 for data in steps)
     shown = run.stdout.partition("before and after:\n")[2].splitlines()

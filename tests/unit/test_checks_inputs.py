@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad data and bad checkpoints are named, with the row or the file, before anything starts."""
+"""Bad data, checkpoints and models are named, with row or file, before a run starts; and how the cluster is chosen."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ from recipe.bapo.main_bapo import choose_cluster
 
 
 def check_train_data(config):
-    """What is said of the training data, for any number of rows."""
+    """Check the data with a batch of one prompt, so that one row is enough. Returns what the check says."""
     config.data.train_batch_size = 1
     return check_files(config)
 
 
 def row(**changes):
-    """A usable row with changes."""
+    """Make a usable row, then change some of its columns."""
     return {
         "data_source": "bapo/guess",
         "prompt": [{"role": "user", "content": "1+2="}],
@@ -93,7 +93,7 @@ OWN_SCORER = "reward.custom_reward_function.path=null"
 def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path, source, truth, said):
     path = tmp_path / "data.parquet"
     rows = [row(data_source=source, reward_model={"style": "rule", "ground_truth": truth})]
-    if truth == "":  # one among others
+    if truth == "":  # a bad row after a good one
         rows = [row(data_source=source, reward_model={"style": "rule", "ground_truth": "3"}), *rows]
     pd.DataFrame(rows).to_parquet(path)
     config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
@@ -138,7 +138,7 @@ def test_the_prompts_column_is_the_configs(task, tmp_path):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """A folder with the checkpoints of steps 1 and 2, as one rank saves them."""
+    """Make a folder with the checkpoints of steps 1 and 2, as a run of one rank saves them."""
     for step in (1, 2):
         actor = tmp_path / f"global_step_{step}" / "actor"
         actor.mkdir(parents=True)
@@ -189,7 +189,8 @@ def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
     with pytest.raises(ValueError, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
         check_checkpoint(config)
     (tmp_path / "global_step_2").mkdir()
-    config.trainer.resume_from_path = f"{tmp_path}/global_step_2/"  # of which verl reads the number after the last _
+    # verl would take what follows "global_step_" for a number, and 2/ is none.
+    config.trainer.resume_from_path = f"{tmp_path}/global_step_2/"
     with pytest.raises(ValueError, match="global_step_N, with no slash behind it"):
         check_checkpoint(config)
 
@@ -240,7 +241,7 @@ def test_an_extended_context_is_believed(task):
 
 @pytest.fixture
 def model(task, tmp_path):
-    """A copy of the example's model, and a function that changes a JSON file of it."""
+    """Copy the example's model. Returns its folder, and a function that changes one of its JSON files."""
     folder = shutil.copytree(task / "model", tmp_path / "model")
 
     def change(file, **values):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run all checks of a config in order, and format their results. The command and ``main_bapo`` call this module.
+"""Run all checks of a config in order, and format their results.
 
-A new check needs an entry in ``CHECKS``. Users' scripts read the names in the JSON, so do not rename them.
+``python -m recipe.bapo.checks`` and ``main_bapo`` call this module. A new check needs an entry in ``CHECKS``. Do not
+rename a check: its name is in the JSON that users' scripts read.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class CheckResult:
     detail: str
 
 
-# Name, check, and the checks that have to pass first, because this one would only report the same fault again.
+# Name, check, and the checks that have to pass first: after one of these failed, this one would only repeat its fault.
 CHECKS = (
     ("versions", machine.check_versions, ()),
     ("attention", machine.check_attention, ()),
@@ -47,7 +48,7 @@ CHECKS = (
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
     ("intent", config_checks.check_intent, ("verl's rules",)),
 )
-# Checks that only know FSDP, and what they leave unchecked with another engine. They then say so and check nothing.
+# Checks that only know FSDP. With another engine they are not run, and their line names what is not checked.
 OF_FSDP = {
     "attention": "whether the attention can be imported",
     "parallelism": "whether the GPUs divide among pipeline, tensor, context and expert ranks",
@@ -57,7 +58,11 @@ OF_FSDP = {
 
 
 def run_checks(config) -> list[CheckResult]:
-    """Resolve the config in place and run every check. If a value has a wrong type, only this is reported."""
+    """Resolve the config in place and run the checks. A check that relies on one that failed is left out.
+
+    If the config has a wrong type, an unknown key or a value that cannot be resolved, or if the check ``values`` fails,
+    only that is reported.
+    """
     unusable = problems(config)
     if unusable:
         return [CheckResult("config", "failed", problem) for problem in unusable]
@@ -90,7 +95,7 @@ def table(lines: list[CheckResult]) -> str:
 
 
 def run_preflight(overrides: list[str], groups: str | None) -> list[CheckResult]:
-    """Compose the config and run all checks. If it cannot be composed, the only result says why."""
+    """Compose the config and run all checks. If this raises an error, the only result says what it is."""
     try:
         return run_checks(compose_config(overrides, groups))
     except Exception as error:

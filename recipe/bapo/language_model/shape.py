@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write stand-ins of the language model's shape, against which preflight checks a model that is not made yet.
+"""Write a stand-in for the language model, which preflight checks while the model itself is not made yet.
 
-The config is the model's own. The tokenizer makes a token of every byte, so no prompt has more tokens with the model's
-own tokenizer. The other words fill the vocabulary and are never used. The weights are headers without numbers.
+The config is the model's own. The tokenizer makes a token of every byte, so the model's own tokenizer never makes more
+tokens of a prompt. Words that are never used fill the rest of the vocabulary. The weight files have headers only.
 """
 
 import json
@@ -15,7 +15,12 @@ from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDIN
 
 
 def write_shape(folder: Path, vocabulary: int | None = None) -> None:
-    """Write a model folder that has the language model's shape, or a smaller ``vocabulary``, and no weights."""
+    """Write a folder with the language model's config, a stand-in for its tokenizer, and no weights.
+
+    Args:
+        folder: where to write; it must not exist.
+        vocabulary: number of tokens, at least 259. None: as many as the language model has.
+    """
     folder.mkdir(parents=True)
     config = json.loads(CONFIG.read_text())
     config |= {"vocab_size": vocabulary or config["vocab_size"]}

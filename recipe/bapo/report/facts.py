@@ -26,11 +26,12 @@ def report_on(folder: Path) -> dict:
     """Compute the numbers of the report on the dump in ``folder``.
 
     Raises:
-        ValueError: as in ``read_dump``, or the dump's metadata are not usable.
+        ValueError: as in ``measure``, or the dump's metadata are not usable.
     """
     about = about_dump(folder)
     own = loss_of_run(about)
-    # If the metadata name a loss but no dual clip, the run had none. If they name no loss, assume verl's default.
+    # If the metadata describe the run's loss but no dual clip, the run had none. If they do not describe the loss well
+    # enough for ``loss_of_run``, assume verl's default.
     clip_ratio_c = float(about.get("clip_ratio_c", 3.0 if own is None else math.inf))
     config = (own and own.search) or BAPOConfig()
     methods = methods_to_compare(config, clip_ratio_c)
@@ -64,7 +65,7 @@ def report_on(folder: Path) -> dict:
 
 
 def _loss_name(loss_mode, own):
-    """The loss as a reader calls it: with fixed bounds ``loss_mode=bapo`` is PPO's clip, for example of method=grpo."""
+    """Name the loss for the reader. With fixed bounds, as with method=grpo, ``loss_mode=bapo`` is PPO's clip."""
     if loss_mode == "bapo" and own is not None and own.search is None:
         return "PPO's clip with fixed bounds"
     return loss_mode
@@ -95,7 +96,12 @@ def _rows(measured: Measured, group: str) -> list[dict] | None:
 
 
 def _methods(methods: dict[str, Method], measured: Measured) -> list[dict]:
-    """Compute for each method and sign the share of tokens without a gradient, and its gradient as a share of r*|A|."""
+    """Compute how much gradient each method leaves, for tokens of both signs and for those of either sign.
+
+    ``without_gradient`` is the share of the tokens to which the method gives no gradient. ``gradient_left`` is its sum
+    of |gradient| as a share of the sum of r*|A|. Methods that need the start of responses are left out if the dump does
+    not have it.
+    """
     total = measured.sums["all"][0]
     tokens = torch.tensor([total["positive"], total["negative"]])
     sizes = torch.tensor([total["positive_gradient"], total["negative_gradient"]])
@@ -117,7 +123,10 @@ def _by_sign(part, whole):
 
 
 def _rho(statistics: list[ClipStatistics], config: BAPOConfig) -> dict:
-    """Measure rho before the search and at all bounds, and how the search for each target would end."""
+    """Average over the updates rho before the search and the lowest and highest rho on the search's path.
+
+    For each target, also compute the share of updates in which the search would end in each of three ways.
+    """
     tried = [measure_search_path(update, config) for update in statistics]
     rho = torch.stack([update.positive_contribution for update in tried])
     targets = torch.tensor(TARGETS, dtype=torch.float64)[:, None]
