@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory):
-    """The example's task with a barely trained model: the folder with model/, train.parquet and test.parquet."""
+    """Make the example's task with a barely trained model: a folder with model/, train.parquet and test.parquet."""
     from scripts.example_task import make_task
 
     folder = tmp_path_factory.mktemp("task") / "task"

@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def folder_for_temporary_files(tmp_path_factory):
-    """Use a folder of our own, because verl leaves a lock file for each checkpoint in it."""
+    """Use our own folder for temporary files, because verl leaves a lock file there for each checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))  # for the processes that the tests start
         yield

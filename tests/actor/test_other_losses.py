@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With other losses our worker does the same as verl's, bit for bit, with a dump or without; where it saves memory."""
+"""With other losses our worker makes verl's updates bit for bit, also with a dump. Ours skips an unused backward."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,10 @@ OURS = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPO
 
 
 def train(overrides, task, copies=False, **settings):
-    """Two updates on one batch by ``train_mini_batch``; the actor, its metrics and its weights.
+    """Make two updates on one batch with ``train_mini_batch``. Returns the actor, its metrics and its weights.
 
-    ``copies``: by a rank of a parallel group of which another one hands on what all of them have.
+    ``copies``: act as a rank whose outputs do not count, because another rank of its parallel group has the same ones;
+    the metrics are then None.
     """
     from verl.utils import tensordict_utils as tu
 

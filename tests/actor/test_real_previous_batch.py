@@ -30,7 +30,11 @@ def updates_of_rank(rank, size, port, task, folder):
 
 
 def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
-    """Return the bounds of an exact update, and those of an update on the same mini-batch one rollout batch later."""
+    """Return the bounds of two updates on the same mini-batch, or nothing for the ``micro_batch`` scope.
+
+    The first has ``bound_scope=mini_batch``. The second has ``previous_batch``, and the mini-batch is also that of the
+    rollout batch before.
+    """
     model, found = f"actor_rollout_ref.model.path={task}/model", []
     if name == "micro_batch scope":
         return found
@@ -49,7 +53,7 @@ def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
 
 
 def three_batches(rank, size, port, task, folder):
-    """Make updates with ``train_mini_batch`` from verl's config plus three lines; count forwards and collectives."""
+    """Make updates with ``train_mini_batch`` from verl's config plus our options; count forwards and collectives."""
     from verl.utils import tensordict_utils as tu
 
     options = {
@@ -112,7 +116,7 @@ def state_of(actor):
 
 
 def spoil(name, actor, data):
-    """Set one value of one token to NaN, in a tensor of the batch or in the model's log-probs."""
+    """Make one old log-prob NaN or one advantage infinite in the batch, or one log-prob of each micro-batch NaN."""
     if name == "log_prob":
         loss_fn = actor.loss_fn
 

@@ -64,7 +64,7 @@ def stock_updates(rank, size, port, task, folder):
 
 
 def marked_updates(rank, size, port, task, folder):
-    """Make four updates on a rollout batch whose ratios are 1 at first, with or without the mark, split or not."""
+    """Make four updates on a batch whose first ratios are 1: marked by the trainer as such or not, split or not."""
     from verl.utils import tensordict_utils as tu
 
     found = {}
@@ -120,7 +120,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 
 def dump_of_versions(rank, size, port, task):
-    """Return the versions of the weights in a dump of this rank, update by update."""
+    """Return what a dump of this rank says of versions: two checks by name, and the updates and trainer's versions."""
     from recipe.bapo.micro_batches import ROLLOUT_VERSION
     from recipe.bapo.worker import TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
@@ -146,7 +146,7 @@ def dump_of_versions(rank, size, port, task):
 
 
 def dropout_update(rank, port, task, folder):
-    """Make one update with dropout. Returns its record, and a dump of the tokens in training."""
+    """Make one update with dropout. Writes its bounds record to ``folder``, and a dump of the tokens in training."""
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",
@@ -197,7 +197,7 @@ def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, 
 
 
 def without_lengths(found):
-    """Remove the lengths from a dump, so that its reader cannot know where responses begin."""
+    """Leave out the mean lengths, which are wrong here: ``values_of_dump`` makes one row of all responses."""
     return {key: value for key, value in found.items() if not key.startswith("length_")}
 
 

@@ -28,7 +28,10 @@ METHODS = {
 
 
 def updates_of(method, model, port):
-    """Make one update of a method with the worker and with the study's loop. Returns results and raw gradients."""
+    """Make one update of a method with the worker and with the study's loop.
+
+    Returns the results of both, and the relative difference of their gradients before clipping.
+    """
     sizes = [f"{MICRO_BATCH}=4", f"{LOG_PROBS}_micro_batch_size_per_gpu=4"]
     actor = make_actor([f"actor_rollout_ref.model.path={model}", *sizes, *METHODS[method]], port=port)
     data = make_mini_batch(actor, seed=11, rows=GROUPS * study.SAMPLES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real stack (Ray, FSDP2, vLLM) on one GPU: the example, a Llama, replay, a language model; two runs on two."""
+"""The real stack (Ray, FSDP2, vLLM). One GPU: the example, a Llama, replay, a language model. Two: two runs."""
 
 import os
 import subprocess
@@ -25,10 +25,10 @@ ONE_GPU = (
     # verl asks Ray for 12 CPUs, but machines with one GPU often have fewer. Ray only counts them.
     "ray_kwargs.ray_init.num_cpus=16",
 )
-# On a CPU vLLM has no memory to release, but it is asked to, and logs that it did.
+# vLLM is asked to release its memory. On a CPU it has none to release, but logs that it did.
 SLEEP = "actor_rollout_ref.rollout.free_cache_engine=true"
 NEW_RUNNER = "Using V2 Model Runner"  # vLLM logs this for a Llama or a Qwen3 on a GPU; a Qwen2 uses the old runner
-PATIENCE = 1800
+PATIENCE = 1800  # seconds for one run
 
 
 @pytest.fixture
@@ -73,7 +73,11 @@ def start(folder, rehearsal):
 
 
 def end(process):
-    """Return its exit code. A run that takes too long is interrupted and cleans up."""
+    """Wait for a run. Returns its exit code.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``PATIENCE``. It was terminated and got 120 s to clean up.
+    """
     try:
         return process.wait(PATIENCE)
     except subprocess.TimeoutExpired:

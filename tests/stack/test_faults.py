@@ -34,7 +34,8 @@ class BrokenExtension(CPUWorkerExtension):
         super().update_weights_from_ipc(*args, **kwargs)
 """
 
-# Python imports this module in every process. It is needed because preflight refuses a Ray with too few CPUs.
+# This becomes sitecustomize.py, which Python imports in every process. It turns preflight's checks off, because they
+# refuse a Ray with too few CPUs.
 WITHOUT_CHECKS = """
 import sys
 if "recipe.bapo.main_bapo" in sys.orig_argv:
@@ -84,7 +85,7 @@ def start(tmp_path):
 
 
 def in_generation(run):
-    """Wait until the second step samples, before its first update."""
+    """Do nothing: after the line of the first step the run samples for the second."""
 
 
 def in_an_update(run):
@@ -122,7 +123,7 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     run.wait_for_step(1)
     assert set(run.reachable().values()) <= {"ray::WorkerDict"}  # torch's rendezvous, see docs/reliability.md
     pid = run.find(victim)[0]
-    if victim.startswith("VLLM::"):  # on a cluster the watchdog finds them by this, and the checks find other runs
+    if victim.startswith("VLLM::"):  # watchdog (on a cluster) and checks (of other runs) find vLLM by Ray's job id
         assert pid in vllm_processes("01000000")
     moment(run)
     os.kill(pid, signal.SIGKILL)

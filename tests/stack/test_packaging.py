@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
 
-# The machine provides vLLM: verl's extra does not name a build of it, and our CPU platform imports it.
+# recipe.bapo.cpu.vllm is left out: it imports vLLM, which is not in verl's extra because its build depends on the
+# machine.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 

@@ -42,8 +42,15 @@ def without_network():
 
 
 class Resumed(NamedTuple):
-    """The exit codes of a run interrupted after its second step and of the one that resumes it, without a network where
-    that can be had, what they printed and what they left; their folder."""
+    """A run that is interrupted after its second step, and the run that resumes it; each list has an item for each.
+
+    Attributes:
+        codes: exit codes.
+        texts: what they printed.
+        left: what they left behind.
+        without_network: whether the second run had no network; some machines do not permit that.
+        folder: the folder of both.
+    """
 
     codes: list[int]
     texts: list[str]

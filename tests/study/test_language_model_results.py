@@ -16,7 +16,7 @@ RESULTS, REPORT, RUNNING = (
 
 
 def values(run, name):
-    """A metric of a run of the real stack, step by step."""
+    """Return a metric of a run of the real stack, step by step."""
     lines = (json.loads(line)["data"] for line in (RAW / f"stack_{run}.jsonl").read_text().splitlines())
     return [line[name] for line in lines if name in line]
 

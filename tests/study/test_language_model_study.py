@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
-    """Make the task easy: few short responses, of which those with an even number of digits are right."""
+    """Make the task easy: few short responses, of which those with an even number of characters are right."""
     for name, value in {"PROMPTS": 2, "SAMPLES": 4, "MICRO_BATCH": 4, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
         monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
@@ -108,7 +108,7 @@ def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
         assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"])
     else:
         assert bounds == {{"grpo": (0.8, 1.2), "high_only": (0.8, 3.0), "gspo": (0.0, float("inf"))}[method]}
-    if method == "grpo":  # a token has no gradient where it is clipped, or where the dual clip holds
+    if method == "grpo":  # a token has no gradient if a bound or the dual clip clips it
         shares = [last["without_gradient_positive"], last["without_gradient_negative"]]
         clipped = [last["clipfrac_positive"], last["clipfrac_negative"]]
         assert shares[0] == pytest.approx(clipped[0]) and shares[1] >= clipped[1] - 1e-6

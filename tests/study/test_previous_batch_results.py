@@ -55,7 +55,7 @@ def ratios(frame, method=LAGGED):
 
 
 def failed(frame, method, seeds=None):
-    """Return the failed runs at the place of the test of failed runs."""
+    """Return the number of failed runs with partial rollout at 128, where failing is tested; ``seeds``: only these."""
     rows = analysis.at_place(frame, PARTIAL_128, method)
     return int(rows["failed"].sum() if seeds is None else rows[rows["seed"].isin(seeds)]["failed"].sum())
 

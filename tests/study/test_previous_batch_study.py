@@ -10,7 +10,8 @@ from scripts.study.methods import config_of, path_of
 from scripts.study.train import Cell, Trainer
 
 SEEDS = [1000, 1001]
-# Total updates, and updates on one rollout batch: 2 epochs of 4 mini-batches, 1 epoch of 4, and queues of 8.
+# Staleness, total updates, and updates on one rollout batch: 2 epochs of 4 mini-batches; 1 epoch of 4; and with
+# delay and partial rollout every update has its own batch.
 SOURCES = {"epochs": (2, 24, 8), "once": (4, 64, 4), "delay": (8, 24, 1), "partial": (8, 16, 1)}
 
 
@@ -65,7 +66,7 @@ def test_the_loss_uses_them():
 
 
 def test_the_larger_model_too(monkeypatch):
-    # Most bounds of so few updates are equal. So plant bounds that differ, from the starts of the searches.
+    # In so few updates most searches find the same bounds. So replace their numbers of steps by ones that differ.
     planted = iter(range(1, 100))
     searched = methods.find_bounds
 

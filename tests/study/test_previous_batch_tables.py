@@ -57,7 +57,7 @@ def test_planted_ratios_are_found(tmp_path):
     within = {method: tables.within_margin(tables.against(frame, EPOCHS, method)) for method in (LAGGED, *BESIDE)}
     # The upper end has to be below log(1.1) = 0.095: 0.09 with a standard error of 0.016 is not.
     assert within == {LAGGED: True, OTHER_SEED: True, NARROW: False, WIDE: False}
-    assert not len(tables.against(frame, DELAY, LAGGED))  # no run has this place
+    assert not len(tables.against(frame, DELAY, LAGGED))  # the table has no run of this place
     text = "\n".join(tables.speed_table(frame))
     assert "wrong bounds from right ones, not whether they are the run's own" in text
 

@@ -35,7 +35,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
         LOCAL_RANK="0" if platform == "cpu" else str(rank),
     )
     os.environ["DIST_INIT_METHOD"] = f"tcp://127.0.0.1:{port}"
-    os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # overridden
+    os.environ.update({name: "unused" for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")})  # configs read them
     import torch
 
     import verl  # noqa: F401
@@ -138,13 +138,13 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     responses = response_from_nested(log_probs, data["response_mask"])
     old = [part + off for part, off in zip(responses.unbind(), noise[mine], strict=True)]
     data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
-    lengths = [len(ids) for ids in sequences["input_ids"]]  # of every rank's, as verl's train_mini_batch gathers them
+    lengths = [len(ids) for ids in sequences["input_ids"]]  # of all ranks, as in verl's train_mini_batch
     tu.assign_non_tensor(data, compute_loss=True, global_token_num=NonTensorData(lengths))
     return data
 
 
 def run_update(actor, data):
-    """Make one update. Returns its metrics and the optimizer's gradient as one flat vector."""
+    """Make one update. Returns its metrics and the gradient before its norm is clipped, as one flat vector."""
     import torch
 
     from verl.utils import tensordict_utils as tu

@@ -69,7 +69,7 @@ def batches(draw):
     sign = draw(st.sampled_from([None, None, None, 0, 1, -1]))
     if sign is not None:
         advantages = sign * advantages.abs()
-    # exp(-150) is 0 in float32. It changes all weights by one factor, and no share.
+    # With -150 every exp is 0 in float32. All weights change by one factor, so the shares stay the same.
     shift = draw(st.sampled_from([0.0, 0.0, -150.0]))
     scale = draw(st.sampled_from([1.0, 1.0, LARGEST_SCALE[dtype], 1 / LARGEST_SCALE[dtype]]))
     hidden = draw(st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
@@ -79,9 +79,9 @@ def batches(draw):
 
 
 def with_one_ratio_each(old, log_prob):
-    """Return ``log_prob``, but ``old`` (ratio 1) for tokens whose ``exp`` depends on the tokens next to them.
+    """Return ``log_prob`` with ``old`` in place of some values, so that every token's ratio is the same on its own.
 
-    On some machines the last bits of a vectorised ``exp`` depend on the position of the token.
+    On some machines the last bits of a vectorised ``exp`` depend on the position of the token. Such tokens get ratio 1.
     """
     alone = [ratios(*pair) for pair in zip(old.flatten(), log_prob.flatten(), strict=True)]
     if not alone:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_script(*arguments, **environment):
-    """Call the run script with ``environment`` added to this process's, from which its input variables are removed."""
+    """Call the run script in this process's environment without its input variables, and with ``environment`` added."""
     kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")}
     return subprocess.run(
         ["bash", "recipe/bapo/run_bapo_example.sh", *arguments],

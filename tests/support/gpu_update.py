@@ -84,9 +84,14 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
     """Make one update, then ``repeats`` more that are timed.
 
     Returns:
-        A dictionary. ``record``: the lines of the bounds record. ``log_probs``: their dtype. ``weights``: their number.
-        ``peak_gibibytes``: the peak memory of an update. ``graphs``: number of graphs that torch compiled. ``seconds``:
-        the time of an update with the extra forward and without.
+        A dictionary with these keys:
+
+        - ``record``: the lines of the bounds record after the first update.
+        - ``log_probs``: the dtype of the log-probs.
+        - ``weights``: the number of weights.
+        - ``peak_gibibytes``: the peak memory of the updates; 0 on a CPU.
+        - ``graphs``: the number of graphs that torch compiled.
+        - ``seconds``, only with ``repeats``: the median time of an update with the extra forward, and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 

@@ -18,7 +18,7 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
 }
 
 DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # these show that there is a driver
-# The answers for an idle H100. None means the answer of nvidia-smi for a part of a GPU (MIG).
+# What nvidia-smi answers for an idle H100. For None it answers as for a part of a GPU (MIG): no permission.
 GPU = {"gibibytes": 79.6, "used": 0.0, "capability": "9.0", "mode": "Default"}
 NVIDIA_SMI = """#!/bin/sh
 chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
@@ -83,7 +83,7 @@ def hide_nvcc(monkeypatch):
 
 
 def write_model(task, folder, name):
-    """Write the config of such a Qwen2, the task's tokenizer and the headers of its weights. Returns the folder."""
+    """Write a Qwen2 of the shape ``name`` without weights: config, tokenizer, weight headers. Returns ``folder``."""
     hidden, layers, feed_forward, heads, groups, vocabulary, tied = SHAPES[name]
     if not folder.exists():
         shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))

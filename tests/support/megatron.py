@@ -74,7 +74,7 @@ def install_packages() -> None:
 
 
 def make_megatron_actor(overrides, rank, size, port, config_name="ppo_megatron_trainer"):
-    """The actor's worker as verl's ``ActorRolloutRefWorker`` makes it, from ``OPTIONS`` and ``overrides``.
+    """Make the actor's worker as verl's ``ActorRolloutRefWorker`` does, from ``OPTIONS`` and ``overrides``.
 
     Args:
         config_name: ``ppo_megatron_trainer`` is verl's own config; ``bapo_trainer`` is ours.
@@ -100,7 +100,7 @@ def make_megatron_actor(overrides, rank, size, port, config_name="ppo_megatron_t
 
 
 def replace_cuda() -> None:
-    """Have what Megatron makes on ``cuda`` be made on the CPU, and what it asks of CUDA be answered."""
+    """Put on the CPU what Megatron makes on ``cuda``, and answer its calls of CUDA functions."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.synchronize = lambda *args: None
@@ -161,7 +161,7 @@ def use_local_layers() -> None:
 
 
 def force_float32() -> None:
-    """verl's config accepts bfloat16 and float16 alone."""
+    """Set the engine to float32 after the checks of verl's config, which accepts only bfloat16 and float16."""
     from verl.workers.config import McoreEngineConfig
 
     validate = McoreEngineConfig.__post_init__
@@ -174,7 +174,7 @@ def force_float32() -> None:
 
 
 class PlainAttention(torch.nn.Module):
-    """Causal attention. Megatron's own has neither packed sequences nor context parallelism.
+    """Causal attention. Megatron's own local attention supports neither packed sequences nor context parallelism.
 
     Queries stay where they are; keys and values of all context ranks are gathered.
     """
@@ -184,7 +184,7 @@ class PlainAttention(torch.nn.Module):
         self.scale, self.group = softmax_scale, pg_collection.cp
 
     def forward(self, query, key, value, attention_mask, *args, packed_seq_params=None, **kwargs):
-        """Packed: ``(tokens, heads, size)``. Padded on the right: ``(tokens, rows, heads, size)``."""
+        """Attend. Shapes: ``(tokens, heads, size)`` if packed; ``(tokens, rows, heads, size)`` if right-padded."""
         packed = packed_seq_params is not None
         if packed:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -208,7 +208,7 @@ class PlainAttention(torch.nn.Module):
         return torch.cat(torch.distributed.nn.functional.all_gather(part.contiguous(), group=self.group))
 
     def _places(self, ends, rank):
-        """The sequence of each token on a context rank, and its position there: two chunks of each sequence."""
+        """Return each token's sequence and its position in it. A context rank holds two chunks of each sequence."""
         chunks, sequences, positions = 2 * self.group.size(), [], []
         for number, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
             of_sequence = torch.arange(end - start).view(chunks, -1) if chunks > 2 else torch.arange(end - start)[None]

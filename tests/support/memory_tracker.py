@@ -6,7 +6,7 @@ verl's own ``prepare_model_outputs``, or its hidden states through verl's fused 
 flash-attn and of torch's attention, by autograd functions that allocate and keep the same tensors.
 
 The figures do not include fragmentation in the CUDA allocator, CUDA contexts, buffers of NCCL, workspaces of cuBLAS and
-flash-attn, verl's batch, and the temporaries of AdamW's step, which runs when activations and logits are freed.
+flash-attn, verl's batch, and the temporaries of AdamW's step, which runs after activations and logits are freed.
 """
 
 import contextlib
@@ -43,6 +43,8 @@ class Work:
         model: a name in ``support.gpus.SHAPES``.
         shards: number of GPUs over which FSDP shards the model.
         tokens: number of tokens of the micro-batch on this GPU.
+        update: whether this is an update; otherwise only log-probs are computed.
+        temperature: the rollouts' temperature. If it is not 1, verl divides the logits by it.
         sequence_parallel: number of GPUs that share a sequence (Ulysses).
         without_flash_attn: use torch's attention and verl's fused kernels, as ``platform=gpu_without_flash_attn`` does.
         entropy: measure the entropy, in chunks and checkpointed, as ``size=gpu`` does.
@@ -117,7 +119,7 @@ def _attention(work):
         if work.without_flash_attn:  # transformers repeats keys and values for the heads that share them
             key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
         parts = [states.transpose(1, 2) for states in (query, key, value)]
-        if work.sequence_parallel > 1:  # each is exchanged: other heads of more tokens, as many numbers
+        if work.sequence_parallel > 1:  # Ulysses exchanges them: fewer heads of more tokens
             parts = [states.clone() for states in parts]
         output = (MaskedAttention if work.without_flash_attn else FlashAttention).apply(*parts)
         return (output.clone() if work.sequence_parallel > 1 else output), None
@@ -197,7 +199,7 @@ def _forward(model, work):
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False}
     if work.without_flash_attn:
         inputs |= {"temperature": work.temperature, "return_dict": True, "shift_labels": ids}
-        mask = torch.empty(work.tokens, work.tokens, dtype=torch.bool)  # noqa: F841  there while the model is called
+        mask = torch.empty(work.tokens, work.tokens, dtype=torch.bool)  # noqa: F841  takes memory during the call
     with torch.autocast("cpu", torch.bfloat16):
         output = model(**inputs)
         found = FSDPEngineWithLMHead.prepare_model_outputs(engine, output, arguments, data, None)
@@ -205,7 +207,7 @@ def _forward(model, work):
 
 
 def _loss(model, work):
-    # The graph of an entropy without a gradient goes with this frame, as with that of verl's forward_step.
+    # If the entropy has no gradient, its graph is freed when this function returns, as in verl's forward_step.
     log_probs, entropy = _forward(model, work)
     return log_probs.sum() + entropy.sum() if work.entropy_gradient else log_probs.sum()
 

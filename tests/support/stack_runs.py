@@ -23,7 +23,7 @@ MARKER = "BAPO_TEST_RUN"  # an environment variable
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
 IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # prefixes of a run's shared memory
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
-SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step, where the example has 24
+SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step; the example has 24
 
 
 def environment_of(output, **environment):
@@ -65,7 +65,10 @@ def free_ports(count):
 
 
 def temporary_files():
-    """List files in shared memory and in the temporary folders that have the names of a run's files."""
+    """List what is in shared memory, in /tmp/ray and in folders for temporary files.
+
+    In a folder named ``tmp`` only sockets count, and files whose names begin with one of ``NAMES``.
+    """
     folders = (Path("/dev/shm"), Path("/tmp"), Path(tempfile.gettempdir()), Path("/tmp/ray"))
     paths = {path for folder in folders if folder.exists() for path in folder.iterdir()}
     return {path for path in paths if path.parent.name != "tmp" or path.name.startswith(NAMES) or path.is_socket()}
@@ -84,7 +87,7 @@ def in_use():
 
 
 def left_since(before):
-    """List temporary files that are not in ``before`` and that no process uses, because other work here has its own."""
+    """List temporary files that are not in ``before`` and that no process uses. Those in use may be of other work."""
     new = temporary_files() - before
     used = in_use() if new else ()
     return {path for path in new if not any(name == str(path) or name.startswith(f"{path}/") for name in used)}
@@ -119,7 +122,15 @@ class Started:
     """A run in the background, to which a test can do something."""
 
     def __init__(self, output, *overrides, inside=(), console=None, **environment):
-        """Start the run; ``inside``: a command that takes the run's command; ``console``: the file for its output."""
+        """Start the run.
+
+        Args:
+            output: the run's output folder.
+            overrides: arguments of the run script.
+            inside: a command that runs the run's command, such as one that removes the network.
+            console: the file for what the run prints; by default ``NAME.console`` beside ``output``.
+            environment: variables added to this process's.
+        """
         self.output = output
         self.marker = uuid.uuid4().hex  # every process of the run inherits it
         self.console = console or output.parent / f"{output.name}.console"
@@ -170,7 +181,7 @@ class Started:
         return [pid for pid, command in self.processes().items() if name in command]
 
     def reachable(self):
-        """Return where processes of the run listen on more than the loopback interface."""
+        """Return the commands of the run's processes that listen beyond the loopback interface, by address and port."""
         found = {}
         for pid, command in self.processes().items():
             with suppress(psutil.NoSuchProcess):
@@ -182,7 +193,7 @@ class Started:
         return found
 
     def end(self, timeout):
-        """Wait for the run to end. Returns its exit code and how many seconds this took. Its processes get two more."""
+        """Wait for the run to end, then up to 2 s for its processes. Returns its exit code and the seconds it took."""
         began = time.monotonic()
         code = self.process.wait(timeout)
         took = time.monotonic() - began

@@ -49,7 +49,7 @@ class StandInEngine:
 
     Attributes:
         steps: number of optimizer steps made.
-        source: whether the outputs of this rank count, as those of one rank in each parallel group do.
+        source: whether the outputs of this rank count. In each parallel group those of one rank do.
         data_parallel_rank: number of this rank among the data-parallel ranks.
     """
 

@@ -22,14 +22,14 @@ FSDP = f"{ACTOR}.fsdp_config"
 
 @pytest.fixture(scope="module")
 def models(task, tmp_path_factory):
-    """Folders of models by size."""
+    """Make folders of models without weights. Returns them by the names of ``SHAPES``."""
     folder = tmp_path_factory.mktemp("models")
     return {name: write_model(task, folder / name, name) for name in SHAPES}
 
 
 @pytest.fixture(scope="module")
 def composed_once(task):
-    """``size=gpu`` as it is shipped, for eight GPUs."""
+    """Compose the example with ``size=gpu`` as it is shipped, for eight GPUs."""
     files = [f"data.train_files={task}/train.parquet", f"data.val_files={task}/test.parquet"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODEL_PATH", "unset")
@@ -38,7 +38,7 @@ def composed_once(task):
 
 @pytest.fixture
 def config(composed_once, models):
-    """A function that changes a copy of it: ``config(model, {key: value})``."""
+    """Return a function ``config(model, {key: value})``, which changes a copy of the composed config."""
 
     def changed(model="7B", changes=None):
         copied = copy.deepcopy(composed_once)
@@ -260,7 +260,7 @@ def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
         ({f"{FSDP}.model_dtype": "bf16"}, 6, 8),
         ({"actor_rollout_ref.model.lora_rank": 8}, 4, 4),
         ({f"{FSDP}.fsdp_size": 4}, 24, 32),
-        ({**POLICY, f"{ACTOR}.strategy": "fsdp"}, 12, 16),  # it knows no such policy
+        ({**POLICY, f"{ACTOR}.strategy": "fsdp"}, 12, 16),  # FSDP1 ignores offload_policy
     ):
         phases = memory.phases_of_a_gpu(config(changes=changes), weights, NO_LAYERS, 0.0)
         assert sum(phases["rollout"].values()) == rollout, changes
@@ -291,7 +291,7 @@ def test_tokens_of_a_micro_batch(config):
     rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 6}
     every = {**lengths, **dynamic, **rows}
     assert memory.tokens_of_a_gpu(config(changes=every)) == (7000, 9000)
-    few = {"data.train_batch_size": 2, f"{ACTOR}.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 8}  # 8 and 16 on eight GPUs
+    few = {"data.train_batch_size": 2, f"{ACTOR}.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 8}  # 1 and 2 responses a GPU
     assert memory.tokens_of_a_gpu(config(changes={**every, **few})) == (600, 1200)
     every[f"{ACTOR}.use_dynamic_bsz"] = False
     assert memory.tokens_of_a_gpu(config(changes=every)) == (2400, 3600)
@@ -309,11 +309,11 @@ CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
         ({}, 1, 5),  # the gradient takes the place of the logits
         ({f"{ROLLOUT}.temperature": 0.6}, 2, 6),
         ({f"{ACTOR}.calculate_entropy": True}, 5, 5),
-        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS}, 2, 1.75),  # 64 of 512 tokens: three float32 planes of them
+        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS}, 2, 1.75),  # a chunk: 3 float32 tensors of 64 tokens
         ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
         ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
         ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
-        ({"actor_rollout_ref.model.use_fused_kernels": True}, 10, 6),  # of 512 tokens: float32 planes
+        ({"actor_rollout_ref.model.use_fused_kernels": True}, 10, 6),  # 5 and 3 float32 tensors of 512 tokens
     ],
 )
 def test_planes_of_logits(config, changes, update, log_probs):
@@ -521,7 +521,7 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     large, small, separate = name.endswith("32b"), name == "gsm8k", name == "separate_async"
     gpus = 1 if small else 4 if separate else 8
     pretend_gpus(monkeypatch, tmp_path, **({"gpus": 1, "gibibytes": 23.6} if small else {}))
-    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # whatever else runs on this machine
+    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
     path = models["32B" if large else "0.5B" if small else "7B"]
@@ -529,7 +529,7 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     for variable, file in files.items():
         monkeypatch.setenv(variable, str(file))
     nodes = [f"trainer.nnodes={8 if large else 1}", f"trainer.n_gpus_per_node={gpus}"]
-    reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # of the task's data
+    reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # scores the task's data
     groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
     chosen = compose_in_groups(*groups, *reward, *nodes)
     lines = {line.name: line for line in preflight.run_checks(chosen)}

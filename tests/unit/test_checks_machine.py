@@ -14,7 +14,7 @@ from recipe.bapo.launch import locks
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """Whatever else runs on this machine."""
+    """Ignore other runs on this machine."""
     monkeypatch.setattr(locks, "SOCKETS", tmp_path)
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
 

@@ -46,7 +46,7 @@ def test_a_taught_answer_checks_honestly_and_stops_at_the_right_order():
             order, said = line.rsplit(" ", 1)
             assert sorted(map(int, order.split())) == sorted(NUMBERS) and said == ("yes" if order == SORTED else "no")
         found = tried[-1].endswith("yes")
-        # One that has not found it is full to the last line, so that no end is taught.
+        # An answer without the right order fills all its lines, so that the model does not learn to stop there.
         assert found or (answer.endswith("\n") and len(tried) == task.TRIES)
         assert task.compute_score("", answer, SORTED) == found and "yes" not in " ".join(tried[:-1])
         lines += len(tried)

@@ -30,7 +30,7 @@ def test_three_tokens_by_hand():
 
 
 def by_definition(batch, low, high, clip_ratio_c, weights):
-    """Compute loss and metrics, each with the sum of absolute terms, and the gradient, for ratios not at the bounds."""
+    """Compute loss and metrics, each as (value, size of its terms), and the gradient for ratios not at a bound."""
     mask = batch[3]
     columns = [tensor.tolist() for tensor in (*oracle.response_tokens(*batch), weights[mask].double())]
     tokens, gradient = max(1, len(columns[0])), []
@@ -143,7 +143,10 @@ def test_the_gradient_per_token_does_not_depend_on_the_cut():
 
 
 def softmax_policy(seed):
-    """Make logits of a policy, and a batch ``(1, N)`` with each of 8 tokens as frequent as its old probability."""
+    """Make logits, old log-probs and advantages of 8 tokens, and a batch ``(1, N)`` of them.
+
+    In the batch each token is as frequent as its old probability.
+    """
     generator = torch.Generator().manual_seed(seed)
     frequency = torch.randint(1, 40, (8,), generator=generator)
     old = (frequency.double() / frequency.sum()).log()

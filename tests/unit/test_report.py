@@ -17,8 +17,9 @@ from recipe.bapo.report.facts import report_on
 from recipe.bapo.report.verdict import staleness
 
 # One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
-#   A > 0: 10 * 1.0 * 1 = 10, 4 * 1.25 * 1 = 5, 2 * 2.5 * 1 = 5: 20 of 16 tokens
-#   A < 0: 8 * 0.5 * 1 = 4, 4 * 1.0 * 1 = 4, 3 * 4.0 * 1 = 12, 1 * 20 * 1 = 20: 40 of 16 tokens;   A = 0: 8 tokens
+#   A > 0: 10 * 1.0 * 1 = 10, 4 * 1.25 * 1 = 5, 2 * 2.5 * 1 = 5: together 20, 16 tokens
+#   A < 0: 8 * 0.5 * 1 = 4, 4 * 1.0 * 1 = 4, 3 * 4.0 * 1 = 12, 1 * 20 * 1 = 20: together 40, 16 tokens
+#   A = 0: 8 tokens
 PLANTED = [
     (10, 0.5, 1.0, 1.0),
     (4, 0.25, 1.25, 1.0),
@@ -89,7 +90,8 @@ def test_the_advantage_is_in_the_size_of_a_gradient(tmp_path):
     assert "GSPO" not in names and "SAPO" in names  # GSPO needs to know where responses begin
 
 
-# Tokens without a gradient and what is left of r*|A|, A > 0 and A < 0. The dual clip at 3 takes four tokens with 32.
+# For A > 0, then for A < 0: the number of tokens without a gradient, and the sum of r*|A| of the others. The dual clip
+# at 3 takes the gradient of four tokens, whose r*|A| add up to 32.
 BY_HAND = {
     "GRPO": (6, 10, 12, 4),
     "upper bound alone": (0, 20, 12, 4),
@@ -223,7 +225,8 @@ def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
         save_file(load_file(path), path, metadata=EPSILONS)
     report = report_on(tmp_path)
     assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2]"]
-    # By the gradient 10 + 4 * 0 + 2 * 0 against 4 + 12 + 20: the tokens with r > 3 count.
+    # With contribution=gradient P = 10, because c_high = 1.2 clips the other six tokens, and N = 4 + 12 + 20: without a
+    # dual clip the tokens with r > 3 count, too.
     own = switches(contribution="gradient", token_weight="uniform")
     for path in tmp_path.iterdir():
         save_file(load_file(path), path, metadata=own)

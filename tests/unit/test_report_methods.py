@@ -24,7 +24,7 @@ def make(spread, seed=1, level=0.0):
     normal = torch.randn(2, ROWS, WIDTH, generator=generator)
     old = -3 * torch.rand(ROWS, WIDTH, generator=generator) ** 2 - 1e-4
     log_prob = (old + spread * normal[0] + level * normal[1, :, :1]).clamp(max=-1e-5)
-    log_prob[0, 0], log_prob[1, 0], old[1, 0] = old[0, 0] - 25, -1e-3, -30  # where the log-ratio is clamped
+    log_prob[0, 0], log_prob[1, 0], old[1, 0] = old[0, 0] - 25, -1e-3, -30  # two log-ratios that are clamped
     advantages = torch.randn(ROWS, 1, generator=generator).expand(ROWS, WIDTH)
     mask = torch.arange(WIDTH) < torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
     return old, log_prob, advantages, mask
@@ -48,7 +48,7 @@ def autograd_of_verl(loss_mode, batch, settings):
 
 
 def check(factor, expected, without=None):
-    """Compare the factors with autograd; ``without``: require tokens with a gradient and tokens without."""
+    """Compare factors with autograd; ``without``: whether some, but not all, have no gradient (None: not checked)."""
     assert torch.allclose(factor, expected, rtol=1e-4, atol=1e-7) and factor.min() >= 0 < factor.max()
     assert torch.equal(factor == 0, expected == 0)
     assert without is None or (0 < (factor == 0).float().mean() < 1) == without

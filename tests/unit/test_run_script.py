@@ -30,14 +30,14 @@ ASYNC = {"CONFIG": "separate_async"}
         (0, {"CONFIG": "paper_7b"}, "Error: CONFIG=paper_7b is for GPUs"),
         (0, {"CONFIG": "gsm8k"}, "Error: CONFIG=gsm8k is for GPUs"),
         (0, {"GPUS_PER_NODE": "many"}, "Error: GPUS_PER_NODE=many is not usable"),
-        # The CPU path is for this machine alone, and for who asked for it where there are GPUs of another kind.
+        # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "Error: NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU"),
         ("AMD", {}, "Error: this machine has AMD GPUs, which are not supported"),
         (0, {"VERL_PLATFORM": "huawei"}, "Error: VERL_PLATFORM=huawei is not usable: leave it unset"),
-        (8, {"VERL_PLATFORM": "nvidia", "CONFIG": "evaluate"}, MODEL_MISSING),  # verl's own name of it
+        (8, {"VERL_PLATFORM": "nvidia", "CONFIG": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
         (8, {"VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": ""}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
-        # Without any input a GPU gets the language model, but not part of one's own, and no cluster.
+        # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
         (1, {"TEST_FILE": __file__}, MODEL_MISSING),
         (8, {"NNODES": "2"}, MODEL_MISSING),
         (8, {"CONFIG": "paper_7b"}, MODEL_MISSING),
@@ -50,7 +50,7 @@ ASYNC = {"CONFIG": "separate_async"}
         (8, {"CONFIG": "language_model", "NNODES": "2"}, "Error: CONFIG=language_model is for this machine alone"),
         (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both to"),
         (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "on GPUS_PER_NODE=8 and sample on ROLLOUT_GPUS_PER_NODE=0 of"),
-        # GPUs that CUDA is told to leave are not counted, and those of a cluster are its own to count.
+        # GPUs outside CUDA_VISIBLE_DEVICES are not counted. The GPUs of a cluster are not checked here.
         (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "GPUS_PER_NODE=0 and"),
         (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
     ],
@@ -202,7 +202,7 @@ esac
 
 @pytest.fixture
 def language_model(tmp_path):
-    """Runs the script with stand-ins of Python and of GPUs; gives the run and what Python was asked to do."""
+    """Return a function that runs the script with stand-ins for Python and GPUs: the ended run and Python's calls."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(PYTHON)
     (tmp_path / "bin" / "python").chmod(0o755)

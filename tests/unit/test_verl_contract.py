@@ -106,7 +106,7 @@ def test_each_strategy_of_verls_actor_configs_is_known_here():
 
 
 def test_verl_has_no_remote_backend_which_our_worker_would_never_reach():
-    """.github/CONTRIBUTING.md says what to refuse where it has one."""
+    """If a later verl has one, .github/CONTRIBUTING.md says what to refuse."""
     assert importlib.util.find_spec("verl.remote_backend") is None
     assert (
         "remote_backend" not in OmegaConf.load(Path(verl.__file__).parent / "trainer/config/ppo_trainer.yaml").trainer
@@ -114,6 +114,6 @@ def test_verl_has_no_remote_backend_which_our_worker_would_never_reach():
 
 
 def test_verls_v1_trainer_alone_sends_weights_directly_to_servers_in_its_processes():
-    """Hence platform/cpu.yaml may name gloo for all of them, and has to name naive for the older trainer."""
+    """So platform/cpu.yaml may set gloo for every mode of the V1 trainer; runs of the older one have to set naive."""
     sources = [Path(verl.__file__).parent / "trainer/ppo" / name for name in ("v1/trainer_base.py", "ray_trainer.py")]
     assert ['checkpoint_engine_config.backend = "naive"' in path.read_text() for path in sources] == [True, False]
