@@ -61,8 +61,8 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Te
         Python numbers by field name. The counts of invalid input are left out, because they are 0.
 
     Raises:
-        ValueError: names each tensor that is not finite on a response token, or that is an old log-prob above
-            ``MAX_OLD_LOG_PROB``, and on how many tokens.
+        ValueError: response tokens have values that are not finite, or old log-probs above ``MAX_OLD_LOG_PROB``. The
+            message names each such tensor and the number of its tokens.
     """
     values = read_scalars(vars(bounds) | vars(diagnostics) | others)
     counts = {

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token sums from which P and N follow at every candidate pair of bounds, and the sums of the diagnostics.
 
+P and N are the contributions of the tokens with A > 0 and with A < 0 (Eq. 8); r is a token's ratio and w its weight.
 P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each candidate of ``c_high``: w*A*r of the tokens with
-r < c_high, and w*A of the others. N(c_low) needs the same two sums of the tokens with A < 0. Tokens are therefore put
-into buckets of their ratio, with the candidates as edges, and ``bapo.search`` adds up buckets.
+r < c_high, and w*A of the others. N(c_low) needs such sums of the tokens with A < 0: w*|A|*r of those with r > c_low,
+and w*|A| of the others. Tokens are therefore put into buckets by their ratio, with the candidates as edges, and
+``bapo.search`` adds up buckets.
 
 To add a sum, give it a name in ``ContributionSums`` (read by the search) or in ``TokenSums`` (read by
 ``bapo.diagnostics``) and compute it in ``_sum_tokens``. The worker and the loss rely on three properties: the sums of
@@ -26,7 +28,8 @@ from bapo.ratio import check_inputs, log_ratio_of
 UNBOUNDED_RATIO = 3.0
 # A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to slightly above it.
 MAX_OLD_LOG_PROB = 0.5
-# Tokens that are summed at a time: their float64 copies fit the cache of a CPU, and need few kernels on a GPU.
+# Number of tokens to sum at a time: few enough that their float64 copies fit the cache of a CPU, and many enough that a
+# GPU launches few kernels.
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
 
@@ -94,7 +97,7 @@ class ClipStatistics:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all sums in the order of their names."""
+        """Return all sums in the order of their fields."""
         return *self.contribution_sums, *self.token_sums
 
     def _with_tensors(self, tensors) -> ClipStatistics:

@@ -50,12 +50,14 @@ class Range:
 
 @dataclass
 class BAPOConfig:
-    """Options of the clip-bound search: target, contribution measure, ranges. Bounds are on the ratio (0.6, 1.2).
+    """Options of the clip-bound search: target, contribution measure, ranges.
+
+    Bounds are on the ratio itself (such as 0.6 and 1.2), not distances from 1.
 
     Args:
         positive_contribution_target: rho0, the share in (0, 1) of the loss that tokens with positive advantage should
-            reach. The default is the value of the paper's experiments (0.45 for OctoThinker); the authors' README
-            has 0.5.
+            reach. The default is the value of the paper's experiments, except for OctoThinker (0.45); the authors'
+            README has 0.5.
         ratio_lower_start, ratio_lower_max, ratio_lower_step: a-, b-, delta2 of Algorithm 1, the range of ``c_low``.
             Set start equal to max to fix the bound.
         ratio_upper_start, ratio_upper_max, ratio_upper_step: a+, b+, delta1 of Algorithm 1, the range of ``c_high``.
@@ -131,7 +133,7 @@ def _check_range(prefix, candidates):
         _refuse(step, candidates.step, f"use a step above 0 (to fix the bound, set {start} equal to {maximum})")
     if candidates.start > candidates.maximum:
         _refuse(start, candidates.start, f"lower it to {maximum}={candidates.maximum} or raise that")
-    # Not candidates.steps, which has no value where the quotient is infinite.
+    # This does not use candidates.steps, which raises an OverflowError if the quotient is infinite.
     if (candidates.maximum - candidates.start) / candidates.step > MAX_STEPS:
         _refuse(step, candidates.step, f"it makes over {MAX_STEPS} candidates: use a larger step")
 

@@ -2,7 +2,7 @@
 """PPO's clipped surrogate with given bounds on the ratio, and verl's dual clip.
 
 Gradients flow only through this module and ``log_ratio_of``. With fixed bounds the loss equals verl's ``vanilla`` loss,
-and the loss of a token does not depend on the other tokens; tests hold both. The loss accepts any pair of bounds.
+and the loss of a token does not depend on the other tokens; tests check both. The loss accepts any pair of bounds.
 """
 
 import math
@@ -35,7 +35,7 @@ class SurrogateLoss:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average ``values`` ``(B, T)`` where ``mask`` is true; 0 where nothing is."""
+    """Average ``values`` ``(B, T)`` over the tokens where ``mask`` is true; 0 if there are none."""
     return torch.where(mask, values, 0).sum() / mask.count_nonzero().clamp(min=1)
 
 
@@ -57,9 +57,9 @@ def clipped_surrogate_loss(
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
-            flows to ``log_prob`` alone, and none to what is masked.
+            flows to ``log_prob`` alone, and none to masked positions.
         low, high: bounds on the ratio, numbers or tensors that broadcast to ``(B, T)``.
-        clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1; None: none.
+        clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1. None: no dual clip.
         rollout_is_weights: factors on the loss of each token, ``(B, T)``, verl's rollout correction; None: 1.
         aggregate: maps the loss per token and the bool mask, both ``(B, T)``, to a 0-d loss; the default is token-mean.
 
@@ -106,7 +106,7 @@ def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask
     the old policy's tokens into a mean under the policy that is trained.
 
     Args:
-        log_prob: ``(B, T)``; what is masked may hold anything.
+        log_prob: ``(B, T)``; masked positions may hold anything.
         advantages, ratio: ``(B, T)``, finite; the advantages are 0 where masked.
         mask: ``(B, T)`` bool, true where a token counts.
         clipped: ``(B, T)`` bool, true where the loss has no gradient; ``A`` counts as 0 there.

@@ -2,8 +2,9 @@
 """Which earlier search an update takes its bounds from with ``bound_scope=previous_batch``.
 
 Update k on a rollout batch takes the bounds that the search found on the tokens of update k on the batch before it. The
-position k matters, because ratios grow along the updates on a batch: where old log-probs are recomputed, all ratios of
-the first update are 1, and a search on its tokens finds the start of the ranges or their end and nothing between.
+position k matters, because the ratios tend to move away from 1 with each update on a batch. If old log-probs are
+recomputed, all ratios of the first update are 1. A search on its tokens can then only end at the start of the ranges or
+at their end.
 """
 
 import torch
@@ -13,7 +14,7 @@ from bapo.search import ClipBounds
 
 
 class EarlierBounds:
-    """The bounds that the updates of this and the previous rollout batch left, by the position of the update.
+    """The bounds that were found on this and on the previous rollout batch, by the position of the update.
 
     Attributes:
         latest: the result of the latest search; the start of the ranges before the first one.
@@ -31,10 +32,10 @@ class EarlierBounds:
     def of_update(self, position: int) -> ClipBounds:
         """Return the bounds for an update; ``position`` counts the updates on its rollout batch from 0.
 
-        Where the batch before had no update at this position, the bounds are those of the latest search.
+        If the previous batch had no update at this position, the bounds are those of the latest search.
         """
         return self._previous_batch.get(position, self.latest)
 
     def keep(self, position: int, found: ClipBounds) -> None:
-        """Leave the search's result on the tokens of an update to the next rollout batch."""
+        """Keep what the search found on the tokens of an update, for the next rollout batch."""
         self._this_batch[position] = self.latest = found

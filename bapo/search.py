@@ -29,7 +29,7 @@ class ClipBounds:
 
     Attributes:
         low, high: ``c_low`` and ``c_high``, bounds on the ratio itself, float64.
-        positive_contribution: rho = P / (P + N) at these bounds; 0 where no token counts.
+        positive_contribution: rho = P / (P + N) at these bounds; 0 if no token counts.
         positive_contribution_start: rho at the start of the search.
         search_steps: number of candidates that the search passed over, int64.
         saturated: whether no candidate reaches the target, bool; the bounds are then the last ones. Console and docs
@@ -59,7 +59,7 @@ class ClipBounds:
 
 
 class SearchPath(NamedTuple):
-    """All pairs of bounds in the order of the search, with P and N at each (Eq. 8, Eq. 5): float64 ``(pairs,)``."""
+    """The pairs of bounds on the path, in its order, with P and N at each (Eq. 8, Eq. 5): float64 ``(pairs,)``."""
 
     low: Tensor
     high: Tensor
@@ -124,7 +124,7 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
     high = config.upper.grid(sums.positive_weight.device)
     low = config.lower.grid(sums.negative_weight.device)
 
-    # Positive tokens below c_high and negative tokens above c_low keep their ratio. The others have that of the bound.
+    # Positive tokens below c_high and negative tokens above c_low count with their ratio, the others with the bound.
     p_inside = _sums_below(sums.positive_weighted_ratio)
     n_inside = _sums_above(sums.negative_weighted_ratio[:-1])
     if config.contribution == "value":  # Eq. 8, which ignores the dual clip

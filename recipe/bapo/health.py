@@ -13,7 +13,7 @@ from statistics import fmean, mean, median
 logger = logging.getLogger(__name__)
 
 WINDOW = 10  # steps
-ALREADY_MET = 0.95  # share of the updates in which the target was already met
+ALREADY_MET = 0.95  # warn if the target was already met in more than this share of the updates
 
 
 def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: str = "steps") -> list[str]:
@@ -36,7 +36,7 @@ def health_warnings(steps: list[dict[str, float]], bounds_can_move: bool, name: 
         warnings.append(
             f"the target was out of reach in every update of {window}, so the bounds stayed at their "
             f"widest. They reached {reached:.3f}: positive_contribution_target={in_reach:g} is in "
-            "reach of about half of such updates. What each target would do: docs/choosing.md."
+            "reach in about half of such updates. What each target would do: docs/choosing.md."
         )
     already_met = mean(values_of("bapo/met_at_once"))
     # If nothing is clipped, the data are fresh and no bound matters.

@@ -59,7 +59,7 @@ done
 
 source scripts/gpus.sh
 count_gpus
-if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all, whatever it says
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then  # nvidia-smi lists all GPUs, whatever this variable says
     visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -vc -e '^ *$' -e '^ *-' || true)
     gpus=$((visible < gpus ? visible : gpus))
 fi
@@ -81,7 +81,7 @@ if [ "$gpus" = 0 ] && [ -z "${VERL_PLATFORM:-}" ]; then
     [[ ${RAY_ADDRESS:-} != http* ]] || fail "RAY_ADDRESS=$RAY_ADDRESS $where"
     export VERL_PLATFORM=cpu
 fi
-# The language model is what trains where asked for, and on one machine's GPUs where nothing else is given.
+# Train the language model if CONFIG asks for it, or on one machine's GPUs if neither model nor data are given.
 language_model=
 own="${MODEL_PATH:-}${TRAIN_FILE:-}${TEST_FILE:-}"
 several=
@@ -164,8 +164,8 @@ if [ "${VERL_PLATFORM:-}" = cpu ] && [ -z "$language_model" ]; then
     export MODEL_PATH=${MODEL_PATH:-$task/model} TRAIN_FILE=${TRAIN_FILE:-$task/train.parquet} \
         TEST_FILE=${TEST_FILE:-$task/test.parquet}
 fi
-# On one machine, have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (This is an option of
-# Ray, which is on by default on systems where Ray cannot form clusters.)
+# On one machine, have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does
+# this by default on Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
 [ "$NNODES" != 1 ] || [[ -n ${RAY_ADDRESS:-} && $RAY_ADDRESS != local ]] || export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/runs/$CONFIG-$(date +%Y%m%d-%H%M%S)}
 arguments=(--config-dir configs experiment="$CONFIG" size="$SIZE"

@@ -2,8 +2,8 @@
 """verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
 
 Our trainers do three things: they build mini-batches of whole groups, they mark batches whose first update is on-policy
-(which saves the search a forward), and they tell a dump the versions of the weights. They do not set up the worker that
-finds the bounds; the loss's config does that.
+(which saves the search a forward), and they add the versions of the weights to a dump. They do not set up the worker
+that finds the bounds; the loss's config does that.
 """
 
 from typing import Any
@@ -37,9 +37,9 @@ class _BAPOTrainer:
     def _first_update_is_on_policy(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.
 
-        Not in bypass mode, where they come from the rollout engine. Not in ``separate_async`` after the first local
-        update, because verl restores older weights to compute them. With dropout this returns True although the ratios
-        are only near 1, because verl computes old log-probs without dropout.
+        Not in bypass mode, where they come from the rollout engine. Not in the later calls of ``separate_async`` on a
+        rollout batch, because verl restores older weights to compute them. With dropout this returns True although the
+        ratios are only near 1, because verl computes old log-probs without dropout.
         """
         on_policy = self.trainer_mode != "separate_async" or self.local_trigger_step == 0
         return on_policy and not uses_bypass_mode(self.config)
@@ -48,7 +48,7 @@ class _BAPOTrainer:
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         batch.extra_info[ON_POLICY_FIRST_UPDATE] = self._first_update_is_on_policy()
         # ``separate_async`` trains on a rollout batch in several calls and sends no weights between them. The batch is
-        # larger than its prompts times ``rollout.n`` where verl has padded it to whole mini-batches.
+        # larger than its prompts times ``rollout.n`` if verl has padded it to whole mini-batches.
         updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
         batch.extra_info[UPDATES_MADE] = self.local_trigger_step * updates
         if actor.policy_loss.get("token_dump_dir") is not None:

@@ -46,8 +46,8 @@ class BAPOTrainingWorker(TrainingWorker):
     ``bound_scope`` says which tokens the search sees, and so when it runs:
 
     * ``mini_batch``: the tokens of the update itself. Their log-probs come from a forward without gradient before the
-      first training forward. That forward is skipped where every ratio is known to be 1. It is also skipped where the
-      mini-batch is a single micro-batch, because the training forward then comes before the loss anyway.
+      first training forward. That forward is skipped if every ratio is known to be 1. It is also skipped if the
+      mini-batch is a single micro-batch, because its training forward then gives the search all log-probs.
     * ``previous_batch``: the tokens of the same update on the previous rollout batch. Each update searches bounds for
       the next batch right before its optimizer step, when all its training forwards are done.
     * ``micro_batch``: the tokens of the micro-batch, from its training forward.

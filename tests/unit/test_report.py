@@ -254,6 +254,12 @@ def test_updates_without_a_token_are_left_out(tmp_path):
         report_on(tmp_path)
 
 
+def test_a_dump_with_options_that_this_version_does_not_know_is_named(tmp_path):
+    plant(tmp_path, updates=[1], switches=json.dumps({"target_of_another_version": 0.4}))
+    with pytest.raises(ValueError, match="options of BAPO are of another version: .*target_of_another_version"):
+        report_on(tmp_path)
+
+
 def test_a_file_in_bfloat16_is_summed_in_float32(tmp_path):
     tensors = {"old_log_prob": torch.full((4000,), -1.0), "log_prob": torch.full((4000,), -0.99)}
     tensors = {name: tensor.bfloat16() for name, tensor in (tensors | {"advantages": torch.ones(4000)}).items()}

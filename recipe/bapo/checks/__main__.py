@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a config, what it reads and this machine, and print a table or JSON. No run is started. Exit code 0 or 1.
+"""Check a config, the files it names and this machine, and print a table or JSON. No run is started. Exit code 0 or 1.
 
     bash recipe/bapo/run_bapo_example.sh --preflight [--json] [key=value ...]
     python -m recipe.bapo.checks [--json] [--config-dir configs] [key=value ...]

@@ -47,7 +47,8 @@ SIZES = (
     *(".num_workers", "_units"),
 )
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
-# Values that verl and vLLM do not check. With others a run fails minutes later or does nothing.
+# The usable values of keys that verl and vLLM do not check. With any other value a run fails minutes later, or does
+# nothing.
 RULES = {
     f"{ACTOR}.policy_loss._target_": (
         lambda target: str(target).endswith("BAPOPolicyLossConfig"),
@@ -73,7 +74,7 @@ RULES = {
         lambda enabled: not enabled,
         "false: with distillation verl trains with another loss function than its ppo_loss, which has no clip bounds",
     ),
-    "trainer.remote_backend": (  # a later verl's, which 0.9.1 would ignore
+    "trainer.remote_backend": (  # a key of later verl versions, which 0.9.1 would ignore
         lambda name: name is None,
         "null: a remote backend trains in a worker of its own, in which ours finds no clip bounds",
     ),
@@ -82,8 +83,8 @@ RULES = {
     "trainer.resume_mode": (lambda way: way in ("disable", "auto", "resume_path"), "disable, auto or resume_path"),
     "trainer.logger": (
         lambda names: "file" in (names or []) and all(map(_can_log, [names] if isinstance(names, str) else names)),
-        f"a list of file, from which console, watchdog and pictures read, and others that are installed of "
-        f"{', '.join(Tracking.supported_backend)}",
+        f"a list of file, which console, watchdog and pictures read, and if you like of others that are installed "
+        f"here: {', '.join(Tracking.supported_backend)}",
     ),
     "watchdog.max_silence_s": SECONDS,
     "watchdog.pending_notice_s": SECONDS,
@@ -219,7 +220,7 @@ def _field_at_fault(config, message):
 
 
 def sequence_parallel(config) -> tuple[str, int]:
-    """Return the key that sets Ulysses sequence parallelism, and its size. Above 1 verl's deprecated key wins."""
+    """Return the key that sets Ulysses sequence parallelism, and its size. verl's deprecated key wins if above 1."""
     keys = [f"{ACTOR}.{name}ulysses_sequence_parallel_size" for name in ("", "fsdp_config.")]
     sizes = [OmegaConf.select(config, key) for key in keys]
     return (keys[0], sizes[0]) if sizes[0] > 1 else (keys[1], sizes[1])
@@ -240,7 +241,7 @@ def check_batches(config) -> str:
     dynamic = f"{actor.use_dynamic_bsz}, as {ACTOR}.use_dynamic_bsz: verl asserts that they are equal"
     require(config, f"{ROLLOUT}.log_prob_use_dynamic_bsz", lambda value: value == actor.use_dynamic_bsz, dynamic)
     _check_micro_batches(config, f"{ACTOR}.ppo_", mini * n // ranks)
-    if not uses_bypass_mode(config):  # verl computes log-probs of one trainer call's part of the batch
+    if not uses_bypass_mode(config):  # verl computes log-probs for one trainer call's share of the batch
         at_once = batch // config.trainer.v1.get(mode, {}).get("parameter_sync_step", 1)
         _check_micro_batches(config, f"{ROLLOUT}.log_prob_", at_once * n // ranks)
     updates = batch // mini * actor.ppo_epochs
@@ -275,7 +276,7 @@ def _divides(whole_name, whole, part_name, part):
 
 
 def pools_of(config) -> list[tuple[str, int, int]]:
-    """Return ``(verb, nodes, GPUs per node)`` of the GPUs that train and, if these are others, of those that sample."""
+    """Return ``(verb, nodes, GPUs per node)`` of the GPUs that train and, if other GPUs sample, also of those."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     pools = [("train", trainer.nnodes, trainer.n_gpus_per_node)]
     if trainer.v1.trainer_mode == "separate_async":
@@ -284,7 +285,7 @@ def pools_of(config) -> list[tuple[str, int, int]]:
 
 
 def check_parallel(config) -> str:
-    """Check that the GPUs of each pool divide among served models, and those that train among parts of a sequence."""
+    """Check that each pool's GPUs divide among served models, and the training GPUs also among parts of a sequence."""
     key, parallel = sequence_parallel(config)
     rollout, names = config.actor_rollout_ref.rollout, f"{ROLLOUT}.tensor_model_parallel_size * data_parallel_size"
     served = rollout.tensor_model_parallel_size * rollout.data_parallel_size

@@ -31,7 +31,7 @@ def sizes_of(config):
 
 
 def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
-    """Estimate the GiB of a GPU that trains and samples, by phase of a step and purpose.
+    """Estimate how many GiB each phase of a step takes, by purpose, on a GPU that trains and samples.
 
     verl's ``param_offload`` and ``optimizer_offload`` free a GPU for the rollout. For an update everything is loaded.
 
@@ -45,7 +45,7 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     shards = fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
     weights = PrecisionType.to_dtype(fsdp.model_dtype or "fp32").itemsize * count / shards / GIB
-    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA trains so few others that they count as none
+    trained = (config.actor_rollout_ref.model.lora_rank or 0) <= 0  # LoRA's own weights are few, and not counted
     gradients, adamw = weights * trained, 2 * weights * trained
     if fsdp.offload_policy and actor.strategy == "fsdp2":
         weights = gradients = adamw = 0.0
@@ -73,7 +73,8 @@ def phases_of_a_gpu(config, count, text, total) -> dict[str, dict[str, float]]:
 def layer_backward_of(config, count, text, tokens, shards) -> float:
     """Estimate the GiB of a layer's backward.
 
-    That is 9 tensors of tokens times the feed-forward's width in 2 bytes, measured for Qwen2, and what FSDP holds then.
+    It holds 9 tensors of tokens times the feed-forward's width, 2 bytes an entry (measured for Qwen2). Add what FSDP
+    holds at the same time.
     """
     planes = 9 * 2 * tokens * getattr(text, "intermediate_size", 0)
     output_layer = text.vocab_size * text.hidden_size

@@ -73,7 +73,10 @@ def check_tokenizer(config, model) -> None:
 
 
 def _check_lengths(config, text):
-    """Check ``max_model_len``. vLLM refuses more than the model's positions, and silently cuts what exceeds less."""
+    """Check ``max_model_len``.
+
+    vLLM refuses a value above the model's positions. With a smaller one, it silently cuts longer sequences.
+    """
     positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
     if positions is None:  # verl then reports this itself
         return
@@ -113,8 +116,9 @@ def _check_fused_kernels(config, model):
         return
     if model.fused_kernel_options.get("impl_backend") not in ("torch", "triton", "liger"):
         raise ValueError(
-            f"actor_rollout_ref.model.fused_kernel_options.impl_backend={model.fused_kernel_options.get('impl_backend')}"
-            f" is not usable with {FUSED}=true: set it to torch, triton or liger. verl would skip the kernels."
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend="
+            f"{model.fused_kernel_options.get('impl_backend')} is not usable with {FUSED}=true: set it to "
+            "torch, triton or liger. verl would skip the kernels."
         )
     text = model.hf_config.get_text_config()
     for name in AFTER_THE_OUTPUT_LAYER:

@@ -34,7 +34,8 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     """Return the number of prompts per update with which a rollout batch gives ``staleness`` updates.
 
     Raises:
-        ValueError: an argument is not a whole number of 1 or more, or ``staleness`` does not divide the batch.
+        ValueError: an argument is not a whole number of 1 or more, or ``staleness`` does not divide
+            ``train_batch_size * ppo_epochs``.
     """
     numbers = {"data.train_batch_size": train_batch_size, "ppo_epochs": ppo_epochs, "staleness": staleness}
     for name, value in numbers.items():

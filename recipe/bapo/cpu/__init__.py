@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run verl on a machine without a GPU.
 
-The entry point ``verl.plugins`` names this package, so every process that imports verl imports it and gets the CPU
-platform. Without ``VERL_PLATFORM=cpu`` it imports nothing else of ours.
+The entry point ``verl.plugins`` names this package, so every process that imports verl imports it, too. With
+``VERL_PLATFORM=cpu`` the package installs the CPU platform; otherwise it imports nothing else of ours.
 """
 
 import os

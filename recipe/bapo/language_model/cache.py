@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what was made for the next run: a folder whose name has a hash of what made it. It is complete or absent.
+"""Keep for later runs what one run has made, in a folder whose name has a hash of the code and settings that made it.
 
-It is filled in a temporary folder beside its final place, and renamed once everything is written. An interrupted
-process removes the temporary folder; what a killed process left is removed by the next one.
+The folder is complete or absent: it is filled in a temporary folder beside its final place, and renamed once everything
+is written. An interrupted process removes the temporary folder; what a killed process left is removed by the next one.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             return
-        for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a killed process: we hold the lock
+        for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process, because we hold the lock
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
             unfinished = Path(scratch) / folder.name

@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def catch_interruptions() -> list[signal.Signals]:
-    """Return a list to which every signal from now on is appended.
+    """Return a list to which every SIGINT, SIGTERM and SIGHUP is appended from now on.
 
     The handlers do nothing else. ``main`` ends the run at the first signal, and later ones do not disturb the clean-up.
     """
@@ -90,7 +90,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 
 
 class Supervisor:
-    """Runs training as a child of this process. It has its own process group, so that Ctrl-C does not reach it.
+    """Runs training as a child of this process, in a process group of its own, so that Ctrl-C does not reach it.
 
     Args:
         arguments: the arguments of ``recipe.bapo.main_bapo``.

@@ -23,12 +23,12 @@ SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)
 
 
 def adopt_orphans() -> None:
-    """From now on adopt every descendant whose parent ends, whatever session it is in."""
+    """Adopt, from now on, every descendant whose parent ends, whatever session it is in."""
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER of Linux's <sys/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Call this in a new child, to have the kernel send it SIGINT if its parent is killed."""
+    """Have the kernel send this process SIGINT when its parent ends. Call this in a new child."""
     ctypes.CDLL(None).prctl(1, signal.SIGINT, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
@@ -111,7 +111,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def remove_on_every_node() -> None:
-    """Remove the files that this job would leave on the nodes of its Ray; wait at most 15 seconds for them."""
+    """Remove the files that this job would leave on the nodes of its Ray. Wait at most 15 seconds for the nodes."""
     import ray  # imported here, because the launcher needs the functions above and runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

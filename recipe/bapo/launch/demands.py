@@ -33,7 +33,7 @@ def _follow(started, report):
             now = [] if is_started else pending(ray.get_runtime_context().get_job_id())
             if now != before:
                 report(now, free())
-        except Exception as error:  # Ray's dashboard answers; it may not be up yet, be turned off, or be going down
+        except Exception as error:  # the answers come from Ray's dashboard, which may be down or not up yet
             if not failed:
                 print(f"Could not ask Ray what it waits for: {error}")
             failed = True
@@ -48,7 +48,8 @@ def pending(job: str) -> list[str]:
     from ray.util.state import list_placement_groups, list_tasks
 
     groups = list_placement_groups(filters=[("state", "=", "PENDING"), ("creator_job_id", "=", job)], detail=True)
-    # An actor waits through the task that creates it, so an actor that is busy in its constructor is not listed.
+    # A waiting actor shows up as the task that creates it. Once Ray has placed that task, the actor is no longer
+    # listed, even while its constructor still runs.
     tasks = list_tasks(filters=[("state", "=", "PENDING_NODE_ASSIGNMENT"), ("job_id", "=", job)], detail=True)
     wanted = []
     for group in groups:

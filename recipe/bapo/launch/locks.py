@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep two runs from mixing their weights or samples, and refuse a Ray address where no Ray answers.
 
-verl names its sockets by Ray's job number, and its queue always the same. So two runs on a machine or a cluster would
-silently train on each other's data. Preflight looks for another run, then ``main_bapo`` claims the machine and its task
-runner claims the cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
+verl puts Ray's job number into the names of its sockets, and always gives its queue the same name. So two runs on a
+machine or a cluster would silently train on each other's data. Preflight looks for another run, then ``main_bapo``
+claims the machine and its task runner claims the cluster. Invariant: of two simultaneous runs, exactly one acquires the
+claim.
 """
 
 import fcntl

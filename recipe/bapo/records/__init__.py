@@ -17,7 +17,10 @@ RAY_LOGS = "ray_logs"  # folder with a copy of Ray's own logs, if the run failed
 
 
 def keep_earlier(path: Path) -> Path:
-    """Make ``path`` free to be written, and return it. A file of an earlier start becomes ``<name>.1.<ending>``."""
+    """Make ``path`` free to be written, and return it.
+
+    A file of an earlier start becomes ``<name>.<N>.<ending>``: N is 1 for the first such file, 2 for the next.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         numbers = [other.suffixes[0][1:] for other in path.parent.glob(f"{path.stem}.*{path.suffix}")]

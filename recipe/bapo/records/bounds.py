@@ -26,7 +26,7 @@ class BoundsRecord:
         """Add a line. Values are written as hexadecimal numbers, because these are exact.
 
         Args:
-            update: counted from the start of the process. With ``bound_scope=micro_batch`` several lines have the same.
+            update: counted from the start of the process. With ``bound_scope=micro_batch`` an update has many lines.
             source: which tokens the search saw. ``pass``: those of this update, by a forward before training.
                 ``on_policy``: those of this update, whose ratios were known to be 1. ``loss``: those of the training
                 forward. ``previous_batch``: those of the same update on the previous rollout batch.

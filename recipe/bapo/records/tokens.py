@@ -40,7 +40,7 @@ def write_dump(
         old_log_prob, log_prob, advantages, response_mask: the loss's arguments, ``(B, T)``.
         about: metadata; entries that are None are left out. ``dp_size`` and ``global_batch_size`` (the responses of one
             update over all ranks) tell a reader which micro-batches belong to one update; all ranks must dump the same
-            number of responses. Without them each call counts as one update: the n-th calls of all ranks together.
+            number of responses. Without them the n-th calls of all ranks together count as one update.
             ``loss_mode`` and the loss's settings, under verl's names, give the report its row on the run itself:
             ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c`` (missing: no dual clip). For BAPO also
             ``bound_scope``, and ``switches``: the options as JSON.
@@ -129,7 +129,10 @@ def _paths_of(folder):
 
 
 def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]], int, int]]:
-    """Yield for each update this rank's micro-batches, their responses, and the responses of all ranks together."""
+    """Yield for each update this rank's micro-batches, the number of their responses, and ``global_batch_size``.
+
+    The last is the number of responses that all ranks should have together; 0: not known.
+    """
     update: list[dict[str, Tensor]] = []
     responses = 0
     for path in paths:
@@ -137,7 +140,7 @@ def _updates_of_rank(paths: list[Path]) -> Iterator[tuple[list[dict[str, Tensor]
         update.append(tensors)
         responses += int(metadata.get("sequences", 0))
         wanted = int(metadata.get("global_batch_size", 0))
-        # An update whose dump was cut off never gets here, because it has fewer responses.
+        # An update whose dump was cut off has fewer responses, so it is never yielded.
         if responses * int(metadata.get("dp_size", 1)) >= wanted:
             yield update, responses, wanted
             update, responses = [], 0

@@ -31,9 +31,9 @@ class Measured:
 
     Attributes:
         statistics: the statistics of every update, in the order of the dump.
-        sums: token sums by group, label and name. The group ``all`` has the label 0. If the dump knows them, the group
-            ``update`` has the number of the update within its rollout batch as its label, and the group ``age`` the
-            age of the weights that sampled the token, in versions.
+        sums: token sums by group, label and name. The group ``all`` has the label 0. The other groups exist if the
+            dump has what they need: ``update`` is labelled by the number of the update within its rollout batch, from
+            1, and ``age`` by the age of the weights that sampled the token, in versions.
         largest_negative: the largest ratio of a token with A < 0; 0 if there is none.
         without_gradient: ``(methods, 2)``, A > 0 before A < 0: the number of tokens to which a method gives no
             gradient.

@@ -53,7 +53,10 @@ class Tokens:
 
 
 def clipped(tokens: Tokens, low: float, high: float, clip_ratio_c: float = math.inf) -> Tensor:
-    """PPO's clip between two bounds on the ratio, with verl's dual clip. verl's ``vanilla``; BAPO within one update."""
+    """PPO's clip between two bounds on the ratio, with verl's dual clip.
+
+    This is verl's ``vanilla``, and within one update also BAPO.
+    """
     ratio = tokens.ratio
     above_low = (ratio > low) & (ratio < clip_ratio_c)
     return tokens.ratio_gradient * torch.where(tokens.advantages > 0, ratio < high, above_low)
@@ -179,7 +182,10 @@ def loss_of_run(about: dict[str, str]) -> Method | None:
     """
     known: dict[str, str | float] = {"clip_ratio_c": math.inf, **about}  # a trainer without a dual clip names none
     if "switches" in about:
-        config = BAPOConfig(**json.loads(about["switches"]))
+        try:
+            config = BAPOConfig(**json.loads(about["switches"]))
+        except TypeError as error:  # an option that this version does not know
+            raise ValueError(f"the dump's options of BAPO are of another version: {error}") from error
         if config.fixed:
             return with_bounds(config.ratio_lower_start, config.ratio_upper_start, float(known["clip_ratio_c"]))
         earlier = EarlierBounds(config) if config.bound_scope == "previous_batch" else None

@@ -5,7 +5,7 @@ All thresholds that turn a number into a judgement are in this file.
 """
 
 OWN = "this run's own"  # in the table of methods, the name of the run's own loss
-MATTERS = 0.2  # smallest share of updates that move the bounds for which we call the search worth having
+MATTERS = 0.2  # we call the search worth having if at least this share of the updates meets the target by moving bounds
 
 
 def _percent(share):
