@@ -32,15 +32,16 @@ MAX_RESPONSE = 6 * TRIES  # "07 no " is six bytes, each a token
 DICE = range(1, 7)
 PAIRS = [(a, b) for a in DICE for b in DICE]
 SUMS = range(2, 13)
-# Share of the teacher's guesses that are right. In the first two thirds of the warm-up it is a half, to teach the sums
-# and honest checking fast. Then it is small, so that few responses of the model succeed.
+# RIGHT_THEN and RIGHT_LATER are shares of the teacher's guesses that are right. In the first two thirds of the warm-up
+# (FIRST_LESSON) a half is right, to teach the sums and honest checking fast. Then few are, so that few responses of the
+# model succeed.
 FIRST_LESSON, RIGHT_THEN, RIGHT_LATER = 2 / 3, 0.5, 0.08
 SEED = 1
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def prompt_of(a: int, b: int) -> str:
-    """The user's message."""
+    """Return the user's message."""
     return f"{a}+{b}="
 
 
@@ -66,7 +67,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer, layers: int, hidden: int) -> Qwen2ForCausalLM:
-    """Make a random Qwen2 of about 100,000 weights. Its heads have size 32, the smallest for vLLM's CPU attention."""
+    """Make a Qwen2 with random weights. Its heads have size 32, the smallest for vLLM's CPU attention.
+
+    With the sizes of the example it has about 100,000 weights.
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Install flash-attn 2. scripts/setup.sh sources this file and defines venv, log, uv and pin. If a function returns another
-# code than 0, setup.sh shows what it wrote to $log.
+# Install flash-attn 2. scripts/setup.sh sources this file and defines venv, log, uv and pin. If installing fails,
+# setup.sh shows the end of $log.
 flash_attn=flash-attn==2.8.3
 kernels=72  # source files of 2.8.3, each compiled for every architecture
 
@@ -53,7 +53,7 @@ build_flash_attn() {  # build_flash_attn FOLDER: leaves a wheel there
             echo "the build needs nvcc of CUDA 13, for which torch is built; here: ${nvcc:-none}${release:+ of CUDA $release}" >>"$log"
             return 1
         }
-        # There nvcc is of CUDA 13.2, but the headers of CUDA's runtime are torch's, of 13.0. CCCL refuses this pair.
+        # This nvcc is of CUDA 13.2, but the headers of CUDA's runtime came with torch and are of 13.0. CCCL would refuse that.
         toolkit=(CUDA_HOME="$PWD/$venv/cuda" NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}")
     fi
     export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}

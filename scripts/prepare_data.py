@@ -4,7 +4,7 @@
     .venv/bin/python scripts/prepare_data.py dapo_math_17k              # from the hub to data/dapo_math_17k.parquet
     .venv/bin/python scripts/prepare_data.py aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
 
-`--source` takes a file, or a folder with the files of the hub. Only without it the data set is downloaded. The command
+`--source` takes a file, or a folder with the files of the hub. Without it, the data set is downloaded. The command
 prints how many rows it dropped. To add a data set, add a row to ``DATA_SETS``.
 """
 
@@ -40,7 +40,7 @@ def after_hashes(answer: str) -> str:
 
 
 def without_zeros(answer: str) -> str:
-    """Remove the leading zeros of AIME's three-digit answers, because verl's scorer compares 7 with "7"."""
+    """Remove the leading zeros of AIME's three-digit answers: verl's scorer compares texts, and "7" is not "007"."""
     return (answer.lstrip("0") or "0") if answer.isdecimal() else answer
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recompute the golden figures from a checkout of the authors' repository, and say how far the stored ones were off.
+"""Recompute the expected values of tests/golden from a checkout of the authors' repository.
 
     git clone https://github.com/WooooDyy/BAPO /tmp/theirs && git -C /tmp/theirs checkout 7287044
-    VERL_PLATFORM=cpu .venv/bin/python scripts/regenerate_golden.py /tmp/theirs           # stores the new figures
+    VERL_PLATFORM=cpu .venv/bin/python scripts/regenerate_golden.py /tmp/theirs
 
-Their ``recipe/bapo/policy_loss.py`` runs unchanged, on the stored inputs, with the helpers of the installed verl.
+This stores the new values and prints how far the old ones were off. Their ``recipe/bapo/policy_loss.py`` runs
+unchanged, on the stored inputs, with the helpers of the installed verl.
 """
 
 import json

@@ -5,8 +5,8 @@
 # writes. If the environment is up to date, nothing is done. It is safe to interrupt this, and to start it twice. If the
 # list has changed, the old environment is removed, so make sure that no run uses it.
 #   BAPO_PYTHON            the Python to use, 3.11 or 3.12 (default: the first found)
-#   BAPO_TORCH_INDEX       a package index for torch, such as the one of the CPU builds (default: pip's configuration. If it
-#                          offers only the CUDA build: that works on a CPU too, but takes several GB)
+#   BAPO_TORCH_INDEX       a package index for torch, such as the one of the CPU builds (default: pip's configuration. If that
+#                          has only the CUDA build, it is installed: it works on a CPU too, but takes several GB)
 #   BAPO_FLASH_ATTN_WHEEL  path or URL of a flash-attn wheel for this Python and torch, instead of a build from source. The
 #                          build needs g++; MAX_JOBS and FLASH_ATTN_CUDA_ARCHS change it (scripts/flash_attn.sh). Its wheel
 #                          is kept in .venv-wheels.
@@ -65,7 +65,7 @@ check_compiler() {  # at its first kernel, minutes into a run, triton compiles C
         "(for example python3.12-dev or python3.12-devel). Nothing was installed."
 }
 
-exec 9>$venv.lock  # another node that shares this folder may be setting it up, for example
+exec 9>$venv.lock  # somebody else may be setting it up, for example another node that shares this folder
 locked=0
 flock --nonblock 9 2>/dev/null || locked=$?
 if [ $locked = 1 ]; then

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what slime's ``--save-debug-train-data`` wrote to a dump for the report; each file becomes one update.
+"""Convert the files of slime's ``--save-debug-train-data`` to a dump for the report; each becomes one update.
 
     python docs/examples/slime_dump.py /data/dump debug/train_*.pt && bapo-report /data/dump
 
-slime saves the sampler's log-probs and those of the trainer before its first update on a rollout (both with
-``--get-mismatch-metrics``; else it may leave one out), and no later ones. So the report is about the mismatch of
+slime saves the sampler's log-probs and those of the trainer before its first update on a rollout, and no later ones.
+Without ``--get-mismatch-metrics`` it may leave one of the two out. So the report is about the mismatch of
 sampler and trainer and, where slime saves the weights' versions, about age; it cannot show what the updates on a
-rollout add. ``--save-debug-rollout-data`` has no log-probs of the trainer and nothing for the report. The names of
-slime's fields are here alone.
+rollout add. The files of ``--save-debug-rollout-data`` have no log-probs of the trainer, so they are of no use
+here. No other file of ours knows the names of slime's fields.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from recipe.bapo.records.tokens import write_dump
 
 NEEDED = ("rollout_log_probs", "log_probs", "advantages", "loss_masks")  # a tensor for each response
-VERSIONS = "weight_versions"  # of the pieces of a response, oldest first
+VERSIONS = "weight_versions"  # a version for each piece of a response, oldest first
 
 
 def import_slime(paths: Iterable[str | Path], folder: str | Path) -> None:

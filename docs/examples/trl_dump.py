@@ -34,7 +34,7 @@ class DumpingGRPOTrainer(GRPOTrainer):
         if not model.training:
             return loss
         args, processes, log_prob = self.args, self.accelerator.num_processes, self.latest_log_prob
-        old_log_prob = inputs.get("old_per_token_logps")  # None where they would be those of this very forward
+        old_log_prob = inputs.get("old_per_token_logps")  # None if they equal those of this very forward
         updates_per_rollout_batch = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         write_dump(
             self.dump,
@@ -57,7 +57,7 @@ class DumpingGRPOTrainer(GRPOTrainer):
 
 
 def reward(completions, **columns):
-    """How many different characters a completion has: it differs between the completions of a prompt."""
+    """Count the different characters of each completion: the number differs between the completions of a prompt."""
     return [float(len(set(completion))) for completion in completions]
 
 

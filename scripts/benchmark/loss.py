@@ -36,7 +36,7 @@ def make_batch(rows, columns, dtype, device, seed=0):
 
 
 def find_bounds_for(policy_loss, batch):
-    """Set the batch's bounds in a config of ours, as the worker does. Leave verl's config alone."""
+    """Find the batch's bounds and set them in our config, as the worker does. With verl's config, do nothing."""
     if isinstance(policy_loss, BAPOConfig):
         policy_loss.current_bounds = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
 

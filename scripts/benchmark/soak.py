@@ -32,7 +32,7 @@ MAY_GROW = {".log", ".jsonl", ".out", ".err"}
 
 
 def bytes_in(folders, but=frozenset()) -> float:
-    """Return the megabytes of the files in ``folders``, except those with the endings in ``but``."""
+    """Return the megabytes that files in ``folders`` take on disk, without those whose ending is in ``but``."""
     total = 0
     for folder in folders:
         for path in Path(folder).rglob("*"):
@@ -69,7 +69,7 @@ def measure(root: psutil.Process, run_dir: Path) -> dict[str, float]:
 
 
 def part_of(samples, first, last):
-    """Return the samples between two steps."""
+    """Return the values that were measured from step ``first`` to step ``last``."""
     return [sample["values"] for sample in samples if first <= sample["step"] <= last and sample["values"]]
 
 

@@ -3,9 +3,10 @@
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For each model size this trains on the same mini-batch with verl's ``vanilla`` loss and with BAPO in every scope. They
-take turns in one process: a round makes one update with each. An update's time is divided by the time of ``vanilla`` in
-the same round. The table shows the median of these ratios, and the range of the middle half of the rounds.
+For each model size this trains on the same mini-batch with verl's ``vanilla`` loss and with BAPO in every scope. The
+losses take turns in one process: a round makes one update with each. An update's time is divided by the time of
+``vanilla`` in the same round. The table shows the median of these ratios, and the range of the middle half of the
+rounds.
 """
 
 import argparse
@@ -56,7 +57,10 @@ def seconds_of_updates(actor, data, rounds):
 
 
 def make_actors(folder, layers, hidden, platform):
-    """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config and the two lines."""
+    """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config.
+
+    Those of BAPO get the two lines that switch it on, and ``bound_scope``.
+    """
     from scripts.example_task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"

@@ -57,7 +57,7 @@ start() {  # start OPTIONS...: run Ray on this node until it is ended
     exit "$status"
 }
 
-close_token() {  # when Ray starts on a single machine, it makes this file readable by everybody
+close_token() {  # needed because a Ray that starts on a single machine makes this file readable by everybody
     local mode
     mode=$(stat -Lc %a "$RAY_AUTH_TOKEN_PATH")
     [[ $mode != *00 ]] || return 0

@@ -143,9 +143,9 @@ def primary_tests(frame: pd.DataFrame, planned: list[Comparison] | None = None) 
     """Make one row for each primary test: the mean difference, its interval, p, and p after Holm's correction.
 
     A ``speed`` difference is a log ratio: below 0 the method needs fewer updates. ``both`` is the share of pairs in
-    which both runs reached the target, and ``conditional`` the difference over these pairs only. If cells of a test are
-    missing, its row has no figures, and the test counts with p = 1 in Holm's correction. The correction is over all
-    planned tests.
+    which both runs reached the target without failing, and ``conditional`` the difference over these pairs only. If
+    cells of a test are missing, its row has no figures, and the test counts with p = 1 in Holm's correction. The
+    correction is over all planned tests.
     """
     planned = comparisons() if planned is None else planned
     found = []
@@ -189,7 +189,7 @@ def control_table(frame: pd.DataFrame) -> list[str]:
 
 
 def against_grpo(frame: pd.DataFrame, place: Place, method: str) -> np.ndarray:
-    """Return log ratios of the updates to the target by seed, each method at its best rates; empty without data."""
+    """Return log(updates to the target / GRPO's) by seed, each method at its best rates; empty without data."""
     if not is_there(frame, Comparison(place, method, "grpo")) or at_place(frame, place).empty:
         return np.zeros(0)
     return (by_seed(frame, place, method, "speed") - by_seed(frame, place, "grpo", "speed")).to_numpy()

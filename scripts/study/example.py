@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the example in one process with many seeds. Its settings, its test's ranges and its description use the results.
+"""Run the example in one process with many seeds.
+
+From the results we chose the example's settings and the ranges that its test allows, and we describe it by them.
 
 python -m scripts.study.example 1 20        # seeds 1 to 20; adds lines to docs/results/example_loop.jsonl
 """
@@ -42,7 +44,10 @@ def example_settings() -> tuple[BAPOConfig, Settings]:
 
 
 def run(seed: int) -> dict:
-    """Make one run. Returns how its updates met the target, how bounds moved rho, and the reward of each step."""
+    """Make one run.
+
+    Returns how its updates met the target, how bounds moved rho, and reward, entropy and mean bounds of each step.
+    """
     config, settings = example_settings()
     result = train(MODEL, config, seed, settings)
     updates, per_step = result.updates, settings.mini_batches * settings.epochs
@@ -66,7 +71,7 @@ def run(seed: int) -> dict:
 
 
 def mean(values: list[float]) -> float:
-    """Average, rounded to four digits."""
+    """Return the mean, rounded to four decimals."""
     return round(sum(values) / len(values), 4)
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the study on the language model. Each run is one process, which can be stopped and resumed by its name.
+"""Run the study on the language model. A run can be stopped at any time and resumed by its name.
 
     .venv/bin/python -m scripts.study.language_model list
     .venv/bin/python -m scripts.study.language_model run grpo-epochs-1e-5-seed1 [--threads 2]
     .venv/bin/python -m scripts.study.language_model table
 
 Model and task come from ``recipe/bapo/language_model``; make them first. After each rollout batch a run writes its rows
-to docs/results/language_model/NAME.parquet, and its state (weights, optimizer, generators) to .cache/study/NAME.pt. The
+to docs/results/language_model/NAME.parquet, and its state (weights, optimizer, generator) to .cache/study/NAME.pt. The
 state has about 2 GB and is removed when the run is complete. The same command resumes a stopped run, and does nothing
 for a complete one. The plan is docs/dev/plan_language_model.md.
 
@@ -123,7 +123,7 @@ def advantages_of(rollouts: Rollouts) -> Tensor:
 
 
 def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> dict[str, float]:
-    """Make one optimizer update, and measure its tokens at GRPO's and at BAPO's bounds.
+    """Make one optimizer update, and measure its tokens at the method's, at GRPO's and at BAPO's bounds.
 
     Args:
         rollouts: a mini-batch.
@@ -167,7 +167,7 @@ def bounds_of(model, rollouts: Rollouts, old: Tensor, advantages: Tensor, method
     config = config_of(method)
     if config.fixed:
         return config.ratio_lower_start, config.ratio_upper_start
-    before = log_probs(model, rollouts)  # the additional forward of BAPO's exact bounds
+    before = log_probs(model, rollouts)  # the extra forward that exact bounds need
     bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
     return bounds.low.item(), bounds.high.item()
 
@@ -188,7 +188,7 @@ def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> d
 
 
 class Training:
-    """A run in progress: model, optimizer, generators and the rows so far. ``state`` is the file of its state."""
+    """A run in progress: model, optimizer, generator and the rows so far. ``state`` is the file of its state."""
 
     def __init__(self, run: Run, model_folder: Path, state: Path):
         self.run, self.state = run, state
@@ -270,7 +270,7 @@ def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path =
 
 
 def line_of(training: Training) -> str:
-    """Format the last rollout batch as one line."""
+    """Format one line after a rollout batch: the held-out reward, and the figures of the batch's last update."""
     last, name = training.rows[-1], training.run.name
     return (
         f"{name}  rollout {training.rollouts_done}/{training.run.rollouts}  reward {last['reward']:.3f}  held out "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the study on the language model, by the rules of docs/dev/plan_language_model.md."""
+"""Make the tables of the study on the language model, by the rules of docs/dev/plan_language_model.md."""
 
 from pathlib import Path
 
@@ -14,10 +14,11 @@ WARMED_UP = 0.41  # share of right answers before training, from the warm-up's m
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
-    """Compute the plan's figures of a run: means over the updates after the first on each rollout batch.
+    """Compute the plan's figures of a run.
 
-    ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below the
-    target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
+    All but ``updates``, the entropy and the held-out reward are means over the updates after the first on each rollout
+    batch. ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below
+    the target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
     """
     later = rows[rows["place"] > 0]
     outcomes = search_outcomes(later)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure runs: the tokens of every update, and summaries of a run. ``R`` is the number of runs, ``U`` of updates."""
+"""Measure the tokens of every update, and summarise runs. ``R`` is the number of runs, ``U`` of updates."""
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def crossing(reward: Tensor, target: float) -> Tensor:
 
 
 def summaries(updates: dict[str, Tensor], probes: dict[str, Tensor], target: float) -> dict[str, Tensor]:
-    """Compute the columns of the table from the measures of a run, each ``(R,)`` or a series ``(R, points)``.
+    """Compute the columns of the table from the measures of the runs, each ``(R,)`` or a series ``(R, points)``.
 
     Args:
         updates: ``(U, R)`` by measure.
@@ -82,7 +82,10 @@ def summaries(updates: dict[str, Tensor], probes: dict[str, Tensor], target: flo
 
 
 def search_columns(updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return how searches ended, as shares of the updates, and their candidates ``(R, U)``; NaN without a search."""
+    """Return rho before the search, how searches ended, as shares of the updates, and their candidates ``(R, U)``.
+
+    Without a search the figures are NaN and the candidates ``(R, 0)``.
+    """
     runs = updates["grad_norm"].shape[1]
     if "search_steps" not in updates:
         names = ("rho_start", "at_once", "on_the_way", "out_of_reach")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 TABLE = RESULTS / "third_study.parquet"
 
-# Not the seeds of the pilots (from 3000 on) or of the second study (1 to 20). Their number is even, for two halves.
+# The pilots (from 3000 on) and the second study (1 to 20) used other seeds. The number is even, to split into halves.
 SEEDS = {
     "chain": list(range(101, 141)),
     "hard_chain": list(range(201, 221)),

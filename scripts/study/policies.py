@@ -140,7 +140,10 @@ def log_probs_of(task, weights: Tensor, responses: Responses) -> Tensor:
 
 
 class AdamW:
-    """torch's AdamW with its defaults, on ``(R, weights)``. It clips the gradient's norm in each run; None: never."""
+    """torch's AdamW with its defaults, on ``(R, weights)``.
+
+    ``norm_clip`` is the limit on the norm of each run's gradient. None: off.
+    """
 
     def __init__(self, weights: Tensor, learning_rate: float, norm_clip: float | None):
         self.weights, self.learning_rate, self.norm_clip = weights, learning_rate, norm_clip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Study whether bounds of the previous rollout batch train as well as exact BAPO: the cells and the declared tests.
+"""Study whether training with the previous rollout batch's bounds is as good as exact BAPO: cells and declared tests.
 
 docs/dev/plan_previous_batch.md has the reasons and the rules. Cells, tests and rules were written before the data.
 

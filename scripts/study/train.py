@@ -53,8 +53,8 @@ class Cell:
         task: ``chain`` or ``hard_chain`` of ``scripts.study.tasks``, or ``larger_model``, which is the example's task.
         source: the source of staleness. ``fresh``: every update trains on samples of the current policy. ``epochs``:
             each rollout of four mini-batches is used S times. ``once``: each rollout of S mini-batches is used once.
-            ``delay``: samples wait in a queue for S updates. ``partial``: the same, and each token is sampled by the
-            policy at that time.
+            ``delay``: samples wait in a queue for S updates. ``partial``: a response is sampled during S updates, and
+            each token by the policy of that time.
         staleness: S; 1 for ``fresh``.
         learning_rate: learning rate of AdamW, constant.
         dual_clip: limit on the ratio of negative tokens; None: off.

@@ -4,8 +4,9 @@
     .venv/bin/python -m scripts.verl_recipe.export FOLDER
 
 This writes ``FOLDER/bapo``, with the core in ``core/`` and relative imports. The folder works as ``recipe.bapo`` in
-verl's tree and needs no installed package of ours. It does not contain launch, checks, the CPU platform, the report and
-data sets. The files that differ from ours are in this folder: the entry point, the frame of the config and the README.
+verl's tree and needs no installed package of ours. It leaves out launch, checks, the CPU platform, the report and data
+sets. Three files differ from ours and are in this folder: the entry point, the README, and the config, to which the
+command adds BAPO's options.
 """
 
 import argparse
