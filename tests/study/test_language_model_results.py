@@ -53,6 +53,20 @@ def test_the_bounds_stood_at_the_ends_of_their_ranges():
     assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in RESULTS
 
 
+def test_sixteen_updates_on_the_stack_and_in_the_loop():
+    held_out = [values(f"{name}_4_epochs", "val-core/bapo/sort/acc/mean@1") for name in ("grpo", "bapo")]
+    said = "went from {:.2f} to {:.2f} with GRPO and from {:.2f} to {:.2f} with BAPO"
+    assert said.format(*held_out[0], *held_out[1]) in RESULTS
+    clipped = [100 * values("grpo_4_epochs", f"actor/bapo/clipfrac_{sign}")[0] for sign in ("positive", "negative")]
+    assert "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens. The".format(*clipped) in RESULTS
+    loop = [pd.read_parquet(RAW / f"grpo-epochs-1e-5-seed{seed}.parquet").iloc[:16] for seed in (1, 2)]
+    said = (
+        "first 16 updates of GRPO at {:.2f} and {:.2f} with two seeds, and clipped {:.1f} and {:.1f} % of the positive"
+    )
+    rewards = [rows["held_out_reward"].iloc[-1] for rows in loop]
+    assert said.format(*rewards, *(100 * rows["clipfrac_positive"].mean() for rows in loop)) in RESULTS
+
+
 def test_the_clip_report():
     report = json.loads((RAW / "clip_report.json").read_text())
     assert report["dump"]["updates"] == 24
