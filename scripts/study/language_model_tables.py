@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet
 from scipy import stats
 
 from scripts.study.language_model import COMPARED, ROWS, Run, is_complete
@@ -47,12 +48,19 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
     ``reward``, the plan's outcome, is the mean of the held-out rewards after each rollout batch. ``difference`` is from
     GRPO with the same seed, ``half_width`` that of its 95 % interval by Student's t. Shares are means over the updates
     after the first on each rollout batch.
+
+    Raises:
+        ValueError: the runs of a seed started from different weights, which two machines may make by the same warm-up.
     """
     runs = runs or COMPARED
     complete = [run for run in runs if is_complete(run, folder / f"{run.name}.parquet")]
     methods = list(dict.fromkeys(run.method for run in runs))
     seeds = [seed for seed in {run.seed for run in runs} if sum(run.seed == seed for run in complete) == len(methods)]
     found = []
+    for seed in seeds:
+        paths = [folder / f"{run.name}.parquet" for run in complete if run.seed == seed]
+        if len({(pyarrow.parquet.read_schema(path).metadata or {}).get(b"weights") for path in paths}) > 1:
+            raise ValueError(f"The runs of seed {seed} started from different weights: make them again on one machine.")
     for run in complete:
         rows = pd.read_parquet(folder / f"{run.name}.parquet")
         later, held_out = rows[rows["place"] > 0], rows["held_out_reward"].dropna()
@@ -95,11 +103,12 @@ def print_tables(folder: Path = ROWS) -> None:
 
 
 def comparison_row(row) -> dict[str, str]:
-    """Format a row of the comparison."""
+    """Format a row of the comparison. One seed has no interval."""
+    interval = f" +- {row.half_width:.3f}" if row.seeds > 1 else ""
     return {
         "method": row.method,
         "held-out reward, mean over training": f"{row.reward:.3f}",
-        "minus GRPO's": f"{row.difference:+.3f} +- {row.half_width:.3f}",
+        "minus GRPO's": f"{row.difference:+.3f}{interval}",
         "at the end": f"{row.final_reward:.2f}",
         "entropy at the end": f"{row.entropy:.3f}",
         "failed": f"{row.failed} of {row.seeds}",

@@ -6,7 +6,7 @@
 A layout is a way to divide the work among ranks. Every layout makes the same three updates from the same weights and
 tokens, and then one with an infinite advantage in the share of its last data-parallel rank. The first run installs two
 packages into ``.megatron/``. ``tests/support/megatron.py`` says what this shows and what not. Each rank writes its
-results to ``<layout>/rank<N>.json`` in the folder, and its output to ``rank<N>.log`` beside it.
+results to ``<layout>/rank<N>.json`` and what it prints to ``<layout>/rank<N>.log``.
 """
 
 import argparse

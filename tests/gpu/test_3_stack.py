@@ -160,7 +160,7 @@ def test_a_language_model_learns(on_gpu, start, folder, tell):
 
 
 def test_two_runs_at_once(start, folder, rehearsal, tell):
-    """Each run has its own GPU and its own /tmp; without the latter the second run is refused."""
+    """Make two runs, each with its own GPU and its own /tmp."""
     if not rehearsal and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     apart = ("bash", "scripts/apart.sh")

@@ -94,6 +94,7 @@ def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
         tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
         rows = [row for row in draw_rows("x", 2) for _ in range(4)]
         rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+        rollouts.mask[:3, 2:] = False  # so that the parts differ in their tokens per response
         old = study.log_probs(network, rollouts)
         optimizer = torch.optim.SGD(network.parameters(), lr=10.0)
         found.append([study.update(network, optimizer, rollouts, old, method) for _ in range(3)])
@@ -142,7 +143,7 @@ def test_gspo_has_the_gradient_of_verls_loss_over_the_whole_mini_batch(model):
 
 
 def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
-    def write(run, held_out):
+    def write(run, held_out, weights="a"):
         rows = [
             {"rollout": at, "place": place, "held_out_reward": reward if place else None, "entropy": 0.1}
             | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
@@ -150,7 +151,7 @@ def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_pa
             for at, reward in enumerate(held_out)
             for place in (0, 1)
         ]
-        study.write_rows([vars(run) | row for row in rows], tmp_path / f"{run.name}.parquet", {})
+        study.write_rows([vars(run) | row for row in rows], tmp_path / f"{run.name}.parquet", {"weights": weights})
 
     runs = [replace(RUN, method=method, seed=seed) for seed in (1, 2, 3) for method in ("grpo", "bapo")]
     assert tables.comparison(tmp_path, runs).empty
@@ -166,3 +167,15 @@ def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_pa
     assert found.loc["bapo", "half_width"] == pytest.approx(12.706 * differences.std().item() / 2**0.5, rel=1e-4)
     assert list(found["failed"]) == [0, 1]  # the second run of bapo ended below the warmed-up model
     assert list(found["met"]) == [1, 1] and list(found["out_of_reach"]) == [0, 0]  # updates after the first on a batch
+
+    write(runs[-1], (0.5, 0.5), weights="b")
+    with pytest.raises(ValueError, match="The runs of seed 3 started from different weights"):
+        tables.comparison(tmp_path, runs)
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    row = pd.DataFrame([{"method": "bapo", "reward": 0.5, "difference": 0.1, "half_width": float("nan"), "seeds": 1}])
+    names = ("final_reward", "entropy", "without_gradient_positive", "without_gradient_negative")
+    shares = dict.fromkeys((*names, "met", "moved", "out_of_reach"), 0.0)
+    (row,) = row.assign(failed=0, **shares).itertuples()
+    assert tables.comparison_row(row)["minus GRPO's"] == "+0.100"

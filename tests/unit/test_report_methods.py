@@ -77,9 +77,8 @@ def test_a_factor_is_autograd_of_verls_own_loss(case, spread, level):
     loss_mode, settings = case[0], CASES[case]
     batch = make(spread, level=level)
     without = None if spread == 0.02 else loss_mode != "cispo"
-    factor = loss_of_run({"loss_mode": loss_mode, **settings}).in_update(
-        None, 0
-    )  # fixed bounds do not need the statistics
+    # Fixed bounds do not need the statistics, so there are none.
+    factor = loss_of_run({"loss_mode": loss_mode, **settings}).in_update(None, 0)
     check(factor(tokens_of(*batch)), autograd_of_verl(loss_mode, batch, settings), without)
 
 
