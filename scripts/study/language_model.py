@@ -2,19 +2,25 @@
 """Run the study on the language model. A run can be stopped at any time and resumed by its name.
 
     .venv/bin/python -m scripts.study.language_model list
-    .venv/bin/python -m scripts.study.language_model run grpo-epochs-1e-5-seed1 [--threads 2]
+    .venv/bin/python -m scripts.study.language_model run [NAME ...] [--threads 1]
     .venv/bin/python -m scripts.study.language_model table
+    MODEL_PATH=/models/mine .venv/bin/python -m scripts.study.language_model run
 
-Model and task come from ``recipe/bapo/language_model``; make them first. After each rollout batch a run writes its rows
-to docs/results/language_model/NAME.parquet, and its state (weights, optimizer, generator) to .cache/study/NAME.pt. The
-state has about 2 GB and is removed when the run is complete. The same command resumes a stopped run, and does nothing
-for a complete one. The plan is docs/dev/plan_language_model.md.
+``run`` makes all planned runs that are not complete, one after the other, or those that you name. It uses a GPU if
+there is one (not tried yet; VERL_PLATFORM=cpu prevents it). On a CPU start it once for each core, with ``--threads 1``:
+no two processes make the same run. Task and model come from ``recipe/bapo/language_model``. With MODEL_PATH another
+model is warmed up for the same task and trained; its rows go to runs/study/MODEL.
 
-As in ``scripts.study.loop``, one model samples and trains in float32 in one process, and the old log-probs are the
-trainer's own. An update is split into micro-batches, because the logits of a mini-batch would take gigabytes.
+After each rollout batch a run writes its rows to docs/results/language_model/NAME.parquet, and its state (weights,
+optimizer, generator) to .cache/study/NAME.pt. The state has 12 bytes a weight and is removed when the run is complete.
+The same command resumes a stopped run. The plan is docs/dev/plan_language_model.md.
+
+As in ``scripts.study.loop``, one model samples and trains in one process, and the old log-probs are the trainer's own.
+An update is split into micro-batches, because the logits of a mini-batch would take gigabytes.
 """
 
 import argparse
+import fcntl
 import hashlib
 import math
 import os
@@ -34,17 +40,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo import find_clip_bounds
 from bapo.bounds import read_values
-from recipe.bapo.language_model import cache
 from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_rows
-from scripts.study.loop import Rollouts, log_probs_of
+from scripts.study.loop import Rollouts, log_probs_from
 from scripts.study.methods import VERL, Tokens, config_of, loss_of
+from scripts.study.warmed_up_model import device_of_this_machine, warmed_up_model
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
 PROMPTS, SAMPLES = 8, 8  # prompts of an update, and responses to each
 MICRO_BATCH = 16  # responses in one forward
 SAMPLED_AT_ONCE = 128
-HELD_OUT = 128  # items, each answered once after every rollout batch
+HELD_OUT = 512  # items, each answered once before training and after every rollout batch
 DUAL_CLIP = 3.0
 # Mini-batches of a rollout batch, and epochs on it. Both make 16 updates on each rollout batch.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
@@ -52,13 +58,24 @@ SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of one run. It makes ``16 * rollouts`` updates."""
+    """The settings of one run.
+
+    Attributes:
+        method: the name of a file in configs/method, or of a loss of verl in ``scripts.study.methods``.
+        source: a key of ``SOURCES``.
+        learning_rate: learning rate of AdamW, constant.
+        seed: seed of the prompts and of the sampling.
+        rollouts: number of rollout batches; each has 16 updates.
+        precision: ``float32``, or ``bfloat16`` for verl's autocast: the weights stay in float32, matrices are
+            multiplied in bfloat16.
+    """
 
     method: str
     source: str
     learning_rate: str
     seed: int
     rollouts: int = 6
+    precision: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -67,41 +84,57 @@ class Run:
 
 
 # Stage (a): measure how much is clipped, and how often rho is below the target, at each source of staleness.
-MEASURED = [Run("grpo", source, "1e-5", 1) for source in SOURCES]
+MEASURED = [Run("grpo", "epochs", "1e-5", 1, precision="float32"), Run("grpo", "batches", "1e-5", 1)]
 # Stage (b): compare methods. All methods of a seed come before the next seed, so that whole blocks can be compared.
 METHODS = ("grpo", "high_only", "bapo", "gspo")
-COMPARED = [Run(method, "epochs", "1e-5", seed, rollouts=4) for seed in (2, 3, 4, 5) for method in METHODS]
-PLANNED = MEASURED + COMPARED
+COMPARED = [Run(method, "epochs", "1e-5", seed, rollouts=4) for seed in range(11, 17) for method in METHODS]
+# The two runs that stage (b) had made before it changed to bfloat16.
+EARLIER = [
+    Run("grpo", "epochs", "1e-5", 2, rollouts=4, precision="float32"),
+    Run("high_only", "epochs", "1e-5", 2, rollouts=2, precision="float32"),
+]
+PLANNED = EARLIER + MEASURED + COMPARED
 
 
 @torch.no_grad()
 def sample(model, tokenizer, rows: list[dict], generator: torch.Generator) -> Rollouts:
     """Sample one response to each row's prompt, at temperature 1. All prompts have the same number of tokens."""
-    prompts = torch.tensor([tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows])
+    prompts = [tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows]
+    prompts = torch.tensor(prompts, device=model.device)
     parts = [_respond(model, tokenizer, part, generator) for part in prompts.split(SAMPLED_AT_ONCE)]
     responses, mask = (torch.cat(planes) for planes in zip(*parts, strict=True))
     texts = [tokenizer.decode(ids[there], skip_special_tokens=True) for ids, there in zip(responses, mask, strict=True)]
     rewards = [
         compute_score("", text, row["reward_model"]["ground_truth"]) for text, row in zip(texts, rows, strict=True)
     ]
-    return Rollouts(torch.cat([prompts, responses], 1), mask, torch.tensor(rewards), prompts.shape[1])
+    rewards = torch.tensor(rewards, device=model.device)
+    return Rollouts(torch.cat([prompts, responses], 1), mask, rewards, prompts.shape[1])
 
 
 def _respond(model, tokenizer, prompts, generator):
     """Sample tokens, and return them with their mask, both ``(B, MAX_RESPONSE)``."""
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    tokens = torch.full((len(prompts), MAX_RESPONSE), pad)
+    tokens = prompts.new_full((len(prompts), MAX_RESPONSE), pad)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
-    done = torch.zeros(len(prompts), dtype=torch.bool)
+    done = mask[:, 0].clone()
     output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
     for place in range(MAX_RESPONSE):
-        token = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator).squeeze(1)
+        chances = output.logits[:, -1].float().softmax(-1)
+        token = torch.multinomial(chances, 1, generator=generator).squeeze(1)
         tokens[:, place], mask[:, place] = token.masked_fill(done, pad), ~done
         done = done | (token == end)
         if done.all():
             break
         output = model(input_ids=tokens[:, place, None], past_key_values=output.past_key_values, use_cache=True)
     return tokens, mask
+
+
+def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+    """Compute log-prob and entropy of each response token, in nats, both ``(B, T)`` float32."""
+    responses = rollouts.ids[:, rollouts.prompt_length :]
+    # Logits of the prompt are not needed, and the output layer is a fifth of the work.
+    logits = model(input_ids=rollouts.ids, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
+    return log_probs_from(logits.float(), responses)
 
 
 @torch.no_grad()
@@ -116,7 +149,7 @@ def _micro_batches(rollouts):
 
 def advantages_of(rollouts: Rollouts) -> Tensor:
     """Compute verl's group-relative advantages ``(B, T)``. The responses of a group must be consecutive."""
-    scores = torch.zeros(rollouts.mask.shape)
+    scores = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
     scores[:, -1] = rollouts.rewards  # verl adds up the scores of a response's tokens
     groups = np.arange(len(rollouts.ids)) // SAMPLES
     return compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)[0]
@@ -132,7 +165,7 @@ def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> di
     """
     advantages, mask = advantages_of(rollouts), rollouts.mask
     low, high = bounds_of(model, rollouts, old, advantages, method)
-    bounds = {"low": torch.tensor([low]), "high": torch.tensor([high])}
+    bounds = {"low": old.new_tensor([low]), "high": old.new_tensor([high])}
     now, entropies, idle = [], [], []
     optimizer.zero_grad()
     for part in _micro_batches(rollouts):
@@ -195,11 +228,17 @@ class Training:
         torch.manual_seed(run.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        device = device_of_this_machine()
+        self.model.to(device)
+        if run.precision == "bfloat16":
+            # One context for each forward: autocast keeps the converted weights until its context ends, so in a longer
+            # one an optimizer step would not be seen.
+            self.model.forward = torch.autocast(device.type, torch.bfloat16)(self.model.forward)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=float(run.learning_rate), weight_decay=0.01)
-        self.generator = torch.Generator().manual_seed(run.seed)
+        self.generator = torch.Generator(device).manual_seed(run.seed)
         self.rows: list[dict] = []
         if state.exists():
-            kept = torch.load(state)
+            kept = torch.load(state, map_location="cpu")
             self.model.load_state_dict(kept["model"])
             self.optimizer.load_state_dict(kept["optimizer"])
             self.generator.set_state(kept["generator"])
@@ -213,6 +252,7 @@ class Training:
     def train_on_one_batch(self) -> None:
         """Sample a rollout batch, make its updates, measure the held-out reward, and save the state."""
         number, (mini_batches, epochs) = self.rollouts_done, SOURCES[self.run.source]
+        before = self._held_out_reward(torch.Generator(self.model.device).manual_seed(0)) if number == 0 else None
         # The prompts of a rollout batch depend only on seed and number, so all methods get the same.
         items = list(draw_rows(f"study-{self.run.seed}-{number}", PROMPTS * mini_batches))
         rollouts = sample(self.model, self.tokenizer, [row for row in items for _ in range(SAMPLES)], self.generator)
@@ -223,9 +263,14 @@ class Training:
             measured = update(self.model, self.optimizer, rollouts.rows(parts[part]), old[part], self.run.method)
             place_of = {"rollout": number, "update": len(self.rows), "place": place, "epoch": place // mini_batches}
             self.rows.append(vars(self.run) | place_of | measured | {"seconds": time.monotonic() - began})
-        held_out = sample(self.model, self.tokenizer, list(draw_rows("held-out", HELD_OUT)), self.generator)
-        self.rows[-1]["held_out_reward"] = held_out.rewards.mean().item()
+        if number == 0:
+            self.rows[0]["held_out_before"] = before
+        self.rows[-1]["held_out_reward"] = self._held_out_reward(self.generator)
         self.keep()
+
+    def _held_out_reward(self, generator):
+        items = list(draw_rows("held-out", HELD_OUT))
+        return sample(self.model, self.tokenizer, items, generator).rewards.mean().item()
 
     def keep(self) -> None:
         """Write the state in one piece, so that a kill leaves the old or the new one."""
@@ -255,12 +300,26 @@ def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path =
     if is_complete(run, path):
         print(f"{name} is complete: {path}")
         return
-    training = Training(run, model_folder, states / f"{name}.pt")
+    states.mkdir(parents=True, exist_ok=True)
+    with (states / f"{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{name} is made by another process.")
+            return
+        if not is_complete(run, path):  # another process may have completed it by now
+            _train_to_the_end(run, model_folder, path, states)
+        Path(lock.name).unlink()
+
+
+def _train_to_the_end(run, model_folder, path, states):
+    training, name = Training(run, model_folder, states / f"{run.name}.pt"), run.name
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     about = {"command": f"python -m scripts.study.language_model run {name}", "commit": commit}
     with (model_folder / "model.safetensors").open("rb") as weights:
         about["weights"] = hashlib.file_digest(weights, "sha256").hexdigest()
     about |= {"model": model_folder.parent.name, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
+    about["device"] = str(training.model.device)
     while training.rollouts_done < run.rollouts:
         training.train_on_one_batch()
         print(line_of(training), flush=True)
@@ -292,22 +351,25 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="for `run`: names (default: all planned runs, one by one)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
+    given = os.environ.get("MODEL_PATH")
+    rows, states = (Path("runs/study") / Path(given).name, STATES / Path(given).name) if given else (ROWS, STATES)
     if arguments.part == "table":
         from scripts.study.language_model_tables import print_tables
 
-        print_tables()
+        print_tables(rows)
         return 0
     if arguments.part == "list":
         for run in PLANNED:
-            print("complete" if is_complete(run, ROWS / f"{run.name}.parquet") else "to do   ", run.name)
+            print("complete" if is_complete(run, rows / f"{run.name}.parquet") else "to do   ", run.name)
         return 0
-    folder = cache.folder_of({})
-    if not folder.exists():
-        print("Error: the language model is not made yet: python -m recipe.bapo.language_model", file=sys.stderr)
-        return 1
     torch.set_num_threads(arguments.threads)
+    try:
+        folder = warmed_up_model(given)
+    except (ValueError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
     for name in arguments.names or [run.name for run in PLANNED]:
-        run_by_name(name, folder / "model")
+        run_by_name(name, folder, rows, states)
     return 0
 
 

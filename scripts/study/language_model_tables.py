@@ -11,7 +11,6 @@ from scripts.study.language_model import COMPARED, ROWS, Run, is_complete
 from scripts.study.methods import config_of
 
 TARGET = config_of("bapo").positive_contribution_target
-WARMED_UP = 0.41  # share of right answers before training, from the warm-up's made.json
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
@@ -24,9 +23,11 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
     later = rows[rows["place"] > 0]
     outcomes = search_outcomes(later)
     held_out, means = rows["held_out_reward"].dropna(), later.mean(numeric_only=True)
-    run = Run(**rows[list(Run.__dataclass_fields__)].iloc[0])
+    settings = {"precision": "float32"} | rows.iloc[0].to_dict()  # the first runs have no column for the precision
+    run = Run(**{name: settings[name] for name in Run.__dataclass_fields__})
     return {
         "run": f"`{run.name}`",
+        "precision": run.precision,
         "updates": str(len(rows)),
         "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
         "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
@@ -71,7 +72,7 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
                 "reward": held_out.mean(),
                 "final_reward": held_out.iloc[-1],
                 "entropy": rows["entropy"].iloc[-16:].mean(),
-                "failed": held_out.iloc[-1] < max(WARMED_UP, held_out.max() / 2),
+                "failed": held_out.iloc[-1] < max(rows["held_out_before"].iloc[0], held_out.max() / 2),
                 **later[["without_gradient_positive", "without_gradient_negative"]].mean(),
                 **search_outcomes(later),
             }

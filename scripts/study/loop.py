@@ -111,8 +111,12 @@ def sample(model, tokenizer, pairs: list[tuple[int, int]], generator: torch.Gene
 def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     """Compute log-prob and entropy of each response token, in nats, both ``(B, T)``."""
     logits = model(input_ids=rollouts.ids).logits[:, rollouts.prompt_length - 1 : -1]
+    return log_probs_from(logits, rollouts.ids[:, rollouts.prompt_length :])
+
+
+def log_probs_from(logits: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what ``log_probs_of`` returns from logits ``(B, T, V)`` and response tokens ``(B, T)``."""
     log_probs = logits.log_softmax(-1)
-    responses = rollouts.ids[:, rollouts.prompt_length :]
     chosen = log_probs.gather(-1, responses[..., None]).squeeze(-1)
     with torch.no_grad():
         entropy = -(log_probs.exp() * log_probs).sum(-1)

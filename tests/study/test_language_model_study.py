@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 import pyarrow.parquet
@@ -12,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from recipe.bapo.language_model.shape import write_shape
 from recipe.bapo.language_model.task import draw_rows
+from recipe.bapo.language_model.warm_up import Settings
 from scripts.study import language_model as study
 from scripts.study import language_model_tables as tables
-from scripts.study.loop import log_probs_of
+from scripts.study import warmed_up_model
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
 
@@ -49,11 +51,16 @@ def rows_of(folder):
     return pd.read_parquet(folder / f"{RUN.name}.parquet").drop(columns="seconds")
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkeypatch, precision):
+    monkeypatch.setattr(study, "PLANNED", [replace(RUN, precision=precision)])
     study.run_by_name(RUN.name, model, tmp_path / "whole", tmp_path / "states")
     whole = rows_of(tmp_path / "whole")
     assert list(whole["update"]) == list(range(8)) and list(whole["epoch"]) == [0, 0, 1, 1] * 2
     assert whole["held_out_reward"].notna().sum() == 2 and (whole["grad_norm"] > 0).any()
+    assert list(whole["held_out_before"].notna()) == [True] + [False] * 7
+    # The old log-probs are those of the first update's own forward, and every later forward has the updated weights.
+    assert whole["effective_sample_size"][0] == 1 and (whole["effective_sample_size"][[2, 3, 6, 7]] < 1).all()
     assert not list((tmp_path / "states").iterdir())
 
     def stop(training):
@@ -66,6 +73,43 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
     assert not (tmp_path / "parts").exists() and (tmp_path / "states" / f"{RUN.name}.pt").exists()
     study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
     pd.testing.assert_frame_equal(rows_of(tmp_path / "parts"), whole)
+
+
+def test_bfloat16_rounds_the_forward_but_not_the_weights(model, tmp_path):
+    trainings = []
+    for precision in ("float32", "bfloat16"):
+        trainings.append(study.Training(replace(RUN, precision=precision), model, tmp_path / precision))
+        trainings[-1].train_on_one_batch()
+    norms = [training.rows[0]["grad_norm"] for training in trainings]
+    assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.1)
+    weights = next(trainings[1].model.parameters())
+    assert weights.dtype == torch.float32 and not torch.equal(weights, weights.bfloat16().float())
+
+
+def test_two_processes_do_not_make_the_same_run(model, tmp_path, monkeypatch, capsys):
+    make = study._train_to_the_end
+
+    def start_again(*arguments):
+        study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")  # as a second process would
+        make(*arguments)
+
+    monkeypatch.setattr(study, "_train_to_the_end", start_again)
+    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    assert f"{RUN.name} is made by another process." in capsys.readouterr().out
+    assert len(rows_of(tmp_path)) == 8 and not list((tmp_path / "states").iterdir())
+
+
+def test_another_model_is_warmed_up_first(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BAPO_CACHE", str(tmp_path))
+    monkeypatch.setattr(warmed_up_model, "Settings", partial(Settings, steps=2, rows=2, samples=2))
+    with pytest.raises(ValueError, match="run python -m recipe.bapo.language_model"):
+        warmed_up_model.warmed_up_model(None)
+    folder = warmed_up_model.warmed_up_model(str(model))
+    assert "0% of 2 sampled answers are right" in capsys.readouterr().err
+    weights = [next(AutoModelForCausalLM.from_pretrained(at).parameters()) for at in (folder, model)]
+    assert not torch.equal(*weights) and AutoTokenizer.from_pretrained(folder).pad_token
+    assert warmed_up_model.warmed_up_model(str(model)) == folder
+    assert "Warmed up" not in capsys.readouterr().err  # it was kept
 
 
 def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
@@ -127,7 +171,7 @@ def test_gspo_has_the_gradient_of_verls_loss_over_the_whole_mini_batch(model):
     network.zero_grad()
     loss, _ = get_policy_loss_fn("gspo")(
         old,
-        log_probs_of(network, rollouts)[0],
+        study.log_probs_of(network, rollouts)[0],
         study.advantages_of(rollouts),
         rollouts.mask.float(),
         loss_agg_mode="seq-mean-token-mean",
@@ -146,6 +190,7 @@ def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_pa
     def write(run, held_out, weights="a"):
         rows = [
             {"rollout": at, "place": place, "held_out_reward": reward if place else None, "entropy": 0.1}
+            | {"held_out_before": None if at or place else 0.41}
             | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
             | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 0)}
             for at, reward in enumerate(held_out)
