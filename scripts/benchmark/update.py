@@ -44,18 +44,6 @@ def seconds_of(call):
     return time.perf_counter() - begin
 
 
-def seconds_of_updates(actor, data, rounds):
-    """Return the median seconds of an update with the extra forward, and of one without (marked as on-policy)."""
-    seconds = {"with the extra forward": [], "without": []}
-    for number in range(rounds + 1):
-        for name, of_name in seconds.items():
-            actor.on_policy_update = name == "without"
-            taken = seconds_of(lambda: actor.train_batch(data.copy()))
-            if number > 0:  # the first round warms up
-                of_name.append(taken)
-    return {name: median(of_name) for name, of_name in seconds.items()}
-
-
 def make_actors(folder, layers, hidden, platform):
     """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config.
 

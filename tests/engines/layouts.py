@@ -243,13 +243,18 @@ def run_layouts(folder: Path, word: str = "") -> dict:
         results[name] = results_of(folder, name, run_ranks(function, folder, name, size))
         print_rows(name, results[name])
 
+    def run_reference(name):
+        if reference_of(name) not in results:
+            run(make_reference, reference_of(name), 1)
+
     for name, (size, _) in LAYOUTS.items():
         if word in name:
-            if reference_of(name) not in results:
-                run(make_reference, reference_of(name), 1)
+            run_reference(name)
             run(make_layout, name, size)
     if word in EXACT_SCOPE:
+        run_reference(EXACT_SCOPE)  # it writes the model
         results[EXACT_SCOPE] = run_ranks(refuse_exact_scope, folder, EXACT_SCOPE, 2)
+        print(f"\n{EXACT_SCOPE}: {results[EXACT_SCOPE][0]['error']}")
     (folder / "results.json").write_text(json.dumps(results))
     return results
 

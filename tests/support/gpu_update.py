@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -124,12 +125,24 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
         "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
     }
     if repeats:
-        from scripts.benchmark.update import seconds_of_updates
-
         seen["seconds"] = seconds_of_updates(actor, data, repeats)
     seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
     return seen
+
+
+def seconds_of_updates(actor, data, rounds):
+    """Return the median seconds of an update with the extra forward, and of one without (marked as on-policy)."""
+    from scripts.benchmark.update import seconds_of
+
+    seconds = {"with the extra forward": [], "without": []}
+    for number in range(rounds + 1):
+        for name, of_name in seconds.items():
+            actor.on_policy_update = name == "without"
+            taken = seconds_of(lambda: actor.train_batch(data.copy()))
+            if number > 0:  # the first round warms up
+                of_name.append(taken)
+    return {name: median(of_name) for name, of_name in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ or export weights to a rollout engine. The versions are those in ``PACKAGES``.
 It changes the process in which it is used. ``tests/engines/layouts.py`` uses it in processes of its own.
 """
 
+import importlib
 import os
 import re
 import subprocess
@@ -71,6 +72,7 @@ def install_packages() -> None:
         command = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--python", sys.executable]
         subprocess.run([*command, "--target", FOLDER, *PACKAGES], check=True)
         done.write_text("\n".join(PACKAGES))
+        importlib.invalidate_caches()  # Python remembers that the folder was not there when it was put on the path
 
 
 def make_megatron_actor(overrides, rank, size, port, config_name="ppo_megatron_trainer"):
