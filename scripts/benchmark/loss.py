@@ -60,12 +60,10 @@ def make_losses(batch) -> dict[str, Callable[[], object]]:
         "vanilla": partial(step, compute_policy_loss_vanilla, PolicyLossConfig())
     }
     for kind in ("value", "gradient"):
-        switches = {"positive_contribution_target": 0.99, "contribution": kind}
-        ours = BAPOPolicyLossConfig(**switches)
+        options = {"positive_contribution_target": 0.99, "contribution": kind}
+        ours = BAPOPolicyLossConfig(**options)
         losses[f"bapo, {kind}"] = partial(step, compute_policy_loss_bapo, ours)
-        losses[f"its search, {kind}"] = partial(
-            find_clip_bounds, *batch, BAPOConfig(**switches), clip_ratio_c=DUAL_CLIP
-        )
+        losses[f"its search, {kind}"] = partial(find_clip_bounds, *batch, BAPOConfig(**options), clip_ratio_c=DUAL_CLIP)
     return losses
 
 

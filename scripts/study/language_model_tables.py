@@ -7,10 +7,12 @@ import pandas as pd
 import pyarrow.parquet
 from scipy import stats
 
-from scripts.study.language_model import COMPARED, ROWS, Run, is_complete
+from scripts.study.language_model import COMPARED, EARLIER, MEASURED, ROWS, Run, is_complete
 from scripts.study.methods import config_of
 
 TARGET = config_of("bapo").positive_contribution_target
+HELD_OUT = "held-out reward by rollout batch"
+SHORT = ("run", "precision", "updates", "clipped, A > 0", "clipped, A < 0", "entropy, first and last", HELD_OUT)
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
@@ -39,7 +41,7 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         "effective sample size": f"{means['effective_sample_size']:.3f}",
         "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
         "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
-        "held-out reward by rollout batch": ", ".join(f"{reward:.2f}" for reward in held_out),
+        HELD_OUT: ", ".join(f"{reward:.2f}" for reward in held_out),
     }
 
 
@@ -95,12 +97,20 @@ def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
 
 
 def print_tables(folder: Path = ROWS) -> None:
-    """Print a row for each started run, and the comparison of methods, as Markdown."""
-    print_markdown([table_row(pd.read_parquet(path)) for path in sorted(folder.glob("*.parquet"))])
+    """Print the runs of stage (a), the comparison of stage (b), and each run of stage (b), as Markdown."""
+    print_markdown(rows_of(MEASURED, folder))
     compared = comparison(folder).reset_index()
     if len(compared):
         print()
         print_markdown([comparison_row(row) for row in compared.itertuples()])
+    print()
+    print_markdown([{name: row[name] for name in SHORT} for row in rows_of(COMPARED + EARLIER, folder)])
+
+
+def rows_of(runs: list[Run], folder: Path) -> list[dict[str, str]]:
+    """Return the row of each run that has a file."""
+    paths = [folder / f"{run.name}.parquet" for run in runs]
+    return [table_row(pd.read_parquet(path)) for path in paths if path.exists()]
 
 
 def comparison_row(row) -> dict[str, str]:

@@ -104,8 +104,8 @@ def verl_settings(method: str):
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    base, _, switches = method.partition("@")
-    changed = {key: float(value) for key, _, value in (switch.partition("=") for switch in switches.split(",")) if key}
+    base, _, options = method.partition("@")
+    changed = {key: float(value) for key, _, value in (option.partition("=") for option in options.split(",")) if key}
     needed = dict(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True)  # no loss reads these
     return get_policy_loss_fn(base), ActorConfig(**needed, **VERL[base] | changed)
 
@@ -131,12 +131,12 @@ def verl_loss(method: str, tokens: Tokens) -> Tensor:
 @functools.cache
 def config_of(method: str) -> BAPOConfig:
     """Load the options of a method that has a file in configs/method."""
-    name, _, switches = method.partition("@")
+    name, _, options = method.partition("@")
     files = ["bapo", name]  # every other file inherits bapo.yaml
     values = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "method" / f"{file}.yaml") for file in files))
     values = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
-    for switch in filter(None, switches.split(",")):
-        key, _, value = switch.rpartition("=")
+    for option in filter(None, options.split(",")):
+        key, _, value = option.rpartition("=")
         values[key or "positive_contribution_target"] = float(value)
     return BAPOConfig(**values)
 

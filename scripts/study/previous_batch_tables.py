@@ -257,7 +257,7 @@ def print_tables(path: Path = TABLE) -> None:
     frame = read_table(path)
     failing = against(frame, PARTIAL_128, LAGGED, measure="failing")
     lines = ["## Speed: the declared tests", "", *got_there_table(frame)]
-    lines += ["## Speed: beside it, the other sources of bounds", "", *speed_table(frame)]
+    lines += ["## Speed with other sources of bounds", "", *speed_table(frame)]
     lines += ["## Failed runs", ""]
     if len(failing):
         verdicts = [f"{name}: {'yes' if holds else 'no'}" for name, holds in failing_verdicts(failing).items()]

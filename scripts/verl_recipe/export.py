@@ -62,7 +62,7 @@ def export(folder: Path) -> Path:
         shutil.copy(OWN / name, target / name)
     shutil.copy(RECIPE / "REQUIRED_VERL.txt", target / "REQUIRED_VERL.txt")
     frame = (OWN / "bapo_trainer.yaml").read_text()
-    (target / "config" / "bapo_trainer.yaml").write_text(frame.replace(MARK, switches_with_comments()))
+    (target / "config" / "bapo_trainer.yaml").write_text(frame.replace(MARK, options_with_comments()))
     (target / "ruff.toml").write_text(COLLECTIONS_STYLE)
     subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "--fix", target], check=True)
     subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--quiet", target], check=True)
@@ -80,7 +80,7 @@ def with_relative_imports(text: str, package: str) -> str:
     return re.sub(r"^from recipe\.bapo\.", f"from {up}", text, flags=re.M)
 
 
-def switches_with_comments() -> str:
+def options_with_comments() -> str:
     """Return the text of the block ``policy_loss`` of our config."""
     text = (RECIPE / "config" / "bapo_trainer.yaml").read_text()
     return re.search(r"^    policy_loss:\n(?:      .*\n)+", text, re.M).group()

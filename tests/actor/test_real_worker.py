@@ -55,7 +55,7 @@ def stock_updates(rank, size, port, task, folder):
             f"{LOSS}.loss_mode=bapo",
             f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
             f"+{LOSS}.bounds_record_dir='{record}'",
-            *(f"++{switch}" if "policy_loss" in switch else switch for switch in (*COMMON, *cut_of(name, size))),
+            *(f"++{option}" if "policy_loss" in option else option for option in (*COMMON, *cut_of(name, size))),
         ]
         actor = make_actor(overrides, rank, size, port, stock=True)
         _, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))

@@ -40,8 +40,8 @@ def gradients(method, tokens, dual_clip=None):
 def test_a_loss_of_verl_is_its_own_function_run_by_run(method):
     tokens = random_tokens()
     loss, gradient = gradients(method, tokens)
-    base, _, switches = method.partition("@")
-    settings = VERL[base] | {key: float(value) for key, value in (s.split("=") for s in switches.split(",") if s)}
+    base, _, options = method.partition("@")
+    settings = VERL[base] | {key: float(value) for key, value in (s.split("=") for s in options.split(",") if s)}
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
     total = 0.0
     for run in range(RUNS):

@@ -31,7 +31,7 @@ def inputs(monkeypatch):
     monkeypatch.delenv("VERL_PLATFORM")
 
 
-def test_the_trainer_config_shows_every_switch_with_its_default():
+def test_the_trainer_config_shows_every_option_with_its_default():
     config = OmegaConf.load(ROOT / "recipe/bapo/config/bapo_trainer.yaml")
     shown = dict(config.actor_rollout_ref.actor.policy_loss)
     assert shown.pop("_target_") == f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}"
@@ -104,14 +104,14 @@ def test_a_method_is_what_the_table_says_under_every_size(method, size):
     assert found == documented
 
 
-def test_methods_set_switches_of_the_search_alone_and_all_of_them():
+def test_methods_set_options_of_the_search_alone_and_all_of_them():
     assert documented_methods().keys() == set(METHODS)
-    switches = {*BAPOConfig.__dataclass_fields__, "loss_mode"}
+    options = {*BAPOConfig.__dataclass_fields__, "loss_mode"}
     for method in METHODS:
         text = (ROOT / f"configs/method/{method}.yaml").read_text()
         assert text.startswith("# @package actor_rollout_ref.actor.policy_loss\n")
         shown = set(OmegaConf.create(text))
-        assert shown == switches if method == "bapo" else shown <= {*switches, "defaults"}
+        assert shown == options if method == "bapo" else shown <= {*options, "defaults"}
 
 
 def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():

@@ -37,7 +37,7 @@ def test_links_and_paths_lead_somewhere(page):
     assert not missing
 
 
-def test_every_switch_method_and_experiment_is_in_the_table():
+def test_every_option_method_and_experiment_is_in_the_table():
     text = (ROOT / "docs/configuration.md").read_text()
     for folder in ("method", "experiment"):
         for path in (ROOT / "configs" / folder).glob("*.yaml"):

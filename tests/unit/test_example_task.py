@@ -87,11 +87,11 @@ def test_every_stored_file_has_a_hash():
 
 
 def test_the_stored_runs_of_the_loop_are_of_the_examples_settings():
-    switches, settings = example_settings()
+    options, settings = example_settings()
     rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "example_loop.jsonl").read_text().splitlines()]
     assert len(rows) == 20
     for row in rows:
-        assert (row["switches"], row["settings"]) == (asdict(switches), asdict(settings))
+        assert (row["switches"], row["settings"]) == (asdict(options), asdict(settings))
     config = compose_in_groups("experiment=example", "size=cpu_example").actor_rollout_ref.actor
     assert config.clip_ratio_c == settings.dual_clip and config.optim.lr == settings.learning_rate
-    assert all(config.policy_loss[name] == value for name, value in asdict(switches).items())
+    assert all(config.policy_loss[name] == value for name, value in asdict(options).items())

@@ -167,11 +167,11 @@ def test_the_age_of_the_weights_where_the_files_have_it(tmp_path):
     assert [(row["age"], row["tokens"], row["clipped_by_grpo"]) for row in rows] == [(2, 2, 0.0), (6, 1, 1.0)]
 
 
-def switches(**changes):
+def options_of(**changes):
     return {"switches": json.dumps(vars(BAPOConfig(**changes)))}
 
 
-FIXED = switches(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
+FIXED = options_of(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
 EPSILONS = {"loss_mode": "vanilla", "clip_ratio_low": "0.2", "clip_ratio_high": "0.2"}
 
 
@@ -188,14 +188,14 @@ def test_the_verdict_is_about_the_bounds_of_the_run(tmp_path, metadata):
     ]
 
 
-@pytest.mark.parametrize("metadata, name", [(FIXED, "PPO's clip with fixed bounds"), (switches(), "bapo")])
+@pytest.mark.parametrize("metadata, name", [(FIXED, "PPO's clip with fixed bounds"), (options_of(), "bapo")])
 def test_the_loss_is_called_what_it_is(tmp_path, metadata, name):
     dump = report_on(plant(tmp_path, updates=[1], loss_mode="bapo", **metadata))["dump"]
     assert (dump["loss_mode"], dump["loss"]) == ("bapo", name)
 
 
 def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
-    metadata = switches(contribution="gradient", token_weight="uniform") | {"bound_scope": "micro_batch"}
+    metadata = options_of(contribution="gradient", token_weight="uniform") | {"bound_scope": "micro_batch"}
     verdict = report_on(plant(tmp_path, updates=[1], **metadata))["verdict"]
     assert verdict[0].startswith("This run's own loss (target 0.4, gradient, uniform, c_low 0.6 to 0.9, c_high 1.2 to")
     assert "leaves 56 % of" in verdict[0]
@@ -227,7 +227,7 @@ def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
     assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2]"]
     # With contribution=gradient P = 10, because c_high = 1.2 clips the other six tokens, and N = 4 + 12 + 20: without a
     # dual clip the tokens with r > 3 count, too.
-    own = switches(contribution="gradient", token_weight="uniform")
+    own = options_of(contribution="gradient", token_weight="uniform")
     for path in tmp_path.iterdir():
         save_file(load_file(path), path, metadata=own)
     assert report_on(tmp_path)["rho"][0]["before"] == close(10 / 46)
