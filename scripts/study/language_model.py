@@ -27,6 +27,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo import find_clip_bounds
@@ -48,7 +50,7 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
 PROMPTS, SAMPLES = 8, 8  # prompts of an update, and responses to each
-MICRO_BATCH = 16  # responses in one forward
+PROMPTS_AT_ONCE = 4  # prompts of a micro-batch, with all responses to them
 SAMPLED_AT_ONCE = 128
 HELD_OUT = 512  # items, each answered once before training and after every rollout batch
 DUAL_CLIP = 3.0
@@ -87,7 +89,12 @@ class Run:
 MEASURED = [Run("grpo", "epochs", "1e-5", 1, precision="float32"), Run("grpo", "batches", "1e-5", 1)]
 # Stage (b): compare methods. All methods of a seed come before the next seed, so that whole blocks can be compared.
 METHODS = ("grpo", "high_only", "bapo", "gspo")
-COMPARED = [Run(method, "epochs", "1e-5", seed, rollouts=4) for seed in range(11, 17) for method in METHODS]
+IN_FLOAT32 = (12, 13, 14)  # seeds made on a machine without processor instructions for bfloat16
+COMPARED = [
+    Run(method, "epochs", "1e-5", seed, rollouts=4, precision="float32" if seed in IN_FLOAT32 else "bfloat16")
+    for seed in range(11, 17)
+    for method in METHODS
+]
 # The two runs that stage (b) had made before it changed to bfloat16.
 EARLIER = [
     Run("grpo", "epochs", "1e-5", 2, rollouts=4, precision="float32"),
@@ -130,21 +137,30 @@ def _respond(model, tokenizer, prompts, generator):
 
 
 def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """Compute log-prob and entropy of each response token, in nats, both ``(B, T)`` float32."""
-    responses = rollouts.ids[:, rollouts.prompt_length :]
-    # Logits of the prompt are not needed, and the output layer is a fifth of the work.
-    logits = model(input_ids=rollouts.ids, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
-    return log_probs_from(logits.float(), responses)
+    """Compute log-prob and entropy of each response token, in nats, both ``(B, T)`` float32.
+
+    The ``SAMPLES`` responses to a prompt must be consecutive: their prompt is read once for all of them. Places after
+    the end of the longest response are 0.
+    """
+    longest = int(rollouts.mask.sum(1).max())
+    prompts, responses = rollouts.ids.split([rollouts.prompt_length, rollouts.mask.shape[1]], 1)
+    responses = responses[:, :longest]
+    read = model(input_ids=prompts[::SAMPLES], use_cache=True, logits_to_keep=1)
+    read.past_key_values.batch_repeat_interleave(SAMPLES)
+    logits = read.logits.repeat_interleave(SAMPLES, 0)
+    if longest > 1:
+        later = model(input_ids=responses[:, :-1], past_key_values=read.past_key_values)
+        logits = torch.cat([logits, later.logits], 1)
+    found = log_probs_from(logits.float(), responses)
+    log_prob, entropy = (functional.pad(plane, (0, rollouts.mask.shape[1] - longest)) for plane in found)
+    return log_prob, entropy
 
 
 @torch.no_grad()
 def log_probs(model, rollouts: Rollouts) -> Tensor:
-    """Compute log-probs of the response tokens ``(B, T)``, in the same micro-batches as training."""
-    return torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in _micro_batches(rollouts)])
-
-
-def _micro_batches(rollouts):
-    return torch.arange(len(rollouts.ids)).split(MICRO_BATCH)
+    """Compute log-probs of the response tokens ``(B, T)``."""
+    parts = torch.arange(len(rollouts.ids)).split(PROMPTS_AT_ONCE * SAMPLES)
+    return torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in parts])
 
 
 def advantages_of(rollouts: Rollouts) -> Tensor:
@@ -166,31 +182,43 @@ def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> di
     advantages, mask = advantages_of(rollouts), rollouts.mask
     low, high = bounds_of(model, rollouts, old, advantages, method)
     bounds = {"low": old.new_tensor([low]), "high": old.new_tensor([high])}
-    now, entropies, idle = [], [], []
-    optimizer.zero_grad()
-    for part in _micro_batches(rollouts):
-        log_prob, entropy = log_probs_of(model, rollouts.rows(part))
-        log_prob.retain_grad()
-        tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
-        # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
-        share = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
-        (loss_of(method, tokens, bounds, DUAL_CLIP) * share).backward()
-        now.append(log_prob.detach())
-        idle.append(log_prob.grad == 0)
-        entropies.append(entropy[mask[part]])
+    now, entropy, without_gradient = torch.zeros_like(old), torch.zeros_like(old), torch.ones_like(mask)
+    optimizer.zero_grad(set_to_none=False)  # without any advantages AdamW still makes its step, with a gradient of 0
+    for part, learns in micro_batches(advantages):
+        with torch.set_grad_enabled(learns):
+            log_prob, entropy[part] = log_probs_of(model, rollouts.rows(part))
+        now[part] = log_prob.detach()
+        if learns:
+            log_prob.retain_grad()
+            tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
+            # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
+            share = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
+            (loss_of(method, tokens, bounds, DUAL_CLIP) * share).backward()
+            without_gradient[part] = log_prob.grad == 0
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    measured = measures_of(old, torch.cat(now), advantages, mask)
-    without_gradient = torch.cat(idle)
-    return measured | {
+    return measures_of(old, now, advantages, mask) | {
         "low": low,
         "high": high,
         "without_gradient_positive": without_gradient[mask & (advantages > 0)].float().mean().item(),
         "without_gradient_negative": without_gradient[mask & (advantages < 0)].float().mean().item(),
         "reward": rollouts.rewards.mean().item(),
-        "entropy": torch.cat(entropies).mean().item(),
+        "entropy": entropy[mask].mean().item(),
         "grad_norm": grad_norm.item(),
     }
+
+
+def micro_batches(advantages: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the rows of each micro-batch, and whether its responses have a gradient.
+
+    If all responses to a prompt are right, or all wrong, their advantages are 0. They need no backward.
+    """
+    groups = torch.arange(len(advantages)).view(-1, SAMPLES)
+    learn = advantages.view(len(groups), -1).any(1).cpu()
+    for learns in (True, False):
+        for part in groups[learn == learns].split(PROMPTS_AT_ONCE):
+            if len(part):
+                yield part.flatten(), learns
 
 
 def bounds_of(model, rollouts: Rollouts, old: Tensor, advantages: Tensor, method: str) -> tuple[float, float]:

@@ -8,9 +8,7 @@ import pyarrow.parquet
 from scipy import stats
 
 from scripts.study.language_model import COMPARED, EARLIER, MEASURED, ROWS, Run, is_complete
-from scripts.study.methods import config_of
 
-TARGET = config_of("bapo").positive_contribution_target
 HELD_OUT = "held-out reward by rollout batch"
 SHORT = ("run", "precision", "updates", "clipped, A > 0", "clipped, A < 0", "entropy, first and last", HELD_OUT)
 
@@ -19,8 +17,8 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
     """Compute the plan's figures of a run.
 
     All but ``updates``, the entropy and the held-out reward are means over the updates after the first on each rollout
-    batch. ``below``, ``met``, ``moved`` and ``out of reach`` are shares of these updates: rho at [0.6, 1.2] was below
-    the target; BAPO's search would have found the target already met, met by moving the bounds, or out of reach.
+    batch. ``target met``, ``met by moving`` and ``out of reach`` are shares of these updates: BAPO's search would have
+    found the target already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach.
     """
     later = rows[rows["place"] > 0]
     outcomes = search_outcomes(later)
@@ -33,10 +31,9 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         "updates": str(len(rows)),
         "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
         "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
-        "rho": f"{means['bapo_positive_contribution_start']:.3f}",
-        "below": f"{(later['bapo_positive_contribution_start'] < TARGET).mean():.2f}",
-        "met": f"{outcomes['met']:.2f}",
-        "moved": f"{outcomes['moved']:.2f}",
+        "rho at [0.6, 1.2]": f"{means['bapo_positive_contribution_start']:.3f}",
+        "target met": f"{outcomes['met']:.2f}",
+        "met by moving": f"{outcomes['moved']:.2f}",
         "out of reach": f"{outcomes['out_of_reach']:.2f}",
         "effective sample size": f"{means['effective_sample_size']:.3f}",
         "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
@@ -98,7 +95,7 @@ def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
 
 def print_tables(folder: Path = ROWS) -> None:
     """Print the runs of stage (a), the comparison of stage (b), and each run of stage (b), as Markdown."""
-    print_markdown(rows_of(MEASURED, folder))
+    print_markdown(transposed(rows_of(MEASURED, folder)))
     compared = comparison(folder).reset_index()
     if len(compared):
         print()
@@ -111,6 +108,11 @@ def rows_of(runs: list[Run], folder: Path) -> list[dict[str, str]]:
     """Return the row of each run that has a file."""
     paths = [folder / f"{run.name}.parquet" for run in runs]
     return [table_row(pd.read_parquet(path)) for path in paths if path.exists()]
+
+
+def transposed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Turn a wide table of a few runs: a row for each figure, and a column for each run."""
+    return [{"run": figure} | {row["run"]: row[figure] for row in rows} for figure in list(rows[0])[1:]] if rows else []
 
 
 def comparison_row(row) -> dict[str, str]:

@@ -17,6 +17,8 @@ from recipe.bapo.language_model.warm_up import Settings
 from scripts.study import language_model as study
 from scripts.study import language_model_tables as tables
 from scripts.study import warmed_up_model
+from scripts.study.loop import log_probs_from
+from scripts.study.methods import Tokens, loss_of
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import ActorConfig
 
@@ -40,7 +42,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
     """Make the task easy: few short responses, of which those with an even number of characters are right."""
-    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "MICRO_BATCH": 4, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
+    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "PROMPTS_AT_ONCE": 1, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
         monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
     monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
@@ -119,11 +121,11 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     assert len(about[b"commit"]) == 40
     monkeypatch.setattr(tables, "MEASURED", [RUN])
     tables.print_tables(tmp_path)
-    header, _, row = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[-4:-1])
-    shown, rows = dict(zip(header, row, strict=True)), rows_of(tmp_path)
-    below = rows[rows["place"] > 0]["bapo_positive_contribution_start"] < 0.4
-    assert shown["below"] == f"{below.mean():.2f}" and shown["updates"] == "8"
-    assert sum(float(shown[share]) for share in ("met", "moved", "out of reach")) == pytest.approx(1, abs=0.011)
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    shown = dict(line for line in lines if len(line) == 2)
+    assert shown["run"] == f"`{RUN.name}`" and shown["updates"] == "8"
+    shares = ("target met", "met by moving", "out of reach")
+    assert sum(float(shown[share]) for share in shares) == pytest.approx(1, abs=0.011)
     monkeypatch.setattr(study, "Training", None)
     study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
     assert "is complete" in capsys.readouterr().out
@@ -131,25 +133,76 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
         study.run_by_name("other", model, tmp_path)
 
 
+def make_rollouts(model):
+    """Return a network, and four responses to each of three prompts. The first four are shorter, the last all right."""
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    rows = [row for row in draw_rows("x", 3) for _ in range(4)]
+    rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+    rollouts.mask[:4, 3:] = False
+    rollouts.rewards[8:] = 1.0
+    assert 0 < rollouts.rewards[:4].sum() < 4 and 0 < rollouts.rewards[4:8].sum() < 4
+    return network, rollouts
+
+
+def log_probs_without_groups(network, rollouts):
+    """Compute the log-probs by one forward of all prompts and responses."""
+    logits = network(input_ids=rollouts.ids).logits[:, rollouts.prompt_length - 1 : -1]
+    return log_probs_from(logits, rollouts.ids[:, rollouts.prompt_length :])
+
+
+def gradient_of(network):
+    return torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+
+
+def test_log_probs_of_a_group_are_those_of_its_whole_sequences(model):
+    network, rollouts = make_rollouts(model)
+    expected, entropies = log_probs_without_groups(network, rollouts)
+    torch.testing.assert_close(study.log_probs(network, rollouts)[rollouts.mask], expected[rollouts.mask])
+    found, entropy = study.log_probs_of(network, rollouts.rows(torch.arange(4)))
+    torch.testing.assert_close(entropy[:, :3], entropies[:4, :3])
+    assert (found[:, :3] != 0).all() and (found[:, 3:] == 0).all() and (entropy[:, 3:] == 0).all()
+
+
 @pytest.mark.parametrize("method", study.METHODS)
-def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
-    found = []
-    for micro_batch in (3, 8):
-        monkeypatch.setattr(study, "MICRO_BATCH", micro_batch)
-        tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-        rows = [row for row in draw_rows("x", 2) for _ in range(4)]
-        rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
-        rollouts.mask[:3, 2:] = False  # so that the parts differ in their tokens per response
-        old = study.log_probs(network, rollouts)
-        optimizer = torch.optim.SGD(network.parameters(), lr=10.0)
-        found.append([study.update(network, optimizer, rollouts, old, method) for _ in range(3)])
-    for whole, cut in zip(*found, strict=True):
-        assert cut == pytest.approx(whole, rel=1e-4, abs=1e-6)
-    first, _, last = found[0]
+def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
+    network, rollouts = make_rollouts(model)
+    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
+    scale = 2e-3 if method == "gspo" else 1.0  # some ratios are within the bounds, others are not
+    old, advantages = study.log_probs(network, rollouts) + scale * noise, study.advantages_of(rollouts)
+    measured = study.update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, method)
+    found = gradient_of(network)
+    network.zero_grad()
+    log_prob, entropy = log_probs_without_groups(network, rollouts)
+    tokens = Tokens(*(tensor[None] for tensor in (old, log_prob, advantages, rollouts.mask)))
+    bounds = {name: torch.tensor([measured[name]]) for name in ("low", "high")}
+    loss_of(method, tokens, bounds, study.DUAL_CLIP).backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    assert gradient_of(network).norm() > 0 and not advantages[8:].any()
+    torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
+    assert measured["entropy"] == pytest.approx(entropy[rollouts.mask].mean().item(), rel=1e-5)
+    assert 0 < measured["without_gradient_positive"] < 1
+
+
+def test_without_advantages_the_momentum_still_moves_the_weights(model):
+    network, rollouts = make_rollouts(model)
+    optimizer, old = torch.optim.AdamW(network.parameters(), lr=0.1), study.log_probs(network, rollouts)
+    study.update(network, optimizer, rollouts, old, "grpo")
+    before = next(network.parameters()).clone()
+    rollouts.rewards[:] = 1.0
+    assert study.update(network, optimizer, rollouts, old, "grpo")["grad_norm"] == 0
+    assert not torch.equal(next(network.parameters()), before)
+
+
+@pytest.mark.parametrize("method", study.METHODS)
+def test_an_update_measures_its_tokens(model, method):
+    network, rollouts = make_rollouts(model)
+    old, optimizer = study.log_probs(network, rollouts), torch.optim.SGD(network.parameters(), lr=10.0)
+    found = [study.update(network, optimizer, rollouts, old, method) for _ in range(3)]
+    first, _, last = found
     assert first["effective_sample_size"] == pytest.approx(1) and first["clipfrac_positive"] == 0  # every ratio is 1
     assert last["clipfrac_positive"] + last["clipfrac_negative"] > 0
     assert last["bapo_positive_contribution_start"] > 0
-    bounds = {(one["low"], one["high"]) for one in found[0]}
+    bounds = {(one["low"], one["high"]) for one in found}
     if method == "bapo":
         assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"])
     else:
@@ -160,19 +213,16 @@ def test_an_update_is_the_same_however_it_is_cut(model, monkeypatch, method):
         assert shares[0] == pytest.approx(clipped[0]) and shares[1] >= clipped[1] - 1e-6
 
 
-def test_gspo_has_the_gradient_of_verls_loss_over_the_whole_mini_batch(model):
-    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
-    rows = [row for row in draw_rows("x", 2) for _ in range(4)]
-    rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+def test_gspo_has_the_gradient_of_verls_own_loss(model):
+    network, rollouts = make_rollouts(model)
     noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
     old = study.log_probs(network, rollouts) + 2e-4 * noise  # some sequence ratios are within GSPO's narrow bounds
     study.update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, "gspo")
-    found = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-
+    found = gradient_of(network)
     network.zero_grad()
     loss, _ = get_policy_loss_fn("gspo")(
         old,
-        study.log_probs_of(network, rollouts)[0],
+        log_probs_without_groups(network, rollouts)[0],
         study.advantages_of(rollouts),
         rollouts.mask.float(),
         loss_agg_mode="seq-mean-token-mean",
@@ -182,9 +232,8 @@ def test_gspo_has_the_gradient_of_verls_loss_over_the_whole_mini_batch(model):
     )
     loss.backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-    expected = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-    assert expected.norm() > 0
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert gradient_of(network).norm() > 0
+    torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
 
 
 def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
