@@ -92,13 +92,15 @@ METHODS = ("grpo", "high_only", "bapo", "gspo")
 IN_FLOAT32 = (12, 13, 14)  # seeds made on a machine without processor instructions for bfloat16
 COMPARED = [
     Run(method, "epochs", "1e-5", seed, rollouts=4, precision="float32" if seed in IN_FLOAT32 else "bfloat16")
-    for seed in range(11, 17)
+    for seed in range(12, 18)
     for method in METHODS
 ]
-# The two runs that stage (b) had made before it changed to bfloat16.
+# Runs that stage (b) had made before it changed to bfloat16, and on a machine that was lost.
 EARLIER = [
     Run("grpo", "epochs", "1e-5", 2, rollouts=4, precision="float32"),
     Run("high_only", "epochs", "1e-5", 2, rollouts=2, precision="float32"),
+    Run("grpo", "epochs", "1e-5", 11, rollouts=4),
+    Run("high_only", "epochs", "1e-5", 11, rollouts=4),
 ]
 PLANNED = EARLIER + MEASURED + COMPARED
 

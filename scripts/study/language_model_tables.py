@@ -105,9 +105,9 @@ def print_tables(folder: Path = ROWS) -> None:
 
 
 def rows_of(runs: list[Run], folder: Path) -> list[dict[str, str]]:
-    """Return the row of each run that has a file."""
-    paths = [folder / f"{run.name}.parquet" for run in runs]
-    return [table_row(pd.read_parquet(path)) for path in paths if path.exists()]
+    """Return the row of each complete run."""
+    paths = {run: folder / f"{run.name}.parquet" for run in runs}
+    return [table_row(pd.read_parquet(path)) for run, path in paths.items() if is_complete(run, path)]
 
 
 def transposed(rows: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.study.language_model_tables import table_row
+from scripts.study.language_model_tables import print_tables, table_row
 
 DOCS = Path(__file__).parents[2] / "docs"
 RAW = DOCS / "results" / "language_model"
-RESULTS, REPORT, RUNNING = (
-    " ".join((DOCS / f"{name}.md").read_text().split()) for name in ("results", "clip_report", "running")
+RESULTS, PAGE, REPORT, RUNNING = (
+    " ".join((DOCS / f"{name}.md").read_text().split())
+    for name in ("results", "results/language_model", "clip_report", "running")
 )
 
 
@@ -23,25 +24,26 @@ def values(run, name):
 
 def test_the_rewards_of_the_real_stack():
     held_out = values("bapo", "val-core/bapo/sort/acc/mean@1")
-    assert f"held-out reward went from {held_out[0]:.2f} to {held_out[-1]:.2f} in 80 updates" in RESULTS
+    for page in (RESULTS, PAGE):
+        assert f"held-out reward went from {held_out[0]:.2f} to {held_out[-1]:.2f} in 80 updates" in page
     short = values("bapo_6_steps", "val-core/bapo/sort/acc/mean@1")
-    assert f"In a second run it went from {short[0]:.2f} to {short[-1]:.2f} in 48 updates" in RESULTS
+    assert f"In a second run it went from {short[0]:.2f} to {short[-1]:.2f} in 48 updates" in PAGE
     for name in ("critic/rewards/mean", "actor/entropy"):
         first, _, third, *_, last = values("bapo_6_steps", name)
         assert f"| {first:.2f} | {third:.2f} | {last:.2f} |" in RUNNING
     assert f"| {short[0]:.2f} | | {short[-1]:.2f} |" in RUNNING
     reward, entropy = values("bapo", "critic/rewards/mean"), values("bapo", "actor/entropy")
-    assert f"fell from {entropy[0]:.2f} to {entropy[-1]:.2f} nats" in RESULTS
+    assert f"fell from {entropy[0]:.2f} to {entropy[-1]:.2f} nats" in PAGE
     grpo = values("grpo", "critic/rewards/mean")
-    said = f"went from {grpo[0]:.2f} to {grpo[-1]:.2f} ([metrics](results/language_model/stack_grpo.jsonl)), BAPO's"
-    assert f"{said} from {reward[0]:.2f} to {reward[2]:.2f}" in RESULTS and len(grpo) == 3
+    said = f"went from {grpo[0]:.2f} to {grpo[-1]:.2f} ([metrics](language_model/stack_grpo.jsonl)), BAPO's"
+    assert f"{said} from {reward[0]:.2f} to {reward[2]:.2f}" in PAGE and len(grpo) == 3
 
 
 def test_the_bounds_stood_at_the_ends_of_their_ranges():
     met, missed = values("bapo", "actor/bapo/met_at_once"), values("bapo", "actor/bapo/saturated")
     assert all(at_once + out == 1 for at_once, out in zip(met, missed, strict=True))  # "between in none"
     said = f"In {8 * sum(met):.0f} of the 80 updates the target of 0.4 was already met"
-    assert said in RESULTS and f"in {8 * sum(missed):.0f} it was out of reach" in RESULTS
+    assert said in PAGE and f"in {8 * sum(missed):.0f} it was out of reach" in PAGE
     met, missed = values("bapo_6_steps", "actor/bapo/met_at_once"), values("bapo_6_steps", "actor/bapo/saturated")
     counts = 8 * sum(met), 8 * sum(missed), 8 * (6 - sum(met) - sum(missed))
     said = "In {:.0f} of the 48 updates the target was already met and the bounds stood at [0.6, 1.2], in {:.0f} it was"
@@ -50,21 +52,21 @@ def test_the_bounds_stood_at_the_ends_of_their_ranges():
     said = "BAPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens (means over"
     assert said.format(*(100 * sum(share) / 6 for share in shares)) in RUNNING
     clipped = values("bapo", "actor/bapo/clipfrac_positive")
-    assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in RESULTS
+    assert f"clipped {100 * min(clipped):.0f} to {100 * max(clipped):.1f} % of the positive tokens a step" in PAGE
 
 
 def test_sixteen_updates_on_the_stack_and_in_the_loop():
     held_out = [values(f"{name}_4_epochs", "val-core/bapo/sort/acc/mean@1") for name in ("grpo", "bapo")]
     said = "went from {:.2f} to {:.2f} with GRPO and from {:.2f} to {:.2f} with BAPO"
-    assert said.format(*held_out[0], *held_out[1]) in RESULTS
+    assert said.format(*held_out[0], *held_out[1]) in PAGE
     clipped = [100 * values("grpo_4_epochs", f"actor/bapo/clipfrac_{sign}")[0] for sign in ("positive", "negative")]
-    assert "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens. The".format(*clipped) in RESULTS
+    assert "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens. The".format(*clipped) in PAGE
     loop = [pd.read_parquet(RAW / f"grpo-epochs-1e-5-seed{seed}.parquet").iloc[:16] for seed in (1, 2)]
     said = (
         "first 16 updates of GRPO at {:.2f} and {:.2f} with two seeds, and clipped {:.1f} and {:.1f} % of the positive"
     )
     rewards = [rows["held_out_reward"].iloc[-1] for rows in loop]
-    assert said.format(*rewards, *(100 * rows["clipfrac_positive"].mean() for rows in loop)) in RESULTS
+    assert said.format(*rewards, *(100 * rows["clipfrac_positive"].mean() for rows in loop)) in PAGE
 
 
 def test_the_clip_report():
@@ -75,7 +77,7 @@ def test_the_clip_report():
     said = f"leave {grpo['positive']:.1%} of the tokens with A > 0 and {grpo['negative']:.1%}".replace("%", " %")
     assert said in REPORT
     said = "GRPO clipped {:.1f} % of the positive tokens** and {:.1f} % of the negative ones"
-    assert said.format(100 * grpo["positive"], 100 * grpo["negative"]) in RESULTS
+    assert said.format(100 * grpo["positive"], 100 * grpo["negative"]) in PAGE
     clipped = [row["clipped_by_grpo"] for row in report["by_update"]]
     assert clipped[0] == 0 and f"{100 * clipped[3]:.1f} % in the fourth" in REPORT
     assert 0.045 < min(clipped[4:]) <= max(clipped) < 0.065  # "5 to 6 % from the fifth on"
@@ -92,12 +94,31 @@ def test_the_clip_report():
     assert said.format(100 * bapo["positive"], 100 * bapo["negative"]) in REPORT
 
 
-def test_the_first_run_of_the_study():
-    rows = pd.read_parquet(RAW / "grpo-epochs-1e-5-seed1.parquet")
-    row, later = table_row(rows), rows[rows["place"] > 0]
-    shares = [100 * later[f"clipfrac_{sign}"].mean() for sign in ("positive", "negative")]
-    said = "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens.** This is the first run"
-    assert said.format(*shares) in RESULTS and row["updates"] == "96" and row["moved"] == "0.00"
-    below, met, missed = (round(100 * float(row[name])) for name in ("below", "met", "out of reach"))
-    assert f"below 0.4 in {below} % of the updates after the first on each batch" in RESULTS
-    assert f"already met in {met} % and out of reach in {missed} %" in RESULTS
+def test_how_much_grpo_clips_in_the_study():
+    epochs, batches = (pd.read_parquet(RAW / f"grpo-{source}-1e-5-seed1.parquet") for source in ("epochs", "batches"))
+    positive, negative = (
+        [100 * rows[rows["place"] > 0][f"clipfrac_{sign}"].mean() for rows in (epochs, batches)]
+        for sign in ("positive", "negative")
+    )
+    said = f"GRPO clipped {positive[0]:.1f} % of the positive and {negative[0]:.1f} % of the negative tokens**, with"
+    assert f"{said} one epoch {positive[1]:.1f} and {negative[1]:.1f} %" in PAGE
+    said = "{:.1f} % with one epoch of 16 mini-batches on a rollout batch, and {:.1f} % with four epochs of 4"
+    assert said.format(positive[1], positive[0]) in RESULTS
+    by_place = batches.groupby("place")["clipfrac_positive"].mean()
+    assert by_place[0] == 0 and f"grows from 0 to {100 * by_place[13:].mean():.0f} %" in PAGE
+
+
+def test_what_baposs_search_would_have_found_in_the_study():
+    rows = [table_row(pd.read_parquet(RAW / f"grpo-{source}-1e-5-seed1.parquet")) for source in ("epochs", "batches")]
+    assert [row["met by moving"] for row in rows] == ["0.00", "0.00"]
+    met, missed = ([100 * float(row[name]) for row in rows] for name in ("target met", "out of reach"))
+    assert f"met in {met[0]:.0f} % of the updates and out of reach in {missed[0]:.0f} %; with one epoch in" in PAGE
+    assert f"with one epoch in {met[1]:.0f} and {missed[1]:.0f} %" in PAGE
+    said = "In {:.0f} % of the updates of the first run and in {:.0f} % of those of the second it would have had"
+    assert said.format(missed[1], missed[0]) in RESULTS
+
+
+def test_the_tables_are_those_of_the_command(capsys):
+    print_tables()
+    for line in capsys.readouterr().out.splitlines():
+        assert " ".join(line.split()) in PAGE
