@@ -10,7 +10,8 @@ from scipy import stats
 from scripts.study.language_model import COMPARED, EARLIER, MEASURED, ROWS, Run, is_complete
 
 HELD_OUT = "held-out reward by rollout batch"
-SHORT = ("run", "precision", "updates", "clipped, A > 0", "clipped, A < 0", "entropy, first and last", HELD_OUT)
+CLIPPED = {sign: f"clipped by [0.8, 1.2], A {sign} 0" for sign in "><"}
+SHORT = ("run", "precision", "updates", *CLIPPED.values(), "entropy, first and last", HELD_OUT)
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
@@ -29,8 +30,8 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         "run": f"`{run.name}`",
         "precision": run.precision,
         "updates": str(len(rows)),
-        "clipped, A > 0": f"{means['clipfrac_positive']:.2%}",
-        "clipped, A < 0": f"{means['clipfrac_negative']:.2%}",
+        CLIPPED[">"]: f"{means['clipfrac_positive']:.2%}",
+        CLIPPED["<"]: f"{means['clipfrac_negative']:.2%}",
         "rho at [0.6, 1.2]": f"{means['bapo_positive_contribution_start']:.3f}",
         "target met": f"{outcomes['met']:.2f}",
         "met by moving": f"{outcomes['moved']:.2f}",

@@ -118,6 +118,18 @@ def test_what_baposs_search_would_have_found_in_the_study():
     assert said.format(missed[1], missed[0]) in RESULTS
 
 
+def test_the_upper_bound_alone_against_grpo():
+    said = []
+    for seed in (2, 11, 12):
+        runs = [pd.read_parquet(RAW / f"{method}-epochs-1e-5-seed{seed}.parquet") for method in ("high_only", "grpo")]
+        held_out = [rows["held_out_reward"].dropna() for rows in runs]
+        raised, grpo = (rewards.iloc[: min(map(len, held_out))].mean() for rewards in held_out)
+        said.append(f"{raised:.2f} against {grpo:.2f}")
+        entropies = [rows["entropy"].iloc[-16:].mean() for rows in runs]
+        assert raised > grpo and (seed == 2 or entropies[0] < entropies[1])
+    assert f"{said[0]} (seed 2, two batches), {said[1]} (seed 11) and {said[2]} (seed 12)" in PAGE
+
+
 def test_the_tables_are_those_of_the_command(capsys):
     print_tables()
     for line in capsys.readouterr().out.splitlines():
