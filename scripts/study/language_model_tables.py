@@ -120,7 +120,7 @@ def comparison_row(row) -> dict[str, str]:
     """Format a row of the comparison. One seed has no interval."""
     interval = f" +- {row.half_width:.3f}" if row.seeds > 1 else ""
     return {
-        "method": row.method,
+        "method": {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]"}.get(row.method, row.method.upper()),
         "held-out reward, mean over training": f"{row.reward:.3f}",
         "minus GRPO's": f"{row.difference:+.3f}{interval}",
         "at the end": f"{row.final_reward:.2f}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from scripts.study.language_model_tables import print_tables, table_row
+from scripts.study.language_model_tables import comparison, print_tables, table_row
 
 DOCS = Path(__file__).parents[2] / "docs"
 RAW = DOCS / "results" / "language_model"
@@ -128,6 +128,22 @@ def test_the_upper_bound_alone_against_grpo():
         entropies = [rows["entropy"].iloc[-16:].mean() for rows in runs]
         assert raised > grpo and (seed == 2 or entropies[0] < entropies[1])
     assert f"{said[0]} (seed 2, two batches), {said[1]} (seed 11) and {said[2]} (seed 12)" in PAGE
+
+
+def test_the_comparison_of_four_methods():
+    found = comparison()
+    assert set(found["seeds"]) == {1} and list(found.index) == ["grpo", "high_only", "bapo", "gspo"]
+    rewards = found["reward"].sort_values(ascending=False)
+    assert list(rewards.index) == ["high_only", "bapo", "grpo", "gspo"]
+    assert "reward was {:.2f}, {:.2f}, {:.2f} and {:.2f}.".format(*rewards) in PAGE
+    said = "{:.2f} with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO and {:.2f} with GSPO"
+    assert said.format(*rewards) in RESULTS
+    bapo = pd.read_parquet(RAW / "bapo-epochs-1e-5-seed12.parquet")
+    counts = bapo[["low", "high"]].value_counts()
+    assert f"Of its 64 updates {counts[0.6, 1.2]} had [0.6, 1.2] and {counts[0.9, 3.0]} had [0.9, 3.0]" in PAGE
+    assert counts.sum() == 64 and len(counts) == 2
+    shares = [100 * found.loc["gspo", f"without_gradient_{sign}"] for sign in ("positive", "negative")]
+    assert "left {:.0f} % of the positive and {:.0f} % of the negative tokens without".format(*shares) in PAGE
 
 
 def test_the_tables_are_those_of_the_command(capsys):
