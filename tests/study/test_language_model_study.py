@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
     """Make the task easy: few short responses, of which those with an even number of characters are right."""
-    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "PROMPTS_AT_ONCE": 1, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
+    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "PROMPTS_AT_ONCE": 2, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
         monkeypatch.setattr(study, name, value)
     monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
     monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
@@ -61,8 +61,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
     assert list(whole["update"]) == list(range(8)) and list(whole["epoch"]) == [0, 0, 1, 1] * 2
     assert whole["held_out_reward"].notna().sum() == 2 and (whole["grad_norm"] > 0).any()
     assert list(whole["held_out_before"].notna()) == [True] + [False] * 7
-    # The old log-probs are those of the first update's own forward, and every later forward has the updated weights.
-    assert whole["effective_sample_size"][0] == 1 and (whole["effective_sample_size"][[2, 3, 6, 7]] < 1).all()
+    # The old log-probs are those of the first forward, up to rounding. Later forwards have the updated weights.
+    sizes = whole["effective_sample_size"]
+    assert sizes[0] == pytest.approx(1, abs=1e-6) and (sizes[[2, 3, 6, 7]] < 1 - 1e-4).all()
     assert not list((tmp_path / "states").iterdir())
 
     def stop(training):
