@@ -19,7 +19,8 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
 
     All but ``updates``, the entropy and the held-out reward are means over the updates after the first on each rollout
     batch. ``target met``, ``met by moving`` and ``out of reach`` are shares of these updates: BAPO's search would have
-    found the target already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach.
+    found the target already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach. They and rho
+    leave out the updates without advantages.
     """
     later = rows[rows["place"] > 0]
     outcomes = search_outcomes(later)
@@ -32,7 +33,7 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         "updates": str(len(rows)),
         CLIPPED[">"]: f"{means['clipfrac_positive']:.2%}",
         CLIPPED["<"]: f"{means['clipfrac_negative']:.2%}",
-        "rho at [0.6, 1.2]": f"{means['bapo_positive_contribution_start']:.3f}",
+        "rho at [0.6, 1.2]": f"{with_advantages(later)['bapo_positive_contribution_start'].mean():.3f}",
         "target met": f"{outcomes['met']:.2f}",
         "met by moving": f"{outcomes['moved']:.2f}",
         "out of reach": f"{outcomes['out_of_reach']:.2f}",
@@ -89,9 +90,18 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
 
 
 def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
-    """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it."""
+    """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it.
+
+    Updates whose answers were all right, or all wrong, have no advantages and nothing to search. They do not count.
+    """
+    updates = with_advantages(updates)
     missed, met = updates["bapo_saturated"] > 0, (updates["bapo_search_steps"] == 0) & (updates["bapo_saturated"] == 0)
     return {"met": met.mean(), "moved": (~met & ~missed).mean(), "out_of_reach": missed.mean()}
+
+
+def with_advantages(updates: pd.DataFrame) -> pd.DataFrame:
+    """Return the updates that have tokens with positive advantage: without any, rho is recorded as 0."""
+    return updates[updates["bapo_positive_contribution_start"] > 0]
 
 
 def print_tables(folder: Path = ROWS) -> None:

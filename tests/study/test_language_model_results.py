@@ -127,6 +127,8 @@ def test_the_upper_bound_alone_against_grpo():
         said.append(f"{raised:.2f} against {grpo:.2f}")
         entropies = [rows["entropy"].iloc[-16:].mean() for rows in runs]
         assert raised > grpo and (seed == 2 or entropies[0] < entropies[1])
+        if seed > 2:
+            assert f"{runs[0]['held_out_before'][0]:.2f} with seed {seed}" in PAGE
     assert f"{said[0]} (seed 2, two batches), {said[1]} (seed 11) and {said[2]} (seed 12)" in PAGE
 
 

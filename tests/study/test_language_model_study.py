@@ -240,12 +240,13 @@ def test_gspo_has_the_gradient_of_verls_own_loss(model):
 def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
     def write(run, held_out, weights="a"):
         rows = [
-            {"rollout": at, "place": place, "held_out_reward": reward if place else None, "entropy": 0.1}
+            {"rollout": at, "place": place, "held_out_reward": reward if place == 1 else None, "entropy": 0.1}
             | {"held_out_before": None if at or place else 0.41}
             | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
-            | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 0)}
+            | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 1)}
+            | {"bapo_positive_contribution_start": 0.3 if place < 2 else 0.0}  # the last has no advantages
             for at, reward in enumerate(held_out)
-            for place in (0, 1)
+            for place in (0, 1, 2)
         ]
         study.write_rows([vars(run) | row for row in rows], tmp_path / f"{run.name}.parquet", {"weights": weights})
 
@@ -262,7 +263,8 @@ def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_pa
     assert found.loc["bapo", "difference"] == pytest.approx(differences.mean().item())
     assert found.loc["bapo", "half_width"] == pytest.approx(12.706 * differences.std().item() / 2**0.5, rel=1e-4)
     assert list(found["failed"]) == [0, 1]  # the second run of bapo ended below the warmed-up model
-    assert list(found["met"]) == [1, 1] and list(found["out_of_reach"]) == [0, 0]  # updates after the first on a batch
+    # Of the three updates on a rollout batch the first does not count, nor one without advantages.
+    assert list(found["met"]) == [0, 0] and list(found["out_of_reach"]) == [1, 1]
 
     write(runs[-1], (0.5, 0.5), weights="b")
     with pytest.raises(ValueError, match="The runs of seed 3 started from different weights"):
