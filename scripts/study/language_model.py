@@ -143,9 +143,14 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
 
     The ``SAMPLES`` responses to a prompt must be consecutive: their prompt is read once for all of them. Places after
     the end of the longest response are 0.
+
+    Raises:
+        ValueError: if rows of a group of ``SAMPLES`` have different prompts.
     """
     longest = int(rollouts.mask.sum(1).max())
     prompts, responses = rollouts.ids.split([rollouts.prompt_length, rollouts.mask.shape[1]], 1)
+    if not torch.equal(prompts, prompts[::SAMPLES].repeat_interleave(SAMPLES, 0)):
+        raise ValueError(f"the {SAMPLES} responses to a prompt must be consecutive rows with the same prompt")
     responses = responses[:, :longest]
     read = model(input_ids=prompts[::SAMPLES], use_cache=True, logits_to_keep=1)
     read.past_key_values.batch_repeat_interleave(SAMPLES)

@@ -34,7 +34,7 @@ def updates_of(method, model, port):
     """
     sizes = [f"{MICRO_BATCH}=4", f"{LOG_PROBS}_micro_batch_size_per_gpu=4"]
     actor = make_actor([f"actor_rollout_ref.model.path={model}", *sizes, *METHODS[method]], port=port)
-    data = make_mini_batch(actor, seed=11, rows=GROUPS * study.SAMPLES)
+    data = make_mini_batch(actor, seed=11, rows=GROUPS * study.SAMPLES, samples=study.SAMPLES)
     rollouts, old = rollouts_of(data)
     lengths = rollouts.mask.sum(1).tolist()
     rows = [row[:length] for row, length in zip(study.advantages_of(rollouts), lengths, strict=True)]
@@ -72,7 +72,7 @@ def rollouts_of(data):
 
 def compare(rank, model, port, out):
     torch.set_num_threads(1)
-    study.MICRO_BATCH = 4
+    study.PROMPTS_AT_ONCE = 1
     Path(out).write_text(json.dumps({method: updates_of(method, model, port) for method in METHODS}))
 
 

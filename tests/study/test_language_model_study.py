@@ -162,6 +162,8 @@ def test_log_probs_of_a_group_are_those_of_its_whole_sequences(model):
     found, entropy = study.log_probs_of(network, rollouts.rows(torch.arange(4)))
     torch.testing.assert_close(entropy[:, :3], entropies[:4, :3])
     assert (found[:, :3] != 0).all() and (found[:, 3:] == 0).all() and (entropy[:, 3:] == 0).all()
+    with pytest.raises(ValueError, match="the 4 responses to a prompt must be consecutive rows with the same prompt"):
+        study.log_probs_of(network, rollouts.rows(torch.arange(2, 6)))
 
 
 @pytest.mark.parametrize("method", study.METHODS)

@@ -97,10 +97,11 @@ def untie_embeddings(source, folder):
     return folder
 
 
-def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20):
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1):
     """Make this rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout.
 
-    The old log-probs differ from the model's by ``staleness`` (standard deviation).
+    The old log-probs differ from the model's by ``staleness`` (standard deviation). ``samples`` consecutive rows have
+    the same prompt.
     """
     import torch
     from tensordict import NonTensorData, TensorDict
@@ -110,8 +111,9 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     generator = torch.Generator().manual_seed(seed)
     sequences = {name: [] for name in ("prompts", "responses", "input_ids", "position_ids", "loss_mask")}
     masks, advantages, noise = [], [], []
-    for _ in range(rows):
-        prompt = torch.randint(5, 200, (4,), generator=generator)
+    for row in range(rows):
+        if row % samples == 0:
+            prompt = torch.randint(5, 200, (4,), generator=generator)
         length = int(torch.randint(3, longest, (1,), generator=generator))
         response = torch.randint(5, 200, (length,), generator=generator)
         sequences["prompts"].append(prompt)
