@@ -14,46 +14,31 @@ model is warmed up for the same task and trained; its rows go to runs/study/MODE
 After each rollout batch a run writes its rows to docs/results/language_model/NAME.parquet, and its state (weights,
 optimizer, generator) to .cache/study/NAME.pt. The state has 12 bytes a weight and is removed when the run is complete.
 The same command resumes a stopped run. The plan is docs/dev/plan_language_model.md.
-
-As in ``scripts.study.loop``, one model samples and trains in one process, and the old log-probs are the trainer's own.
-An update is split into micro-batches, because the logits of a mini-batch would take gigabytes.
 """
 
 import argparse
 import fcntl
 import hashlib
-import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pyarrow
 import pyarrow.parquet
 import torch
-from torch import Tensor
-from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo import find_clip_bounds
-from bapo.bounds import read_values
-from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score, draw_rows
-from scripts.study.loop import Rollouts, log_probs_from
-from scripts.study.methods import VERL, Tokens, config_of, loss_of
+from recipe.bapo.language_model.task import draw_rows
+from scripts.study import language_model_updates as updates
 from scripts.study.warmed_up_model import device_of_this_machine, warmed_up_model
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
-PROMPTS, SAMPLES = 8, 8  # prompts of an update, and responses to each
-PROMPTS_AT_ONCE = 4  # prompts of a micro-batch, with all responses to them
-SAMPLED_AT_ONCE = 128
+PROMPTS = 8  # prompts of an update; each has ``updates.SAMPLES`` responses
 HELD_OUT = 512  # items, each answered once before training and after every rollout batch
-DUAL_CLIP = 3.0
 # Mini-batches of a rollout batch, and epochs on it. Both make 16 updates on each rollout batch.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
@@ -105,156 +90,6 @@ EARLIER = [
 PLANNED = EARLIER + MEASURED + COMPARED
 
 
-@torch.no_grad()
-def sample(model, tokenizer, rows: list[dict], generator: torch.Generator) -> Rollouts:
-    """Sample one response to each row's prompt, at temperature 1. All prompts have the same number of tokens."""
-    prompts = [tokenizer.encode(row["prompt"][0]["content"] + "\n") for row in rows]
-    prompts = torch.tensor(prompts, device=model.device)
-    parts = [_respond(model, tokenizer, part, generator) for part in prompts.split(SAMPLED_AT_ONCE)]
-    responses, mask = (torch.cat(planes) for planes in zip(*parts, strict=True))
-    texts = [tokenizer.decode(ids[there], skip_special_tokens=True) for ids, there in zip(responses, mask, strict=True)]
-    rewards = [
-        compute_score("", text, row["reward_model"]["ground_truth"]) for text, row in zip(texts, rows, strict=True)
-    ]
-    rewards = torch.tensor(rewards, device=model.device)
-    return Rollouts(torch.cat([prompts, responses], 1), mask, rewards, prompts.shape[1])
-
-
-def _respond(model, tokenizer, prompts, generator):
-    """Sample tokens, and return them with their mask, both ``(B, MAX_RESPONSE)``."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    tokens = prompts.new_full((len(prompts), MAX_RESPONSE), pad)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    done = mask[:, 0].clone()
-    output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
-    for place in range(MAX_RESPONSE):
-        chances = output.logits[:, -1].float().softmax(-1)
-        token = torch.multinomial(chances, 1, generator=generator).squeeze(1)
-        tokens[:, place], mask[:, place] = token.masked_fill(done, pad), ~done
-        done = done | (token == end)
-        if done.all():
-            break
-        output = model(input_ids=tokens[:, place, None], past_key_values=output.past_key_values, use_cache=True)
-    return tokens, mask
-
-
-def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """Compute log-prob and entropy of each response token, in nats, both ``(B, T)`` float32.
-
-    The ``SAMPLES`` responses to a prompt must be consecutive: their prompt is read once for all of them. Places after
-    the end of the longest response are 0.
-
-    Raises:
-        ValueError: if rows of a group of ``SAMPLES`` have different prompts.
-    """
-    longest = int(rollouts.mask.sum(1).max())
-    prompts, responses = rollouts.ids.split([rollouts.prompt_length, rollouts.mask.shape[1]], 1)
-    if not torch.equal(prompts, prompts[::SAMPLES].repeat_interleave(SAMPLES, 0)):
-        raise ValueError(f"the {SAMPLES} responses to a prompt must be consecutive rows with the same prompt")
-    responses = responses[:, :longest]
-    read = model(input_ids=prompts[::SAMPLES], use_cache=True, logits_to_keep=1)
-    read.past_key_values.batch_repeat_interleave(SAMPLES)
-    logits = read.logits.repeat_interleave(SAMPLES, 0)
-    if longest > 1:
-        later = model(input_ids=responses[:, :-1], past_key_values=read.past_key_values)
-        logits = torch.cat([logits, later.logits], 1)
-    found = log_probs_from(logits.float(), responses)
-    log_prob, entropy = (functional.pad(plane, (0, rollouts.mask.shape[1] - longest)) for plane in found)
-    return log_prob, entropy
-
-
-@torch.no_grad()
-def log_probs(model, rollouts: Rollouts) -> Tensor:
-    """Compute log-probs of the response tokens ``(B, T)``."""
-    parts = torch.arange(len(rollouts.ids)).split(PROMPTS_AT_ONCE * SAMPLES)
-    return torch.cat([log_probs_of(model, rollouts.rows(part))[0] for part in parts])
-
-
-def advantages_of(rollouts: Rollouts) -> Tensor:
-    """Compute verl's group-relative advantages ``(B, T)``. The responses of a group must be consecutive."""
-    scores = torch.zeros(rollouts.mask.shape, device=rollouts.mask.device)
-    scores[:, -1] = rollouts.rewards  # verl adds up the scores of a response's tokens
-    groups = np.arange(len(rollouts.ids)) // SAMPLES
-    return compute_grpo_outcome_advantage(scores, rollouts.mask.float(), groups)[0]
-
-
-def update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) -> dict[str, float]:
-    """Make one optimizer update, and measure its tokens at the method's, at GRPO's and at BAPO's bounds.
-
-    Args:
-        rollouts: a mini-batch.
-        old: log-probs of its tokens before any update, ``(B, T)``.
-        method: the name of a file in configs/method, or ``gspo``.
-    """
-    advantages, mask = advantages_of(rollouts), rollouts.mask
-    low, high = bounds_of(model, rollouts, old, advantages, method)
-    bounds = {"low": old.new_tensor([low]), "high": old.new_tensor([high])}
-    now, entropy, without_gradient = torch.zeros_like(old), torch.zeros_like(old), torch.ones_like(mask)
-    optimizer.zero_grad(set_to_none=False)  # without any advantages AdamW still makes its step, with a gradient of 0
-    for part, learns in micro_batches(advantages):
-        with torch.set_grad_enabled(learns):
-            log_prob, entropy[part] = log_probs_of(model, rollouts.rows(part))
-        now[part] = log_prob.detach()
-        if learns:
-            log_prob.retain_grad()
-            tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
-            # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
-            share = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
-            (loss_of(method, tokens, bounds, DUAL_CLIP) * share).backward()
-            without_gradient[part] = log_prob.grad == 0
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return measures_of(old, now, advantages, mask) | {
-        "low": low,
-        "high": high,
-        "without_gradient_positive": without_gradient[mask & (advantages > 0)].float().mean().item(),
-        "without_gradient_negative": without_gradient[mask & (advantages < 0)].float().mean().item(),
-        "reward": rollouts.rewards.mean().item(),
-        "entropy": entropy[mask].mean().item(),
-        "grad_norm": grad_norm.item(),
-    }
-
-
-def micro_batches(advantages: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the rows of each micro-batch, and whether its responses have a gradient.
-
-    If all responses to a prompt are right, or all wrong, their advantages are 0. They need no backward.
-    """
-    groups = torch.arange(len(advantages)).view(-1, SAMPLES)
-    learn = advantages.view(len(groups), -1).any(1).cpu()
-    for learns in (True, False):
-        for part in groups[learn == learns].split(PROMPTS_AT_ONCE):
-            if len(part):
-                yield part.flatten(), learns
-
-
-def bounds_of(model, rollouts: Rollouts, old: Tensor, advantages: Tensor, method: str) -> tuple[float, float]:
-    """Return the clip bounds of an update. GSPO does not clip the ratio of a token: 0 and infinity."""
-    if method in VERL:
-        return 0.0, math.inf
-    config = config_of(method)
-    if config.fixed:
-        return config.ratio_lower_start, config.ratio_upper_start
-    before = log_probs(model, rollouts)  # the extra forward that exact bounds need
-    bounds, _ = find_clip_bounds(old, before, advantages, rollouts.mask, config, clip_ratio_c=DUAL_CLIP)
-    return bounds.low.item(), bounds.high.item()
-
-
-def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> dict[str, float]:
-    """Measure tokens at GRPO's bounds (rho, clipped share by sign) and for BAPO's search.
-
-    For the search: rho before it, the bounds that it would find, and whether they reach its target.
-    """
-    grpo, bapo = (
-        read_values(*find_clip_bounds(old, now, advantages, mask, config, clip_ratio_c=DUAL_CLIP))
-        for config in (config_of("grpo"), config_of("bapo"))
-    )
-    names = ("clipfrac_positive", "clipfrac_negative", "effective_sample_size", "length_positive", "length_negative")
-    found = {name: grpo[name] for name in (*names, "negative_unbounded_share", "positive_contribution")}
-    names = ("positive_contribution_start", "positive_contribution", "low", "high", "search_steps", "saturated")
-    return found | {f"bapo_{name}": float(bapo[name]) for name in names}
-
-
 class Training:
     """A run in progress: model, optimizer, generator and the rows so far. ``state`` is the file of its state."""
 
@@ -290,12 +125,14 @@ class Training:
         before = self._held_out_reward(torch.Generator(self.model.device).manual_seed(0)) if number == 0 else None
         # The prompts of a rollout batch depend only on seed and number, so all methods get the same.
         items = list(draw_rows(f"study-{self.run.seed}-{number}", PROMPTS * mini_batches))
-        rollouts = sample(self.model, self.tokenizer, [row for row in items for _ in range(SAMPLES)], self.generator)
-        parts = torch.arange(len(rollouts.ids)).split(PROMPTS * SAMPLES)
-        old = [log_probs(self.model, rollouts.rows(part)) for part in parts]
+        rows = [row for row in items for _ in range(updates.SAMPLES)]
+        rollouts = updates.sample(self.model, self.tokenizer, rows, self.generator)
+        parts = torch.arange(len(rollouts.ids)).split(PROMPTS * updates.SAMPLES)
+        old = [updates.log_probs(self.model, rollouts.rows(part)) for part in parts]
         for place in range(epochs * mini_batches):
             began, part = time.monotonic(), place % mini_batches
-            measured = update(self.model, self.optimizer, rollouts.rows(parts[part]), old[part], self.run.method)
+            mini_batch = rollouts.rows(parts[part])
+            measured = updates.make_update(self.model, self.optimizer, mini_batch, old[part], self.run.method)
             place_of = {"rollout": number, "update": len(self.rows), "place": place, "epoch": place // mini_batches}
             self.rows.append(vars(self.run) | place_of | measured | {"seconds": time.monotonic() - began})
         if number == 0:
@@ -305,7 +142,7 @@ class Training:
 
     def _held_out_reward(self, generator):
         items = list(draw_rows("held-out", HELD_OUT))
-        return sample(self.model, self.tokenizer, items, generator).rewards.mean().item()
+        return updates.sample(self.model, self.tokenizer, items, generator).rewards.mean().item()
 
     def keep(self) -> None:
         """Write the state in one piece, so that a kill leaves the old or the new one."""

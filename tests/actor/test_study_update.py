@@ -12,7 +12,7 @@ from support.updates import LOG_PROBS, LOSS, MICRO_BATCH
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from scripts.study import language_model as study
+from scripts.study import language_model_updates as study
 from scripts.study.loop import Rollouts
 
 GROUPS = 2
@@ -46,7 +46,7 @@ def updates_of(method, model, port):
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    found = study.update(network, optimizer, rollouts, old, method)
+    found = study.make_update(network, optimizer, rollouts, old, method)
     of_loop = {name: found[name] for name in of_worker if name != "clipfrac_positive" or method == "grpo"}
     clipped = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
     mine = clipped * max(1.0, found["grad_norm"])

@@ -16,6 +16,7 @@ from recipe.bapo.language_model.task import draw_rows
 from recipe.bapo.language_model.warm_up import Settings
 from scripts.study import language_model as study
 from scripts.study import language_model_tables as tables
+from scripts.study import language_model_updates as updates
 from scripts.study import warmed_up_model
 from scripts.study.loop import log_probs_from
 from scripts.study.methods import Tokens, loss_of
@@ -42,9 +43,11 @@ def model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def easy(monkeypatch):
     """Make the task easy: few short responses, of which those with an even number of characters are right."""
-    for name, value in {"PROMPTS": 2, "SAMPLES": 4, "PROMPTS_AT_ONCE": 2, "MAX_RESPONSE": 6, "HELD_OUT": 8}.items():
-        monkeypatch.setattr(study, name, value)
-    monkeypatch.setattr(study, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
+    for name, value in {"SAMPLES": 4, "PROMPTS_AT_ONCE": 2, "MAX_RESPONSE": 6}.items():
+        monkeypatch.setattr(updates, name, value)
+    monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
+    monkeypatch.setattr(study, "PROMPTS", 2)
+    monkeypatch.setattr(study, "HELD_OUT", 8)
     monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
     monkeypatch.setattr(study, "PLANNED", [RUN])
 
@@ -138,7 +141,7 @@ def make_rollouts(model):
     """Return a network, and four responses to each of three prompts. The first four are shorter, the last all right."""
     tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     rows = [row for row in draw_rows("x", 3) for _ in range(4)]
-    rollouts = study.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
+    rollouts = updates.sample(network, tokenizer, rows, torch.Generator().manual_seed(1))
     rollouts.mask[:4, 3:] = False
     rollouts.rewards[8:] = 1.0
     assert 0 < rollouts.rewards[:4].sum() < 4 and 0 < rollouts.rewards[4:8].sum() < 4
@@ -158,12 +161,12 @@ def gradient_of(network):
 def test_log_probs_of_a_group_are_those_of_its_whole_sequences(model):
     network, rollouts = make_rollouts(model)
     expected, entropies = log_probs_without_groups(network, rollouts)
-    torch.testing.assert_close(study.log_probs(network, rollouts)[rollouts.mask], expected[rollouts.mask])
-    found, entropy = study.log_probs_of(network, rollouts.rows(torch.arange(4)))
+    torch.testing.assert_close(updates.log_probs(network, rollouts)[rollouts.mask], expected[rollouts.mask])
+    found, entropy = updates.log_probs_of(network, rollouts.rows(torch.arange(4)))
     torch.testing.assert_close(entropy[:, :3], entropies[:4, :3])
     assert (found[:, :3] != 0).all() and (found[:, 3:] == 0).all() and (entropy[:, 3:] == 0).all()
     with pytest.raises(ValueError, match="the 4 responses to a prompt must be consecutive rows with the same prompt"):
-        study.log_probs_of(network, rollouts.rows(torch.arange(2, 6)))
+        updates.log_probs_of(network, rollouts.rows(torch.arange(2, 6)))
 
 
 @pytest.mark.parametrize("method", study.METHODS)
@@ -171,14 +174,14 @@ def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
     network, rollouts = make_rollouts(model)
     noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
     scale = 2e-3 if method == "gspo" else 1.0  # some ratios are within the bounds, others are not
-    old, advantages = study.log_probs(network, rollouts) + scale * noise, study.advantages_of(rollouts)
-    measured = study.update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, method)
+    old, advantages = updates.log_probs(network, rollouts) + scale * noise, updates.advantages_of(rollouts)
+    measured = updates.make_update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, method)
     found = gradient_of(network)
     network.zero_grad()
     log_prob, entropy = log_probs_without_groups(network, rollouts)
     tokens = Tokens(*(tensor[None] for tensor in (old, log_prob, advantages, rollouts.mask)))
     bounds = {name: torch.tensor([measured[name]]) for name in ("low", "high")}
-    loss_of(method, tokens, bounds, study.DUAL_CLIP).backward()
+    loss_of(method, tokens, bounds, updates.DUAL_CLIP).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     assert gradient_of(network).norm() > 0 and not advantages[8:].any()
     torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
@@ -188,19 +191,19 @@ def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
 
 def test_without_advantages_the_momentum_still_moves_the_weights(model):
     network, rollouts = make_rollouts(model)
-    optimizer, old = torch.optim.AdamW(network.parameters(), lr=0.1), study.log_probs(network, rollouts)
-    study.update(network, optimizer, rollouts, old, "grpo")
+    optimizer, old = torch.optim.AdamW(network.parameters(), lr=0.1), updates.log_probs(network, rollouts)
+    updates.make_update(network, optimizer, rollouts, old, "grpo")
     before = next(network.parameters()).clone()
     rollouts.rewards[:] = 1.0
-    assert study.update(network, optimizer, rollouts, old, "grpo")["grad_norm"] == 0
+    assert updates.make_update(network, optimizer, rollouts, old, "grpo")["grad_norm"] == 0
     assert not torch.equal(next(network.parameters()), before)
 
 
 @pytest.mark.parametrize("method", study.METHODS)
 def test_an_update_measures_its_tokens(model, method):
     network, rollouts = make_rollouts(model)
-    old, optimizer = study.log_probs(network, rollouts), torch.optim.SGD(network.parameters(), lr=10.0)
-    found = [study.update(network, optimizer, rollouts, old, method) for _ in range(3)]
+    old, optimizer = updates.log_probs(network, rollouts), torch.optim.SGD(network.parameters(), lr=10.0)
+    found = [updates.make_update(network, optimizer, rollouts, old, method) for _ in range(3)]
     first, _, last = found
     assert first["effective_sample_size"] == pytest.approx(1) and first["clipfrac_positive"] == 0  # every ratio is 1
     assert last["clipfrac_positive"] + last["clipfrac_negative"] > 0
@@ -219,14 +222,14 @@ def test_an_update_measures_its_tokens(model, method):
 def test_gspo_has_the_gradient_of_verls_own_loss(model):
     network, rollouts = make_rollouts(model)
     noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
-    old = study.log_probs(network, rollouts) + 2e-4 * noise  # some sequence ratios are within GSPO's narrow bounds
-    study.update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, "gspo")
+    old = updates.log_probs(network, rollouts) + 2e-4 * noise  # some sequence ratios are within GSPO's narrow bounds
+    updates.make_update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, "gspo")
     found = gradient_of(network)
     network.zero_grad()
     loss, _ = get_policy_loss_fn("gspo")(
         old,
         log_probs_without_groups(network, rollouts)[0],
-        study.advantages_of(rollouts),
+        updates.advantages_of(rollouts),
         rollouts.mask.float(),
         loss_agg_mode="seq-mean-token-mean",
         config=ActorConfig(
