@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of docs/results/small_networks.md from the third study's table and the runs of the real stack.
+"""Draw the pictures of docs/results from the stored runs.
 
 .venv/bin/python -m scripts.study.figures          # docs/results/*.png
 """
@@ -14,6 +14,8 @@ import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 
 from scripts.study.analysis import against_grpo, at_best_rate, at_place, read_table  # noqa: E402
+from scripts.study.language_model import ROWS  # noqa: E402
+from scripts.study.language_model_tables import METHOD_NAMES, runs_of_whole_seeds  # noqa: E402
 from scripts.study.plan import (  # noqa: E402
     EPOCHS,
     HARD_EPOCHS,
@@ -35,6 +37,12 @@ OVERVIEW = {
     "dppo_tv": (8, 0),
 }
 COLOURS = {"grpo": "black", "bapo@0.4": "#0072B2", "widest": "#D55E00", "high_only": "#009E73"}  # Okabe-Ito
+LANGUAGE_MODEL = {
+    "high_only": ("#009E73", "-."),
+    "bapo": ("#0072B2", "-"),
+    "grpo": ("black", "--"),
+    "gspo": ("#D55E00", ":"),
+}
 
 
 def draw_overview(frame: pd.DataFrame) -> plt.Figure:
@@ -106,6 +114,28 @@ def draw_drift(frame: pd.DataFrame) -> plt.Figure:
     return figure
 
 
+def draw_language_model() -> plt.Figure:
+    """Draw held-out reward and entropy of the language model by method: a thin line a seed, a thick one their mean."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    runs = [(run, pd.read_parquet(ROWS / f"{run.name}.parquet")) for run in runs_of_whole_seeds()]
+    for method, (colour, style) in LANGUAGE_MODEL.items():
+        of_method = [rows for run, rows in runs if run.method == method]
+        rewards = [[rows["held_out_before"].iloc[0], *rows["held_out_reward"].dropna()] for rows in of_method]
+        entropies = [rows.groupby("rollout")["entropy"].mean() for rows in of_method]
+        for axis, lines, first in ((axes[0], rewards, 0), (axes[1], entropies, 1)):
+            batches = range(first, first + len(lines[0]))
+            for line in lines:
+                axis.plot(batches, line, style, color=colour, linewidth=0.8, alpha=0.5)
+            axis.plot(batches, np.mean(lines, 0), style, color=colour, linewidth=2.2, label=METHOD_NAMES[method])
+    axes[0].set(ylabel="held-out reward", title="share of 512 answers that are right")
+    axes[1].set(ylabel="entropy, nats a token", title="entropy, mean of 16 updates", ylim=(0, None))
+    for axis in axes:
+        axis.set(xlabel="rollout batch, 16 updates each", xticks=range(5))
+        axis.grid(alpha=0.4)
+    axes[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
 def main():
     """Write the pictures."""
     frame = read_table()
@@ -113,6 +143,7 @@ def main():
         "overview": draw_overview(frame),
         "rho_drift": draw_drift(frame),
         "real_stack": draw_stack(),
+        "language_model": draw_language_model(),
     }
     for name, figure in pictures.items():
         figure.tight_layout()

@@ -10,6 +10,7 @@ from scipy import stats
 from scripts.study.language_model import COMPARED, EARLIER, MEASURED, ROWS, Run, is_complete
 
 HELD_OUT = "held-out reward by rollout batch"
+METHOD_NAMES = {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]", "bapo": "BAPO", "gspo": "GSPO"}
 CLIPPED = {sign: f"clipped by [0.8, 1.2], A {sign} 0" for sign in "><"}
 SHORT = ("run", "precision", "updates", *CLIPPED.values(), "entropy, first and last", HELD_OUT)
 
@@ -44,26 +45,31 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
     }
 
 
+def runs_of_whole_seeds(folder: Path = ROWS, runs: list[Run] | None = None) -> list[Run]:
+    """Return the runs of stage (b) whose seed is complete with all methods.
+
+    Raises:
+        ValueError: the runs of a seed started from different weights, which two machines may make by the same warm-up.
+    """
+    runs = runs or COMPARED
+    missing = {run.seed for run in runs if not is_complete(run, folder / f"{run.name}.parquet")}
+    found = [run for run in runs if run.seed not in missing]
+    for seed in {run.seed for run in found}:
+        paths = [folder / f"{run.name}.parquet" for run in found if run.seed == seed]
+        if len({(pyarrow.parquet.read_schema(path).metadata or {}).get(b"weights") for path in paths}) > 1:
+            raise ValueError(f"The runs of seed {seed} started from different weights: make them again on one machine.")
+    return found
+
+
 def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFrame:
     """Compare the methods of stage (b): a row for each method, over the seeds for which all methods are complete.
 
     ``reward``, the plan's outcome, is the mean of the held-out rewards after each rollout batch. ``difference`` is from
     GRPO with the same seed, ``half_width`` that of its 95 % interval by Student's t. Shares are means over the updates
     after the first on each rollout batch.
-
-    Raises:
-        ValueError: the runs of a seed started from different weights, which two machines may make by the same warm-up.
     """
-    runs = runs or COMPARED
-    complete = [run for run in runs if is_complete(run, folder / f"{run.name}.parquet")]
-    methods = list(dict.fromkeys(run.method for run in runs))
-    seeds = [seed for seed in {run.seed for run in runs} if sum(run.seed == seed for run in complete) == len(methods)]
     found = []
-    for seed in seeds:
-        paths = [folder / f"{run.name}.parquet" for run in complete if run.seed == seed]
-        if len({(pyarrow.parquet.read_schema(path).metadata or {}).get(b"weights") for path in paths}) > 1:
-            raise ValueError(f"The runs of seed {seed} started from different weights: make them again on one machine.")
-    for run in complete:
+    for run in runs_of_whole_seeds(folder, runs):
         rows = pd.read_parquet(folder / f"{run.name}.parquet")
         later, held_out = rows[rows["place"] > 0], rows["held_out_reward"].dropna()
         found.append(
@@ -78,15 +84,15 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
                 **search_outcomes(later),
             }
         )
-    table = pd.DataFrame([row for row in found if row["seed"] in seeds])
+    table = pd.DataFrame(found)
     if table.empty:
         return table
     rewards = table.pivot(index="seed", columns="method", values="reward")
     differences = rewards.sub(rewards["grpo"], axis=0)
     means = table.drop(columns=["seed", "failed"]).groupby("method", sort=False).mean()
     means["difference"], means["failed"] = differences.mean(), table.groupby("method")["failed"].sum()
-    means["half_width"] = differences.sem() * stats.t.ppf(0.975, len(seeds) - 1)
-    return means.assign(seeds=len(seeds))
+    means["half_width"] = differences.sem() * stats.t.ppf(0.975, len(rewards) - 1)
+    return means.assign(seeds=len(rewards))
 
 
 def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
@@ -130,7 +136,7 @@ def comparison_row(row) -> dict[str, str]:
     """Format a row of the comparison. One seed has no interval."""
     interval = f" +- {row.half_width:.3f}" if row.seeds > 1 else ""
     return {
-        "method": {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]"}.get(row.method, row.method.upper()),
+        "method": METHOD_NAMES[row.method],
         "held-out reward, mean over training": f"{row.reward:.3f}",
         "minus GRPO's": f"{row.difference:+.3f}{interval}",
         "at the end": f"{row.final_reward:.2f}",

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bapo import find_clip_bounds
-from bapo.bounds import read_values
+from bapo.bounds import read_and_validate
 from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score
 from scripts.study.loop import Rollouts, log_probs_from
 from scripts.study.methods import VERL, Tokens, config_of, loss_of
@@ -168,7 +168,7 @@ def measures_of(old: Tensor, now: Tensor, advantages: Tensor, mask: Tensor) -> d
     For the search: rho before it, the bounds that it would find, and whether they reach its target.
     """
     grpo, bapo = (
-        read_values(*find_clip_bounds(old, now, advantages, mask, config, clip_ratio_c=DUAL_CLIP))
+        read_and_validate(*find_clip_bounds(old, now, advantages, mask, config, clip_ratio_c=DUAL_CLIP))
         for config in (config_of("grpo"), config_of("bapo"))
     )
     names = ("clipfrac_positive", "clipfrac_negative", "effective_sample_size", "length_positive", "length_negative")
