@@ -133,12 +133,13 @@ def transposed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def comparison_row(row) -> dict[str, str]:
-    """Format a row of the comparison. One seed has no interval."""
+    """Format a row of the comparison. One seed has no interval, and GRPO no difference from itself."""
     interval = f" +- {row.half_width:.3f}" if row.seeds > 1 else ""
+    difference = "" if row.method == "grpo" else f"{row.difference:+.3f}{interval}"
     return {
         "method": METHOD_NAMES[row.method],
         "held-out reward, mean over training": f"{row.reward:.3f}",
-        "minus GRPO's": f"{row.difference:+.3f}{interval}",
+        "minus GRPO's": difference,
         "at the end": f"{row.final_reward:.2f}",
         "entropy at the end": f"{row.entropy:.3f}",
         "failed": f"{row.failed} of {row.seeds}",

@@ -119,33 +119,69 @@ def test_what_baposs_search_would_have_found_in_the_study():
 
 
 def test_the_upper_bound_alone_against_grpo():
-    said = []
-    for seed in (2, 11, 12):
-        runs = [pd.read_parquet(RAW / f"{method}-epochs-1e-5-seed{seed}.parquet") for method in ("high_only", "grpo")]
-        held_out = [rows["held_out_reward"].dropna() for rows in runs]
-        raised, grpo = (rewards.iloc[: min(map(len, held_out))].mean() for rewards in held_out)
-        said.append(f"{raised:.2f} against {grpo:.2f}")
-        entropies = [rows["entropy"].iloc[-16:].mean() for rows in runs]
-        assert raised > grpo and (seed == 2 or entropies[0] < entropies[1])
-        if seed > 2:
-            assert f"{runs[0]['held_out_before'][0]:.2f} with seed {seed}" in PAGE
-    assert f"{said[0]} (seed 2, two batches), {said[1]} (seed 11) and {said[2]} (seed 12)" in PAGE
+    said = {}
+    for seed in (2, 11, 12, 13):
+        raised, grpo = (
+            pd.read_parquet(RAW / f"{method}-epochs-1e-5-seed{seed}.parquet")["held_out_reward"].dropna()
+            for method in ("high_only", "grpo")
+        )
+        both = min(len(raised), len(grpo))
+        assert raised.iloc[:both].mean() > grpo.iloc[:both].mean()
+        said[seed] = f"{raised.iloc[:both].mean():.2f} against {grpo.iloc[:both].mean():.2f}"
+    assert f"{said[2]} (seed 2, two batches), {said[11]} (seed 11), {said[12]} (seed 12) and {said[13]} (seed" in PAGE
+    before = {
+        seed: pd.read_parquet(RAW / f"grpo-epochs-1e-5-seed{seed}.parquet")["held_out_before"][0]
+        for seed in (11, 12, 13)
+    }
+    assert f"reward was {before[11]:.2f} with seed 11, and {before[12]:.2f} with the seeds 12 and 13" in PAGE
+    assert before[12] == before[13]
 
 
 def test_the_comparison_of_four_methods():
     found = comparison()
-    assert set(found["seeds"]) == {1} and list(found.index) == ["grpo", "high_only", "bapo", "gspo"]
-    rewards = found["reward"].sort_values(ascending=False)
-    assert list(rewards.index) == ["high_only", "bapo", "grpo", "gspo"]
-    assert "reward was {:.2f}, {:.2f}, {:.2f} and {:.2f}.".format(*rewards) in PAGE
-    said = "{:.2f} with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO and {:.2f} with GSPO"
-    assert said.format(*rewards) in RESULTS
-    bapo = pd.read_parquet(RAW / "bapo-epochs-1e-5-seed12.parquet")
-    counts = bapo[["low", "high"]].value_counts()
-    assert f"Of its 64 updates {counts[0.6, 1.2]} had [0.6, 1.2] and {counts[0.9, 3.0]} had [0.9, 3.0]" in PAGE
-    assert counts.sum() == 64 and len(counts) == 2
+    assert set(found["seeds"]) == {2}
+    names = ["high_only", "bapo", "grpo", "gspo"]  # the first learned fastest
+    said = "{:.2f} with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO and {:.2f} with GSPO, in this order with both"
+    assert said.format(*found["reward"][names]) in RESULTS
+    for seed in (12, 13):
+        runs = [pd.read_parquet(RAW / f"{name}-epochs-1e-5-seed{seed}.parquet") for name in names]
+        rewards = [rows["held_out_reward"].mean() for rows in runs]
+        assert rewards == sorted(rewards, reverse=True)
+        assert f"{rewards[1] - rewards[2]:.3f}" in PAGE  # "in each seed BAPO was ahead"
+    intervals = {}
+    for name, row in found.iterrows():
+        ends = row["difference"] - row["half_width"], row["difference"] + row["half_width"]
+        intervals[name] = "{:+.3f}, interval {:+.3f} to {:+.3f}".format(row["difference"], *ends)
+    assert f"a difference with two seeds**: {intervals['bapo']}. In each" in PAGE
+    assert f"was ahead of GRPO**: {intervals['high_only']} (described" in PAGE
+    low, high = (found["difference"]["bapo"] + sign * found["half_width"]["bapo"] for sign in (-1, 1))
+    assert f"{found['difference']['bapo']:+.3f}, with a 95 % interval of two seeds from {low:+.3f} to {high:+.3f}" in (
+        RESULTS
+    )
+    said = "less entropy**: {:.2f} nats with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO, {:.2f} with GSPO"
+    for page in (RESULTS, PAGE):
+        assert said.format(*found["entropy"][names]) in page
     shares = [100 * found.loc["gspo", f"without_gradient_{sign}"] for sign in ("positive", "negative")]
     assert "left {:.0f} % of the positive and {:.0f} % of the negative tokens without".format(*shares) in PAGE
+
+
+def test_rewards_and_entropies_within_the_runs():
+    def after(method, batches):
+        """Return the mean held-out reward after a number of rollout batches, and the entropy in the last of them."""
+        runs = [pd.read_parquet(RAW / f"{method}-epochs-1e-5-seed{seed}.parquet") for seed in (12, 13)]
+        last = pd.concat(rows[rows["rollout"] == batches - 1] for rows in runs)
+        return last["held_out_reward"].mean(), last["entropy"].mean()
+
+    assert "[0.8, 3.0] had a reward of {:.2f} and an entropy of {:.2f};".format(*after("high_only", 2)) in PAGE
+    assert "GRPO had {:.2f} and {:.2f} after four".format(*after("grpo", 4)) in PAGE
+
+
+def test_bapos_bounds_in_the_comparison():
+    runs = pd.concat(pd.read_parquet(RAW / f"bapo-epochs-1e-5-seed{seed}.parquet") for seed in (12, 13))
+    counts = runs[["low", "high"]].value_counts()
+    between = len(runs) - counts[0.6, 1.2] - counts[0.9, 3.0]
+    said = f"Of its {len(runs)} updates {counts[0.6, 1.2]} had [0.6, 1.2], {counts[0.9, 3.0]} had [0.9, 3.0], and one"
+    assert said in PAGE and between == 1
 
 
 def test_the_tables_are_those_of_the_command(capsys):
