@@ -37,7 +37,7 @@ OVERVIEW = {
     "dppo_tv": (8, 0),
 }
 COLOURS = {"grpo": "black", "bapo@0.4": "#0072B2", "widest": "#D55E00", "high_only": "#009E73"}  # Okabe-Ito
-LANGUAGE_MODEL = {
+LINE_STYLES = {
     "high_only": ("#009E73", "-."),
     "bapo": ("#0072B2", "-"),
     "grpo": ("black", "--"),
@@ -118,7 +118,7 @@ def draw_language_model() -> plt.Figure:
     """Draw held-out reward and entropy of the language model by method: a thin line a seed, a thick one their mean."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     runs = [(run, pd.read_parquet(ROWS / f"{run.name}.parquet")) for run in runs_of_whole_seeds()]
-    for method, (colour, style) in LANGUAGE_MODEL.items():
+    for method, (colour, style) in LINE_STYLES.items():
         of_method = [rows for run, rows in runs if run.method == method]
         rewards = [[rows["held_out_before"].iloc[0], *rows["held_out_reward"].dropna()] for rows in of_method]
         entropies = [rows.groupby("rollout")["entropy"].mean() for rows in of_method]

@@ -6,10 +6,10 @@
     .venv/bin/python -m scripts.study.language_model table
     MODEL_PATH=/models/mine .venv/bin/python -m scripts.study.language_model run
 
-``run`` makes all planned runs that are not complete, one after the other, or those that you name. It uses a GPU if
-there is one (not tried yet; VERL_PLATFORM=cpu prevents it). On a CPU start it once for each core, with ``--threads 1``:
-no two processes make the same run. Task and model come from ``recipe/bapo/language_model``. With MODEL_PATH another
-model is warmed up for the same task and trained; its rows go to runs/study/MODEL.
+``run`` makes all runs of both stages that are not complete, one after the other, or those that you name. It uses a GPU
+if there is one (not tried yet; VERL_PLATFORM=cpu prevents it). On a CPU start it once for each core, with ``--threads
+1``: no two processes make the same run. Task and model come from ``recipe/bapo/language_model``. With MODEL_PATH
+another model is warmed up for the same task and trained; its rows go to a folder of its own in runs/study.
 
 After each rollout batch a run writes its rows to docs/results/language_model/NAME.parquet, and its state (weights,
 optimizer, generator) to .cache/study/NAME.pt. The state has 12 bytes a weight and is removed when the run is complete.
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -34,11 +35,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.bapo.language_model.task import draw_rows
 from scripts.study import language_model_updates as updates
-from scripts.study.warmed_up_model import device_of_this_machine, warmed_up_model
+from scripts.study.warmed_up_model import cache_of, device_of_this_machine, warmed_up_model
 
 ROWS, STATES = Path("docs/results/language_model"), Path(".cache/study")
 PROMPTS = 8  # prompts of an update; each has ``updates.SAMPLES`` responses
-HELD_OUT = 512  # items, each answered once before training and after every rollout batch
+HELD_OUT_ITEMS = 512  # items, each answered once before training and after every rollout batch
 # Mini-batches of a rollout batch, and epochs on it. Both make 16 updates on each rollout batch.
 SOURCES = {"epochs": (4, 4), "batches": (16, 1)}
 
@@ -53,7 +54,7 @@ class Run:
         learning_rate: learning rate of AdamW, constant.
         seed: seed of the prompts and of the sampling.
         rollouts: number of rollout batches; each has 16 updates.
-        precision: ``float32``, or ``bfloat16`` for verl's autocast: the weights stay in float32, matrices are
+        precision: ``float32``, or ``bfloat16`` for autocast, as in verl: the weights stay in float32, matrices are
             multiplied in bfloat16.
     """
 
@@ -71,23 +72,23 @@ class Run:
 
 
 # Stage (a): measure how much is clipped, and how often rho is below the target, at each source of staleness.
-MEASURED = [Run("grpo", "epochs", "1e-5", 1, precision="float32"), Run("grpo", "batches", "1e-5", 1)]
+STAGE_A = [Run("grpo", "epochs", "1e-5", 1, precision="float32"), Run("grpo", "batches", "1e-5", 1)]
 # Stage (b): compare methods. All methods of a seed come before the next seed, so that whole blocks can be compared.
 METHODS = ("grpo", "high_only", "bapo", "gspo")
 IN_FLOAT32 = (12, 13, 14)  # seeds made on a machine without processor instructions for bfloat16
-COMPARED = [
+STAGE_B = [
     Run(method, "epochs", "1e-5", seed, rollouts=4, precision="float32" if seed in IN_FLOAT32 else "bfloat16")
     for seed in range(12, 18)
     for method in METHODS
 ]
-# Runs that stage (b) had made before it changed to bfloat16, and on a machine that was lost.
-EARLIER = [
+# Runs of stage (b) that are not compared: of its first version (seed 2), and of a machine that was lost (seed 11).
+NOT_COMPARED = [
     Run("grpo", "epochs", "1e-5", 2, rollouts=4, precision="float32"),
     Run("high_only", "epochs", "1e-5", 2, rollouts=2, precision="float32"),
     Run("grpo", "epochs", "1e-5", 11, rollouts=4),
     Run("high_only", "epochs", "1e-5", 11, rollouts=4),
 ]
-PLANNED = EARLIER + MEASURED + COMPARED
+PLANNED = STAGE_A + STAGE_B + NOT_COMPARED
 
 
 class Training:
@@ -107,8 +108,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=float(run.learning_rate), weight_decay=0.01)
         self.generator = torch.Generator(device).manual_seed(run.seed)
         self.rows: list[dict] = []
+        self.weights = hash_of_weights(model_folder)
         if state.exists():
             kept = torch.load(state, map_location="cpu")
+            if kept["weights"] != self.weights:
+                raise SystemExit(f"Error: {state} was begun from other weights than {model_folder}: remove it.")
             self.model.load_state_dict(kept["model"])
             self.optimizer.load_state_dict(kept["optimizer"])
             self.generator.set_state(kept["generator"])
@@ -138,26 +142,39 @@ class Training:
         if number == 0:
             self.rows[0]["held_out_before"] = before
         self.rows[-1]["held_out_reward"] = self._held_out_reward(self.generator)
-        self.keep()
+        self.save_state()
 
     def _held_out_reward(self, generator):
-        items = list(draw_rows("held-out", HELD_OUT))
+        items = list(draw_rows("held-out", HELD_OUT_ITEMS))
         return updates.sample(self.model, self.tokenizer, items, generator).rewards.mean().item()
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         """Write the state in one piece, so that a kill leaves the old or the new one."""
         kept = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rows": self.rows}
+        kept |= {"generator": self.generator.get_state(), "weights": self.weights}
         self.state.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.state.with_suffix(".unfinished")
-        torch.save(kept | {"generator": self.generator.get_state()}, unfinished)
+        torch.save(kept, unfinished)
         unfinished.replace(self.state)
 
 
-def write_rows(rows: list[dict], path: Path, about: dict[str, str]) -> None:
-    """Write a run's rows as parquet; ``about``: metadata of the file, such as command and commit."""
+def hash_of_weights(model_folder: Path) -> str:
+    """Return the SHA-256 of a model's file of weights."""
+    with (model_folder / "model.safetensors").open("rb") as weights:
+        return hashlib.file_digest(weights, "sha256").hexdigest()
+
+
+@cache
+def commit_of_this_process() -> str:
+    """Return the commit at the first call. Later commits do not change the code that this process has loaded."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
+def write_rows(rows: list[dict], path: Path, metadata: dict[str, str]) -> None:
+    """Write a run's rows as parquet, with metadata such as command and commit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pyarrow.Table.from_pandas(pd.DataFrame(rows), preserve_index=False)
-    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **about})
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
     unfinished = path.with_suffix(".unfinished")
     pyarrow.parquet.write_table(table, unfinished, compression="zstd")
     unfinished.replace(path)
@@ -169,38 +186,41 @@ def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path =
     if name not in planned:
         raise SystemExit(f"Error: no run {name} is planned: choose from {', '.join(planned)}.")
     run, path = planned[name], rows / f"{name}.parquet"
-    if is_complete(run, path):
-        print(f"{name} is complete: {path}")
-        return
     states.mkdir(parents=True, exist_ok=True)
     with (states / f"{name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{name} is made by another process.")
+            print(f"{name} is already running in another process.")
             return
-        if not is_complete(run, path):  # another process may have completed it by now
-            _train_to_the_end(run, model_folder, path, states)
+        state = states / f"{name}.pt"
+        if is_complete(run, path):
+            print(f"{name} is complete: {path}")
+        else:
+            _train_to_the_end(run, model_folder, path, state)
+        state.unlink(missing_ok=True)
         Path(lock.name).unlink()
 
 
-def _train_to_the_end(run, model_folder, path, states):
-    training, name = Training(run, model_folder, states / f"{run.name}.pt"), run.name
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = {"command": f"python -m scripts.study.language_model run {name}", "commit": commit}
-    with (model_folder / "model.safetensors").open("rb") as weights:
-        about["weights"] = hashlib.file_digest(weights, "sha256").hexdigest()
-    about |= {"model": model_folder.parent.name, "torch": torch.__version__, "threads": str(torch.get_num_threads())}
-    about["device"] = str(training.model.device)
+def _train_to_the_end(run, model_folder, path, state):
+    training = Training(run, model_folder, state)
+    metadata = {
+        "command": f"python -m scripts.study.language_model run {run.name}",
+        "commit": commit_of_this_process(),
+        "weights": training.weights,
+        "model": model_folder.parent.name,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "device": str(training.model.device),
+    }
     while training.rollouts_done < run.rollouts:
         training.train_on_one_batch()
-        print(line_of(training), flush=True)
-        write_rows(training.rows, path, about)
-    write_rows(training.rows, path, about)  # again, in case it was stopped between its last batch and the write
-    training.state.unlink()
+        print(progress_line(training), flush=True)
+        write_rows(training.rows, path, metadata)
+    write_rows(training.rows, path, metadata)  # again, in case it was stopped between its last batch and the write
 
 
-def line_of(training: Training) -> str:
+def progress_line(training: Training) -> str:
     """Format one line after a rollout batch: the held-out reward, and the figures of the batch's last update."""
     last, name = training.rows[-1], training.run.name
     return (
@@ -219,18 +239,19 @@ def is_complete(run: Run, path: Path) -> bool:
 def main() -> int:
     """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["list", "run", "table"])
-    parser.add_argument("names", nargs="*", help="for `run`: names (default: all planned runs, one by one)")
+    parser.add_argument("command", choices=["list", "run", "table"])
+    parser.add_argument("names", nargs="*", help="for `run`: names (default: all runs of both stages)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     given = os.environ.get("MODEL_PATH")
-    rows, states = (Path("runs/study") / Path(given).name, STATES / Path(given).name) if given else (ROWS, STATES)
-    if arguments.part == "table":
+    name = f"{Path(given).name}-{cache_of(given).name}" if given else ""  # two models may have the same folder name
+    rows, states = (Path("runs/study") / name if given else ROWS), STATES / name
+    if arguments.command == "table":
         from scripts.study.language_model_tables import print_tables
 
         print_tables(rows)
         return 0
-    if arguments.part == "list":
+    if arguments.command == "list":
         for run in PLANNED:
             print("complete" if is_complete(run, rows / f"{run.name}.parquet") else "to do   ", run.name)
         return 0
@@ -240,7 +261,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    for name in arguments.names or [run.name for run in PLANNED]:
+    commit_of_this_process()
+    for name in arguments.names or [run.name for run in STAGE_A + STAGE_B]:
         run_by_name(name, folder, rows, states)
     return 0
 

@@ -7,23 +7,23 @@ import pandas as pd
 import pyarrow.parquet
 from scipy import stats
 
-from scripts.study.language_model import COMPARED, EARLIER, MEASURED, ROWS, Run, is_complete
+from scripts.study.language_model import NOT_COMPARED, ROWS, STAGE_A, STAGE_B, Run, is_complete
 
-HELD_OUT = "held-out reward by rollout batch"
+REWARD_COLUMN = "held-out reward by rollout batch"
 METHOD_NAMES = {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]", "bapo": "BAPO", "gspo": "GSPO"}
 CLIPPED = {sign: f"clipped by [0.8, 1.2], A {sign} 0" for sign in "><"}
-SHORT = ("run", "precision", "updates", *CLIPPED.values(), "entropy, first and last", HELD_OUT)
+RUN_COLUMNS = ("run", "precision", "updates", *CLIPPED.values(), "entropy, first and last", REWARD_COLUMN)
 
 
 def table_row(rows: pd.DataFrame) -> dict[str, str]:
     """Compute the plan's figures of a run.
 
     All but ``updates``, the entropy and the held-out reward are means over the updates after the first on each rollout
-    batch. ``target met``, ``met by moving`` and ``out of reach`` are shares of these updates: BAPO's search would have
-    found the target already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach. They and rho
-    leave out the updates without advantages.
+    batch. Updates without advantages are left out, because they clip nothing and have nothing to search. ``target
+    met``, ``met by moving`` and ``out of reach`` are shares of these updates: BAPO's search would have found the target
+    already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach.
     """
-    later = rows[rows["place"] > 0]
+    later = with_advantages(rows[rows["place"] > 0])
     outcomes = search_outcomes(later)
     held_out, means = rows["held_out_reward"].dropna(), later.mean(numeric_only=True)
     settings = {"precision": "float32"} | rows.iloc[0].to_dict()  # the first runs have no column for the precision
@@ -34,14 +34,14 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         "updates": str(len(rows)),
         CLIPPED[">"]: f"{means['clipfrac_positive']:.2%}",
         CLIPPED["<"]: f"{means['clipfrac_negative']:.2%}",
-        "rho at [0.6, 1.2]": f"{with_advantages(later)['bapo_positive_contribution_start'].mean():.3f}",
+        "rho at [0.6, 1.2]": f"{means['bapo_positive_contribution_start']:.3f}",
         "target met": f"{outcomes['met']:.2f}",
         "met by moving": f"{outcomes['moved']:.2f}",
         "out of reach": f"{outcomes['out_of_reach']:.2f}",
         "effective sample size": f"{means['effective_sample_size']:.3f}",
         "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
         "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
-        HELD_OUT: ", ".join(f"{reward:.2f}" for reward in held_out),
+        REWARD_COLUMN: ", ".join(f"{reward:.2f}" for reward in held_out),
     }
 
 
@@ -49,9 +49,9 @@ def runs_of_whole_seeds(folder: Path = ROWS, runs: list[Run] | None = None) -> l
     """Return the runs of stage (b) whose seed is complete with all methods.
 
     Raises:
-        ValueError: the runs of a seed started from different weights, which two machines may make by the same warm-up.
+        ValueError: if the runs of a seed started from different weights. The same warm-up may differ on two machines.
     """
-    runs = runs or COMPARED
+    runs = runs or STAGE_B
     missing = {run.seed for run in runs if not is_complete(run, folder / f"{run.name}.parquet")}
     found = [run for run in runs if run.seed not in missing]
     for seed in {run.seed for run in found}:
@@ -66,12 +66,12 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
 
     ``reward``, the plan's outcome, is the mean of the held-out rewards after each rollout batch. ``difference`` is from
     GRPO with the same seed, ``half_width`` that of its 95 % interval by Student's t. Shares are means over the updates
-    after the first on each rollout batch.
+    with advantages after the first on each rollout batch.
     """
     found = []
     for run in runs_of_whole_seeds(folder, runs):
         rows = pd.read_parquet(folder / f"{run.name}.parquet")
-        later, held_out = rows[rows["place"] > 0], rows["held_out_reward"].dropna()
+        later, held_out = with_advantages(rows[rows["place"] > 0]), rows["held_out_reward"].dropna()
         found.append(
             {
                 "method": run.method,
@@ -96,29 +96,25 @@ def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFra
 
 
 def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
-    """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it.
-
-    Updates whose answers were all right, or all wrong, have no advantages and nothing to search. They do not count.
-    """
-    updates = with_advantages(updates)
+    """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it."""
     missed, met = updates["bapo_saturated"] > 0, (updates["bapo_search_steps"] == 0) & (updates["bapo_saturated"] == 0)
     return {"met": met.mean(), "moved": (~met & ~missed).mean(), "out_of_reach": missed.mean()}
 
 
 def with_advantages(updates: pd.DataFrame) -> pd.DataFrame:
-    """Return the updates that have tokens with positive advantage: without any, rho is recorded as 0."""
+    """Return the updates with advantages. If all answers are right, or all wrong, rho is recorded as 0."""
     return updates[updates["bapo_positive_contribution_start"] > 0]
 
 
 def print_tables(folder: Path = ROWS) -> None:
     """Print the runs of stage (a), the comparison of stage (b), and each run of stage (b), as Markdown."""
-    print_markdown(transposed(rows_of(MEASURED, folder)))
+    print_markdown(transposed(rows_of(STAGE_A, folder)))
     compared = comparison(folder).reset_index()
     if len(compared):
         print()
         print_markdown([comparison_row(row) for row in compared.itertuples()])
     print()
-    print_markdown([{name: row[name] for name in SHORT} for row in rows_of(COMPARED + EARLIER, folder)])
+    print_markdown([{name: row[name] for name in RUN_COLUMNS} for row in rows_of(STAGE_B + NOT_COMPARED, folder)])
 
 
 def rows_of(runs: list[Run], folder: Path) -> list[dict[str, str]]:

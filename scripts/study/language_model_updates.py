@@ -50,8 +50,8 @@ def _respond(model, tokenizer, prompts, generator):
     done = mask[:, 0].clone()
     output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
     for place in range(MAX_RESPONSE):
-        chances = output.logits[:, -1].float().softmax(-1)
-        token = torch.multinomial(chances, 1, generator=generator).squeeze(1)
+        probabilities = output.logits[:, -1].float().softmax(-1)
+        token = torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
         tokens[:, place], mask[:, place] = token.masked_fill(done, pad), ~done
         done = done | (token == end)
         if done.all():
@@ -112,7 +112,8 @@ def make_update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) 
     low, high = bounds_of(model, rollouts, old, advantages, method)
     bounds = {"low": old.new_tensor([low]), "high": old.new_tensor([high])}
     now, entropy, without_gradient = torch.zeros_like(old), torch.zeros_like(old), torch.ones_like(mask)
-    optimizer.zero_grad(set_to_none=False)  # without any advantages AdamW still makes its step, with a gradient of 0
+    for parameter in model.parameters():  # without any advantages AdamW still makes its step, with a gradient of 0
+        parameter.grad = torch.zeros_like(parameter)
     for part, learns in micro_batches(advantages):
         with torch.set_grad_enabled(learns):
             log_prob, entropy[part] = log_probs_of(model, rollouts.rows(part))
@@ -121,8 +122,8 @@ def make_update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) 
             log_prob.retain_grad()
             tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
             # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
-            share = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
-            (loss_of(method, tokens, bounds, DUAL_CLIP) * share).backward()
+            weight = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
+            (loss_of(method, tokens, bounds, DUAL_CLIP) * weight).backward()
             without_gradient[part] = log_prob.grad == 0
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

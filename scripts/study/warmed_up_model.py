@@ -29,15 +29,17 @@ def warmed_up_model(given: str | None) -> Path:
         ValueError: the recipe's model is not made yet, or the tokenizer does not fit the task.
         OSError: ``given`` holds no such model.
     """
-    if given is None:
-        folder = cache.folder_of({})
-        if not folder.exists():
-            raise ValueError("the language model is not made yet: run python -m recipe.bapo.language_model")
-        return folder / "model"
-    source = Path(given).resolve()
-    folder = cache.folder_of({"model": str(source)})
-    cache.make_once(folder, lambda unfinished: _warm_up_copy(source, unfinished / "model"))
+    folder = cache_of(given)
+    if given is not None:
+        cache.make_once(folder, lambda unfinished: _warm_up_copy(Path(given).resolve(), unfinished / "model"))
+    elif not folder.exists():
+        raise ValueError("the language model is not made yet: run python -m recipe.bapo.language_model")
     return folder / "model"
+
+
+def cache_of(given: str | None) -> Path:
+    """Return the folder in .cache where ``warmed_up_model`` keeps a model, whether it exists or not."""
+    return cache.folder_of({"model": str(Path(given).resolve())} if given else {})
 
 
 def _warm_up_copy(source, folder):

@@ -144,7 +144,7 @@ def test_the_study_of_the_language_model_trains(task, device, tmp_path, monkeypa
     # The example's tiny model does not know the task, so responses of an odd length count as right.
     monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: len(text) % 2.0)
     monkeypatch.setattr(study, "PROMPTS", 2)
-    monkeypatch.setattr(study, "HELD_OUT", 8)
+    monkeypatch.setattr(study, "HELD_OUT_ITEMS", 8)
     run = study.Run("bapo", "epochs", "1e-3", seed=1)
     training = study.Training(run, task / "model", tmp_path / "state.pt")
     training.train_on_one_batch()

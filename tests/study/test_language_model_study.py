@@ -41,13 +41,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def easy(monkeypatch):
+def small_task(monkeypatch):
     """Make the task easy: few short responses, of which those with an even number of characters are right."""
     for name, value in {"SAMPLES": 4, "PROMPTS_AT_ONCE": 2, "MAX_RESPONSE": 6}.items():
         monkeypatch.setattr(updates, name, value)
     monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
     monkeypatch.setattr(study, "PROMPTS", 2)
-    monkeypatch.setattr(study, "HELD_OUT", 8)
+    monkeypatch.setattr(study, "HELD_OUT_ITEMS", 8)
     monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
     monkeypatch.setattr(study, "PLANNED", [RUN])
 
@@ -73,10 +73,15 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "line_of", stop)  # after the state is saved, before the rows are written
+        patch.setattr(study, "progress_line", stop)  # after the state is saved, before the rows are written
         with pytest.raises(KeyboardInterrupt):
             study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
-    assert not (tmp_path / "parts").exists() and (tmp_path / "states" / f"{RUN.name}.pt").exists()
+    state = tmp_path / "states" / f"{RUN.name}.pt"
+    assert not (tmp_path / "parts").exists() and state.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "hash_of_weights", lambda folder: "other")
+        with pytest.raises(SystemExit, match="was begun from other weights than .*: remove it"):
+            study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
     study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
     pd.testing.assert_frame_equal(rows_of(tmp_path / "parts"), whole)
 
@@ -101,7 +106,7 @@ def test_two_processes_do_not_make_the_same_run(model, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(study, "_train_to_the_end", start_again)
     study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
-    assert f"{RUN.name} is made by another process." in capsys.readouterr().out
+    assert f"{RUN.name} is already running in another process." in capsys.readouterr().out
     assert len(rows_of(tmp_path)) == 8 and not list((tmp_path / "states").iterdir())
 
 
@@ -114,7 +119,8 @@ def test_another_model_is_warmed_up_first(model, tmp_path, monkeypatch, capsys):
     assert "0% of 2 sampled answers are right" in capsys.readouterr().err
     weights = [next(AutoModelForCausalLM.from_pretrained(at).parameters()) for at in (folder, model)]
     assert not torch.equal(*weights) and AutoTokenizer.from_pretrained(folder).pad_token
-    assert warmed_up_model.warmed_up_model(str(model)) == folder
+    assert warmed_up_model.warmed_up_model(str(model)) == folder == warmed_up_model.cache_of(str(model)) / "model"
+    assert warmed_up_model.cache_of(f"{tmp_path}/{model.name}") != folder.parent  # another model of the same name
     assert "Warmed up" not in capsys.readouterr().err  # it was kept
 
 
@@ -123,7 +129,7 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     about = pyarrow.parquet.read_schema(tmp_path / f"{RUN.name}.parquet").metadata
     assert about[b"command"].decode() == f"python -m scripts.study.language_model run {RUN.name}"
     assert len(about[b"commit"]) == 40
-    monkeypatch.setattr(tables, "MEASURED", [RUN])
+    monkeypatch.setattr(tables, "STAGE_A", [RUN])
     tables.print_tables(tmp_path)
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     shown = dict(line for line in lines if len(line) == 2)
@@ -131,8 +137,10 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     shares = ("target met", "met by moving", "out of reach")
     assert sum(float(shown[share]) for share in shares) == pytest.approx(1, abs=0.011)
     monkeypatch.setattr(study, "Training", None)
+    left = tmp_path / "states" / f"{RUN.name}.pt"
+    left.touch()  # of a process that was killed after the run's last rows were written
     study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
-    assert "is complete" in capsys.readouterr().out
+    assert "is complete" in capsys.readouterr().out and not left.exists()
     with pytest.raises(SystemExit, match="no run other is planned: choose from grpo-epochs"):
         study.run_by_name("other", model, tmp_path)
 
@@ -195,6 +203,7 @@ def test_without_advantages_the_momentum_still_moves_the_weights(model):
     updates.make_update(network, optimizer, rollouts, old, "grpo")
     before = next(network.parameters()).clone()
     rollouts.rewards[:] = 1.0
+    optimizer.zero_grad(set_to_none=True)  # as after a resume, when no gradient exists yet
     assert updates.make_update(network, optimizer, rollouts, old, "grpo")["grad_norm"] == 0
     assert not torch.equal(next(network.parameters()), before)
 
@@ -207,10 +216,9 @@ def test_an_update_measures_its_tokens(model, method):
     first, _, last = found
     assert first["effective_sample_size"] == pytest.approx(1) and first["clipfrac_positive"] == 0  # every ratio is 1
     assert last["clipfrac_positive"] + last["clipfrac_negative"] > 0
-    assert last["bapo_positive_contribution_start"] > 0
     bounds = {(one["low"], one["high"]) for one in found}
     if method == "bapo":
-        assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"])
+        assert (last["low"], last["high"]) == (last["bapo_low"], last["bapo_high"]) != (0.6, 1.2)  # a bound has moved
     else:
         assert bounds == {{"grpo": (0.8, 1.2), "high_only": (0.8, 3.0), "gspo": (0.0, float("inf"))}[method]}
     if method == "grpo":  # a token has no gradient if a bound or the dual clip clips it
@@ -242,23 +250,25 @@ def test_gspo_has_the_gradient_of_verls_own_loss(model):
     torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
 
 
-def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
-    def write(run, held_out, weights="a"):
-        rows = [
-            {"rollout": at, "place": place, "held_out_reward": reward if place == 1 else None, "entropy": 0.1}
-            | {"held_out_before": None if at or place else 0.41}
-            | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
-            | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 1)}
-            | {"bapo_positive_contribution_start": 0.3 if place < 2 else 0.0}  # the last has no advantages
-            for at, reward in enumerate(held_out)
-            for place in (0, 1, 2)
-        ]
-        study.write_rows([vars(run) | row for row in rows], tmp_path / f"{run.name}.parquet", {"weights": weights})
+def write_run(folder, run, held_out, weights="a"):
+    """Write a run of three updates on each rollout batch. The last of the three has no advantages."""
+    rows = [
+        {"rollout": at, "place": place, "held_out_reward": reward if place == 1 else None, "entropy": 0.1}
+        | {"held_out_before": None if at or place else 0.41}
+        | {"without_gradient_positive": 0.5, "without_gradient_negative": 0.25}
+        | {"bapo_search_steps": 0.0, "bapo_saturated": float(place == 1)}
+        | {"bapo_positive_contribution_start": 0.3 if place < 2 else 0.0}
+        for at, reward in enumerate(held_out)
+        for place in (0, 1, 2)
+    ]
+    study.write_rows([vars(run) | row for row in rows], folder / f"{run.name}.parquet", {"weights": weights})
 
+
+def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
     runs = [replace(RUN, method=method, seed=seed) for seed in (1, 2, 3) for method in ("grpo", "bapo")]
     assert tables.comparison(tmp_path, runs).empty
     for run, held_out in zip(runs, [(0.5, 0.7), (0.6, 0.8), (0.5, 0.9), (0.4, 0.4), (0.9, 0.9)], strict=False):
-        write(run, held_out)
+        write_run(tmp_path, run, held_out)
     found = tables.comparison(tmp_path, runs)  # the last seed has no bapo
     assert list(found.index) == ["grpo", "bapo"] and set(found["seeds"]) == {2}
     assert found.loc["grpo", "reward"] == pytest.approx(0.65) and found.loc["bapo", "final_reward"] == pytest.approx(
@@ -271,14 +281,16 @@ def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_pa
     # Of the three updates on a rollout batch the first does not count, nor one without advantages.
     assert list(found["met"]) == [0, 0] and list(found["out_of_reach"]) == [1, 1]
 
-    write(runs[-1], (0.5, 0.5), weights="b")
+    write_run(tmp_path, runs[-1], (0.5, 0.5), weights="b")
     with pytest.raises(ValueError, match="The runs of seed 3 started from different weights"):
         tables.comparison(tmp_path, runs)
 
 
 def test_one_seed_has_no_interval(tmp_path):
-    row = pd.DataFrame([{"method": "bapo", "reward": 0.5, "difference": 0.1, "half_width": float("nan"), "seeds": 1}])
-    names = ("final_reward", "entropy", "without_gradient_positive", "without_gradient_negative")
-    shares = dict.fromkeys((*names, "met", "moved", "out_of_reach"), 0.0)
-    (row,) = row.assign(failed=0, **shares).itertuples()
-    assert tables.comparison_row(row)["minus GRPO's"] == "+0.100"
+    runs = [replace(RUN, method=method, seed=1) for method in ("grpo", "bapo")]
+    for run, held_out in zip(runs, [(0.5, 0.7), (0.9, 0.44)], strict=True):
+        write_run(tmp_path, run, held_out)
+    found = tables.comparison(tmp_path, runs)
+    rows = [tables.comparison_row(row) for row in found.reset_index().itertuples()]
+    assert [row["minus GRPO's"] for row in rows] == ["", "+0.070"]
+    assert [row["failed"] for row in rows] == ["0 of 1", "1 of 1"]  # 0.44 is below half of the run's best
