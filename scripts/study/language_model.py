@@ -180,22 +180,28 @@ def write_rows(rows: list[dict], path: Path, metadata: dict[str, str]) -> None:
     unfinished.replace(path)
 
 
-def run_by_name(name: str, model_folder: Path, rows: Path = ROWS, states: Path = STATES) -> None:
-    """Start or resume a planned run, and train it to its end."""
+def runs_named(names: list[str]) -> list[Run]:
+    """Return the planned runs with these names. No name: the runs of both stages."""
     planned = {run.name: run for run in PLANNED}
-    if name not in planned:
-        raise SystemExit(f"Error: no run {name} is planned: choose from {', '.join(planned)}.")
-    run, path = planned[name], rows / f"{name}.parquet"
+    for name in names:
+        if name not in planned:
+            raise SystemExit(f"Error: no run {name} is planned: choose from {', '.join(planned)}.")
+    return [planned[name] for name in names] or STAGE_A + STAGE_B
+
+
+def make_run(run: Run, model_folder: Path, results: Path = ROWS, states: Path = STATES) -> None:
+    """Start or resume a run, and train it to its end."""
+    path = results / f"{run.name}.parquet"
     states.mkdir(parents=True, exist_ok=True)
-    with (states / f"{name}.lock").open("w") as lock:
+    with (states / f"{run.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"{name} is already running in another process.")
+            print(f"{run.name} is already running in another process.")
             return
-        state = states / f"{name}.pt"
+        state = states / f"{run.name}.pt"
         if is_complete(run, path):
-            print(f"{name} is complete: {path}")
+            print(f"{run.name} is complete: {path}")
         else:
             _train_to_the_end(run, model_folder, path, state)
         state.unlink(missing_ok=True)
@@ -245,25 +251,27 @@ def main() -> int:
     arguments = parser.parse_args()
     given = os.environ.get("MODEL_PATH")
     name = f"{Path(given).name}-{cache_of(given).name}" if given else ""  # two models may have the same folder name
-    rows, states = (Path("runs/study") / name if given else ROWS), STATES / name
+    results, states = (Path("runs/study") / name if given else ROWS), STATES / name
     if arguments.command == "table":
         from scripts.study.language_model_tables import print_tables
 
-        print_tables(rows)
+        print_tables(results)
         return 0
     if arguments.command == "list":
         for run in PLANNED:
-            print("complete" if is_complete(run, rows / f"{run.name}.parquet") else "to do   ", run.name)
+            print("complete" if is_complete(run, results / f"{run.name}.parquet") else "to do   ", run.name)
         return 0
+    runs = runs_named(arguments.names)  # before a model is warmed up
     torch.set_num_threads(arguments.threads)
     try:
         folder = warmed_up_model(given)
     except (ValueError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        prefix = f"MODEL_PATH={given} is not usable; give a model of Hugging Face: " if given else ""
+        print(f"Error: {prefix}{error}", file=sys.stderr)
         return 1
     commit_of_this_process()
-    for name in arguments.names or [run.name for run in STAGE_A + STAGE_B]:
-        run_by_name(name, folder, rows, states)
+    for run in runs:
+        make_run(run, folder, results, states)
     return 0
 
 

@@ -45,13 +45,12 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
     }
 
 
-def runs_of_whole_seeds(folder: Path = ROWS, runs: list[Run] | None = None) -> list[Run]:
+def runs_of_whole_seeds(folder: Path = ROWS, runs: list[Run] = STAGE_B) -> list[Run]:
     """Return the runs of stage (b) whose seed is complete with all methods.
 
     Raises:
         ValueError: if the runs of a seed started from different weights. The same warm-up may differ on two machines.
     """
-    runs = runs or STAGE_B
     missing = {run.seed for run in runs if not is_complete(run, folder / f"{run.name}.parquet")}
     found = [run for run in runs if run.seed not in missing]
     for seed in {run.seed for run in found}:
@@ -61,7 +60,7 @@ def runs_of_whole_seeds(folder: Path = ROWS, runs: list[Run] | None = None) -> l
     return found
 
 
-def comparison(folder: Path = ROWS, runs: list[Run] | None = None) -> pd.DataFrame:
+def comparison(folder: Path = ROWS, runs: list[Run] = STAGE_B) -> pd.DataFrame:
     """Compare the methods of stage (b): a row for each method, over the seeds for which all methods are complete.
 
     ``reward``, the plan's outcome, is the mean of the held-out rewards after each rollout batch. ``difference`` is from

@@ -47,7 +47,7 @@ def _warm_up_copy(source, folder):
     tokenizer = AutoTokenizer.from_pretrained(source)
     lengths = {len(tokenizer.encode(row["prompt"][0]["content"] + "\n")) for row in draw_rows("lengths", 64)}
     if len(lengths) > 1:
-        raise ValueError(f"MODEL_PATH={source} is not usable: its tokenizer gives the prompts different lengths.")
+        raise ValueError("its tokenizer gives the prompts different lengths.")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     device, settings = device_of_this_machine(), Settings()

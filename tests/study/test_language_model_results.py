@@ -154,7 +154,7 @@ def test_the_comparison_of_four_methods():
     for name, row in found.iterrows():
         ends = row["difference"] - row["half_width"], row["difference"] + row["half_width"]
         intervals[name] = "{:+.3f}, interval {:+.3f} to {:+.3f}".format(row["difference"], *ends)
-    assert f"no difference by the plan's test: {intervals['bapo']}." in PAGE
+    assert f"not significant by the plan's test: {intervals['bapo']}." in PAGE
     assert f"was ahead of GRPO**: {intervals['high_only']} (described" in PAGE
     low, high = (found["difference"]["bapo"] + sign * found["half_width"]["bapo"] for sign in (-1, 1))
     said = f"BAPO minus GRPO is {found['difference']['bapo']:+.3f}, with a 95 % interval from {low:+.3f} to {high:+.3f}"

@@ -58,8 +58,8 @@ def rows_of(folder):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkeypatch, precision):
-    monkeypatch.setattr(study, "PLANNED", [replace(RUN, precision=precision)])
-    study.run_by_name(RUN.name, model, tmp_path / "whole", tmp_path / "states")
+    run = replace(RUN, precision=precision)
+    study.make_run(run, model, tmp_path / "whole", tmp_path / "states")
     whole = rows_of(tmp_path / "whole")
     assert list(whole["update"]) == list(range(8)) and list(whole["epoch"]) == [0, 0, 1, 1] * 2
     assert whole["held_out_reward"].notna().sum() == 2 and (whole["grad_norm"] > 0).any()
@@ -75,14 +75,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(study, "progress_line", stop)  # after the state is saved, before the rows are written
         with pytest.raises(KeyboardInterrupt):
-            study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
+            study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
     state = tmp_path / "states" / f"{RUN.name}.pt"
     assert not (tmp_path / "parts").exists() and state.exists()
     with monkeypatch.context() as patch:
         patch.setattr(study, "hash_of_weights", lambda folder: "other")
         with pytest.raises(SystemExit, match="was begun from other weights than .*: remove it"):
-            study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
-    study.run_by_name(RUN.name, model, tmp_path / "parts", tmp_path / "states")
+            study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
+    study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
     pd.testing.assert_frame_equal(rows_of(tmp_path / "parts"), whole)
 
 
@@ -101,11 +101,11 @@ def test_two_processes_do_not_make_the_same_run(model, tmp_path, monkeypatch, ca
     make = study._train_to_the_end
 
     def start_again(*arguments):
-        study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")  # as a second process would
+        study.make_run(RUN, model, tmp_path, tmp_path / "states")  # as a second process would
         make(*arguments)
 
     monkeypatch.setattr(study, "_train_to_the_end", start_again)
-    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    study.make_run(RUN, model, tmp_path, tmp_path / "states")
     assert f"{RUN.name} is already running in another process." in capsys.readouterr().out
     assert len(rows_of(tmp_path)) == 8 and not list((tmp_path / "states").iterdir())
 
@@ -125,7 +125,7 @@ def test_another_model_is_warmed_up_first(model, tmp_path, monkeypatch, capsys):
 
 
 def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
-    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    study.make_run(RUN, model, tmp_path, tmp_path / "states")
     about = pyarrow.parquet.read_schema(tmp_path / f"{RUN.name}.parquet").metadata
     assert about[b"command"].decode() == f"python -m scripts.study.language_model run {RUN.name}"
     assert len(about[b"commit"]) == 40
@@ -139,10 +139,11 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     monkeypatch.setattr(study, "Training", None)
     left = tmp_path / "states" / f"{RUN.name}.pt"
     left.touch()  # of a process that was killed after the run's last rows were written
-    study.run_by_name(RUN.name, model, tmp_path, tmp_path / "states")
+    study.make_run(RUN, model, tmp_path, tmp_path / "states")
     assert "is complete" in capsys.readouterr().out and not left.exists()
     with pytest.raises(SystemExit, match="no run other is planned: choose from grpo-epochs"):
-        study.run_by_name("other", model, tmp_path)
+        study.runs_named([RUN.name, "other"])
+    assert study.runs_named([RUN.name]) == [RUN] and study.runs_named([]) == study.STAGE_A + study.STAGE_B
 
 
 def make_rollouts(model):
