@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
-from scripts.study.language_model_tables import comparison, print_tables, table_row, with_advantages
+from scripts.study.figures import draw_language_model
+from scripts.study.language_model_tables import METHOD_NAMES, comparison, print_tables, table_row, with_advantages
 
 DOCS = Path(__file__).parents[2] / "docs"
 RAW = DOCS / "results" / "language_model"
@@ -190,3 +192,16 @@ def test_the_tables_are_those_of_the_command(capsys):
     printed = [line for line in capsys.readouterr().out.splitlines() if line]
     lines = (DOCS / "results" / "language_model.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("|")] == printed
+
+
+def test_the_picture_shows_each_seed_and_the_mean_of_the_comparison():
+    rewards, entropies = draw_language_model().axes
+    found = comparison()
+    means = {line.get_label(): line.get_ydata() for line in rewards.lines if not line.get_label().startswith("_")}
+    assert set(means) == set(METHOD_NAMES.values())
+    for method, name in METHOD_NAMES.items():
+        assert means[name][1:].mean() == pytest.approx(found.loc[method, "reward"])  # the first is before training
+    for axis in (rewards, entropies):
+        assert len(axis.lines) == 4 * (found["seeds"].iloc[0] + 1)
+    last = {line.get_label(): line.get_ydata()[-1] for line in entropies.lines}
+    assert all(last[name] == pytest.approx(found.loc[method, "entropy"]) for method, name in METHOD_NAMES.items())
