@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -88,7 +88,9 @@ NOT_COMPARED = [
     Run("grpo", "epochs", "1e-5", 11, rollouts=4),
     Run("high_only", "epochs", "1e-5", 11, rollouts=4),
 ]
-PLANNED = STAGE_A + STAGE_B + NOT_COMPARED
+# GRPO at twice the learning rate, with seeds of stage (b).
+CONTROLS = [replace(run, learning_rate="2e-5") for run in STAGE_B if run.method == "grpo" and run.seed in (12, 13)]
+PLANNED = STAGE_A + STAGE_B + NOT_COMPARED + CONTROLS
 
 
 class Training:

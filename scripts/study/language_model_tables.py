@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow.parquet
 from scipy import stats
 
-from scripts.study.language_model import NOT_COMPARED, ROWS, STAGE_A, STAGE_B, Run, is_complete
+from scripts.study.language_model import CONTROLS, NOT_COMPARED, ROWS, STAGE_A, STAGE_B, Run, is_complete
 
 REWARD_COLUMN = "held-out reward by rollout batch"
 METHOD_NAMES = {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]", "bapo": "BAPO", "gspo": "GSPO"}
@@ -106,14 +106,15 @@ def with_advantages(updates: pd.DataFrame) -> pd.DataFrame:
 
 
 def print_tables(folder: Path = ROWS) -> None:
-    """Print the runs of stage (a), the comparison of stage (b), and each run of stage (b), as Markdown."""
+    """Print the runs of stage (a), the comparison of stage (b), and each run but those of stage (a), as Markdown."""
     print_markdown(transposed(rows_of(STAGE_A, folder)))
     compared = comparison(folder).reset_index()
     if len(compared):
         print()
         print_markdown([comparison_row(row) for row in compared.itertuples()])
     print()
-    print_markdown([{name: row[name] for name in RUN_COLUMNS} for row in rows_of(STAGE_B + NOT_COMPARED, folder)])
+    each = rows_of(STAGE_B + NOT_COMPARED + CONTROLS, folder)
+    print_markdown([{name: row[name] for name in RUN_COLUMNS} for row in each])
 
 
 def rows_of(runs: list[Run], folder: Path) -> list[dict[str, str]]:
