@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from scripts.study.figures import draw_language_model
 from scripts.study.language_model_tables import METHOD_NAMES, comparison, print_tables, table_row, with_advantages
@@ -146,11 +147,12 @@ def test_the_comparison_of_four_methods():
     names = ["high_only", "bapo", "grpo", "gspo"]  # the first learned fastest
     said = "{:.2f} with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO and {:.2f} with GSPO, in this order with each"
     assert said.format(*found["reward"][names]) in RESULTS
-    ahead = []
+    ahead, over_bapo = [], []
     for seed in SEEDS:
         rewards = [rows_of(name, seed)["held_out_reward"].mean() for name in names]
         assert rewards == sorted(rewards, reverse=True)  # "in this order with each seed"
         ahead.append(rewards[1] - rewards[2])
+        over_bapo.append(rewards[0] - rewards[1])
     assert "by {:.3f}, {:.3f} and {:.3f}".format(*ahead) in PAGE
     intervals = {}
     for name, row in found.iterrows():
@@ -160,6 +162,10 @@ def test_the_comparison_of_four_methods():
         assert f"BAPO minus GRPO is {intervals['bapo']}" in page
     assert found["difference"]["bapo"] > found["half_width"]["bapo"]  # "ahead of GRPO"
     assert f"[0.8, 3.0] minus GRPO is {intervals['high_only']}" in PAGE
+    leads = pd.Series(over_bapo)
+    reach = leads.sem() * stats.t.ppf(0.975, len(leads) - 1)
+    said = f"{leads.mean():.3f}, has an interval that reaches 0, from {leads.mean() - reach:+.3f} to"
+    assert f"{said} {leads.mean() + reach:+.3f}" in PAGE
     said = "less entropy**: {:.2f} nats with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO, {:.2f} with GSPO"
     for page in (RESULTS, PAGE):
         assert said.format(*found["entropy"][names]) in page
