@@ -162,6 +162,8 @@ def test_the_comparison_of_four_methods():
         assert f"BAPO minus GRPO is {intervals['bapo']}" in page
     assert found["difference"]["bapo"] > found["half_width"]["bapo"]  # "ahead of GRPO"
     assert f"[0.8, 3.0] minus GRPO is {intervals['high_only']}" in PAGE
+    hours = sum(pd.read_parquet(path)["seconds"].sum() for path in RAW.glob("*.parquet")) / 3600
+    assert f"updates of all stored runs took {hours:.1f} hours of a core" in PAGE
     leads = pd.Series(over_bapo)
     reach = leads.sem() * stats.t.ppf(0.975, len(leads) - 1)
     said = f"{leads.mean():.3f}, has an interval that reaches 0, from {leads.mean() - reach:+.3f} to"
@@ -182,6 +184,18 @@ def test_rewards_and_entropies_within_the_runs():
 
     assert "[0.8, 3.0] had a reward of {:.2f} and an entropy of {:.2f};".format(*after("high_only", 2)) in PAGE
     assert "GRPO had {:.2f} and {:.2f} after four".format(*after("grpo", 4)) in PAGE
+
+
+def test_grpo_at_twice_the_learning_rate():
+    doubled, grpo, bapo = (
+        [rows_of(method, seed, rate) for seed in (12, 13)]
+        for method, rate in (("grpo", "2e-5"), ("grpo", "1e-5"), ("bapo", "1e-5"))
+    )
+    rewards = [[rows["held_out_reward"].mean() for rows in runs] for runs in (doubled, grpo, bapo)]
+    said = "{:.3f} and {:.3f} with the seeds 12 and 13. At 1e-5 it had {:.3f} and {:.3f}, and BAPO {:.3f} and {:.3f}."
+    assert said.format(*rewards[0], *rewards[1], *rewards[2]) in PAGE
+    assert max(rewards[0]) < min(rewards[2])  # "did not explain the difference", by the plan's rule
+    assert "ended at {:.2f} and {:.2f} nats".format(*(rows["entropy"].iloc[-16:].mean() for rows in doubled)) in PAGE
 
 
 def test_bapos_bounds_in_the_comparison():
