@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
@@ -70,12 +71,11 @@ def test_sixteen_updates_on_the_stack_and_in_the_loop():
     assert said.format(*held_out[0], *held_out[1]) in PAGE
     clipped = [100 * values("grpo_4_epochs", f"actor/bapo/clipfrac_{sign}")[0] for sign in ("positive", "negative")]
     assert "GRPO clipped {:.1f} % of the positive and {:.1f} % of the negative tokens. The".format(*clipped) in PAGE
-    loop = [rows_of("grpo", seed).iloc[:16] for seed in (1, 2)]
-    said = (
-        "first 16 updates of GRPO at {:.2f} and {:.2f} with two seeds, and clipped {:.1f} and {:.1f} % of the positive"
-    )
+    loop = [rows_of("grpo", seed).iloc[:16] for seed in (1, 2, *SEEDS)]
     rewards = [rows["held_out_reward"].iloc[-1] for rows in loop]
-    assert said.format(*rewards, *(100 * rows["clipfrac_positive"].mean() for rows in loop)) in PAGE
+    shares = [100 * rows["clipfrac_positive"].mean() for rows in loop]
+    said = f"16 updates of GRPO at {min(rewards):.2f} to {max(rewards):.2f} with five seeds in float32, and clipped"
+    assert f"{said} {min(shares):.1f} to {max(shares):.1f} % of the positive tokens" in PAGE
 
 
 def test_the_clip_report():
@@ -163,7 +163,15 @@ def test_the_comparison_of_four_methods():
     assert found["difference"]["bapo"] > found["half_width"]["bapo"]  # "ahead of GRPO"
     assert f"[0.8, 3.0] minus GRPO is {intervals['high_only']}" in PAGE
     hours = sum(pd.read_parquet(path)["seconds"].sum() for path in RAW.glob("*.parquet")) / 3600
-    assert f"updates of all stored runs took {hours:.1f} hours of a core" in PAGE
+    per_seed = [sum(rows_of(name, seed)["seconds"].sum() for name in names) / 3600 for seed in SEEDS]
+    seed_takes = f"{min(per_seed):.1f} to {max(per_seed):.1f}"
+    assert f"updates of all stored runs took {hours:.1f}; a fourth seed takes {seed_takes}." in PAGE
+    two = pd.Series(ahead[:2])  # the earlier look
+    reach = two.sem() * stats.t.ppf(0.975, 1)
+    said = f"at two seeds ({two.mean():+.3f}, from {two.mean() - reach:+.3f} to {two.mean() + reach:+.3f})"
+    reach = pd.Series(ahead).sem() * stats.t.ppf(1 - 0.025 / 2, 2)
+    half = f"for each look it is {np.mean(ahead) - reach:+.3f} to {np.mean(ahead) + reach:+.3f}"
+    assert said in PAGE and half in PAGE and np.mean(ahead) > reach
     leads = pd.Series(over_bapo)
     reach = leads.sem() * stats.t.ppf(0.975, len(leads) - 1)
     said = f"{leads.mean():.3f}, has an interval that reaches 0, from {leads.mean() - reach:+.3f} to"
@@ -171,6 +179,8 @@ def test_the_comparison_of_four_methods():
     said = "less entropy**: {:.2f} nats with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO, {:.2f} with GSPO"
     for page in (RESULTS, PAGE):
         assert said.format(*found["entropy"][names]) in page
+    clipped = 100 * found.loc["grpo", "without_gradient_positive"]
+    assert f"GRPO clipped {clipped:.0f} % of the positive tokens" in RESULTS
     shares = [100 * found.loc["gspo", f"without_gradient_{sign}"] for sign in ("positive", "negative")]
     assert "left {:.0f} % of the positive and {:.0f} % of the negative tokens without".format(*shares) in PAGE
 
@@ -187,14 +197,13 @@ def test_rewards_and_entropies_within_the_runs():
 
 
 def test_grpo_at_twice_the_learning_rate():
-    doubled, grpo, bapo = (
-        [rows_of(method, seed, rate) for seed in (12, 13)]
-        for method, rate in (("grpo", "2e-5"), ("grpo", "1e-5"), ("bapo", "1e-5"))
-    )
-    rewards = [[rows["held_out_reward"].mean() for rows in runs] for runs in (doubled, grpo, bapo)]
-    said = "{:.3f} and {:.3f} with the seeds 12 and 13. At 1e-5 it had {:.3f} and {:.3f}, and BAPO {:.3f} and {:.3f}."
-    assert said.format(*rewards[0], *rewards[1], *rewards[2]) in PAGE
-    assert max(rewards[0]) < min(rewards[2])  # "did not explain the difference", by the plan's rule
+    doubled = [rows_of("grpo", seed, "2e-5") for seed in (12, 13)]
+    others = [[rows_of(name, seed) for seed in (12, 13)] for name in ("grpo", "bapo", "high_only")]
+    rewards = [[rows["held_out_reward"].mean() for rows in runs] for runs in (doubled, *others)]
+    said = "{:.3f} and {:.3f} with the seeds 12 and 13. At 1e-5 it had {:.3f} and {:.3f}, BAPO {:.3f} and {:.3f}, and"
+    said = f"{said} [0.8, 3.0] {{:.3f}} and {{:.3f}}."
+    assert said.format(*(reward for pair in rewards for reward in pair)) in PAGE
+    assert max(rewards[0]) < min(rewards[2])  # "does not explain the difference", by the plan's rule
     assert "ended at {:.2f} and {:.2f} nats".format(*(rows["entropy"].iloc[-16:].mean() for rows in doubled)) in PAGE
 
 
