@@ -32,6 +32,11 @@ def rows_of(method, seed, learning_rate="1e-5"):
     return pd.read_parquet(RAW / f"{method}-epochs-{learning_rate}-seed{seed}.parquet")
 
 
+def interval(differences, confidence=0.95):
+    """Return the ends of the interval of a mean by Student's t."""
+    return stats.t.interval(confidence, len(differences) - 1, np.mean(differences), stats.sem(differences))
+
+
 def test_the_rewards_of_the_real_stack():
     held_out = values("bapo", "val-core/bapo/sort/acc/mean@1")
     for page in (RESULTS, PAGE):
@@ -158,6 +163,9 @@ def test_the_comparison_of_four_methods():
     for name, row in found.iterrows():
         ends = row["difference"] - row["half_width"], row["difference"] + row["half_width"]
         intervals[name] = "{:+.3f}, with a 95 % interval from {:+.3f} to {:+.3f}".format(row["difference"], *ends)
+        if name == "bapo":
+            assert interval(ahead) == pytest.approx(ends)  # the test's own computation
+    assert abs(found["difference"]["gspo"]) < found["half_width"]["gspo"]  # "no difference from GRPO was shown"
     for page in (RESULTS, PAGE):
         assert f"BAPO minus GRPO is {intervals['bapo']}" in page
     assert found["difference"]["bapo"] > found["half_width"]["bapo"]  # "ahead of GRPO"
@@ -166,16 +174,11 @@ def test_the_comparison_of_four_methods():
     per_seed = [sum(rows_of(name, seed)["seconds"].sum() for name in names) / 3600 for seed in SEEDS]
     seed_takes = f"{min(per_seed):.1f} to {max(per_seed):.1f}"
     assert f"updates of all stored runs took {hours:.1f}; a fourth seed takes {seed_takes}." in PAGE
-    two = pd.Series(ahead[:2])  # the earlier look
-    reach = two.sem() * stats.t.ppf(0.975, 1)
-    said = f"at two seeds ({two.mean():+.3f}, from {two.mean() - reach:+.3f} to {two.mean() + reach:+.3f})"
-    reach = pd.Series(ahead).sem() * stats.t.ppf(1 - 0.025 / 2, 2)
-    half = f"for each look it is {np.mean(ahead) - reach:+.3f} to {np.mean(ahead) + reach:+.3f}"
-    assert said in PAGE and half in PAGE and np.mean(ahead) > reach
-    leads = pd.Series(over_bapo)
-    reach = leads.sem() * stats.t.ppf(0.975, len(leads) - 1)
-    said = f"{leads.mean():.3f}, has an interval that reaches 0, from {leads.mean() - reach:+.3f} to"
-    assert f"{said} {leads.mean() + reach:+.3f}" in PAGE
+    said = "had looked once before, at two seeds ({:+.3f}, from {:+.3f} to {:+.3f})"
+    assert said.format(np.mean(ahead[:2]), *interval(ahead[:2])) in PAGE
+    assert "half the error for each look it is {:+.3f} to {:+.3f}".format(*interval(ahead, 0.975)) in PAGE
+    said = "{:.3f}, has an interval that reaches 0, from {:+.3f} to {:+.3f}"
+    assert said.format(np.mean(over_bapo), *interval(over_bapo)) in PAGE
     said = "less entropy**: {:.2f} nats with [0.8, 3.0], {:.2f} with BAPO, {:.2f} with GRPO, {:.2f} with GSPO"
     for page in (RESULTS, PAGE):
         assert said.format(*found["entropy"][names]) in page
@@ -230,6 +233,6 @@ def test_the_picture_shows_each_seed_and_the_mean_of_the_comparison():
     for method, name in METHOD_NAMES.items():
         assert means[name][1:].mean() == pytest.approx(found.loc[method, "reward"])  # the first is before training
     for axis in (rewards, entropies):
-        assert len(axis.lines) == 4 * (found["seeds"].iloc[0] + 1)
+        assert len(axis.lines) == len(METHOD_NAMES) * (found["seeds"].iloc[0] + 1)
     last = {line.get_label(): line.get_ydata()[-1] for line in entropies.lines}
     assert all(last[name] == pytest.approx(found.loc[method, "entropy"]) for method, name in METHOD_NAMES.items())
