@@ -12,8 +12,7 @@ from support.updates import LOG_PROBS, LOSS, MICRO_BATCH
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from scripts.study import language_model_updates as study
-from scripts.study.loop import Rollouts
+from scripts.study import updates as study
 
 GROUPS = 2
 PROMPT = 4  # tokens, of make_mini_batch
@@ -67,7 +66,7 @@ def rollouts_of(data):
     old = pad_sequence(list(data["old_log_probs"].unbind()), batch_first=True)
     lengths = mask.sum(1)
     rewards = (lengths <= lengths.median()).float()  # the right answers are the short ones, so rho is below the target
-    return Rollouts(ids, mask, rewards, PROMPT), old
+    return study.Rollouts(ids, mask, rewards, PROMPT), old
 
 
 def compare(rank, model, port, out):

@@ -138,14 +138,15 @@ def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, reh
 
 
 def test_the_study_of_the_language_model_trains(task, device, tmp_path, monkeypatch, tell):
-    from scripts.study import language_model as study
-    from scripts.study import language_model_updates as updates
+    from scripts.study import training as study
+    from scripts.study import updates
+    from scripts.study.plan import Run
 
     # The example's tiny model does not know the task, so responses of an odd length count as right.
     monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: len(text) % 2.0)
     monkeypatch.setattr(study, "PROMPTS", 2)
     monkeypatch.setattr(study, "HELD_OUT_ITEMS", 8)
-    run = study.Run("bapo", "epochs", "1e-3", seed=1)
+    run = Run("bapo", "epochs", "1e-3", seed=1)
     training = study.Training(run, task / "model", tmp_path / "state.pt")
     training.train_on_one_batch()
     assert training.model.device.type == device.type

@@ -1,30 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample responses, and make and measure the optimizer updates of the study on the language model.
+"""Sample responses, and make and measure the optimizer updates of the study.
 
-As in ``scripts.study.loop``, one model samples and trains in one process, and the old log-probs are the trainer's own.
-An update is split into micro-batches, because the logits of a mini-batch would take gigabytes. The responses to a
-prompt are consecutive rows, so that their prompt is read once.
+One model samples and trains in one process, and the old log-probs are the trainer's own. An update is split into
+micro-batches, because the logits of a mini-batch would take gigabytes. The responses to a prompt are consecutive rows,
+so that their prompt is read once.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional
 
-from bapo import find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from bapo.bounds import read_and_validate
 from recipe.bapo.language_model.task import MAX_RESPONSE, compute_score
-from scripts.study.loop import Rollouts, log_probs_from
-from scripts.study.methods import VERL, Tokens, config_of, loss_of
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, get_policy_loss_fn
+from verl.workers.config import ActorConfig
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "method"
 SAMPLES = 8  # responses to each prompt
 PROMPTS_AT_ONCE = 4  # prompts of a micro-batch, with all responses to them
 SAMPLED_AT_ONCE = 128
 DUAL_CLIP = 3.0
+# GSPO with its published settings (arXiv 2507.18071; verl's examples/gspo_trainer). No loss reads the first three.
+GSPO = ActorConfig(
+    strategy="fsdp",
+    rollout_n=1,
+    use_dynamic_bsz=True,
+    clip_ratio_low=3e-4,
+    clip_ratio_high=4e-4,
+    loss_agg_mode="seq-mean-token-mean",
+)
+
+
+@dataclass
+class Rollouts:
+    """Responses to ``B`` prompts of ``P`` tokens: ``ids`` ``(B, P + T)``, ``mask`` ``(B, T)``, ``rewards`` ``(B,)``."""
+
+    ids: Tensor
+    mask: Tensor
+    rewards: Tensor
+    prompt_length: int
+
+    def rows(self, index) -> Rollouts:
+        """Select some responses."""
+        return Rollouts(self.ids[index], self.mask[index], self.rewards[index], self.prompt_length)
+
+
+@cache
+def config_of(method: str) -> BAPOConfig:
+    """Load the options of a method from its file in configs/method."""
+    files = (CONFIGS / f"{name}.yaml" for name in ("bapo", method))  # every other file inherits bapo.yaml
+    values = OmegaConf.merge(*map(OmegaConf.load, files))
+    return BAPOConfig(**{key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__})
 
 
 @torch.no_grad()
@@ -85,6 +122,15 @@ def log_probs_of(model, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     return log_prob, entropy
 
 
+def log_probs_from(logits: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log-prob and entropy ``(B, T)`` from logits ``(B, T, V)`` and response tokens ``(B, T)``."""
+    log_probs = logits.log_softmax(-1)
+    chosen = log_probs.gather(-1, responses[..., None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return chosen, entropy
+
+
 @torch.no_grad()
 def log_probs(model, rollouts: Rollouts) -> Tensor:
     """Compute log-probs of the response tokens ``(B, T)``."""
@@ -110,7 +156,6 @@ def make_update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) 
     """
     advantages, mask = advantages_of(rollouts), rollouts.mask
     low, high = bounds_of(model, rollouts, old, advantages, method)
-    bounds = {"low": old.new_tensor([low]), "high": old.new_tensor([high])}
     now, entropy, without_gradient = torch.zeros_like(old), torch.zeros_like(old), torch.ones_like(mask)
     for parameter in model.parameters():  # without any advantages AdamW still makes its step, with a gradient of 0
         parameter.grad = torch.zeros_like(parameter)
@@ -120,10 +165,10 @@ def make_update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) 
         now[part] = log_prob.detach()
         if learns:
             log_prob.retain_grad()
-            tokens = Tokens(*(tensor[None] for tensor in (old[part], log_prob, advantages[part], mask[part])))
             # GSPO's loss is a mean over the responses of the mini-batch, that of the others a mean over its tokens.
-            weight = len(part) / len(mask) if method in VERL else mask[part].sum() / mask.sum()
-            (loss_of(method, tokens, bounds, DUAL_CLIP) * weight).backward()
+            weight = len(part) / len(mask) if method == "gspo" else mask[part].sum() / mask.sum()
+            loss = loss_of(method, old[part], log_prob, advantages[part], mask[part], low, high)
+            (loss * weight).backward()
             without_gradient[part] = log_prob.grad == 0
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -136,6 +181,14 @@ def make_update(model, optimizer, rollouts: Rollouts, old: Tensor, method: str) 
         "entropy": entropy[mask].mean().item(),
         "grad_norm": grad_norm.item(),
     }
+
+
+def loss_of(method: str, old: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, low, high) -> Tensor:
+    """Compute the loss of tokens ``(B, T)``, with a graph at ``log_prob``. GSPO does not use ``low`` and ``high``."""
+    if method == "gspo":
+        mode = GSPO.loss_agg_mode
+        return get_policy_loss_fn("gspo")(old, log_prob, advantages, mask.float(), loss_agg_mode=mode, config=GSPO)[0]
+    return clipped_surrogate_loss(old, log_prob, advantages, mask, low, high, clip_ratio_c=DUAL_CLIP).loss
 
 
 def micro_batches(advantages: Tensor) -> Iterator[tuple[Tensor, bool]]:
@@ -153,7 +206,7 @@ def micro_batches(advantages: Tensor) -> Iterator[tuple[Tensor, bool]]:
 
 def bounds_of(model, rollouts: Rollouts, old: Tensor, advantages: Tensor, method: str) -> tuple[float, float]:
     """Return the clip bounds of an update. GSPO does not clip the ratio of a token: 0 and infinity."""
-    if method in VERL:
+    if method == "gspo":
         return 0.0, math.inf
     config = config_of(method)
     if config.fixed:

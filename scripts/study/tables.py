@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow.parquet
 from scipy import stats
 
-from scripts.study.language_model import CONTROLS, NOT_COMPARED, ROWS, STAGE_A, STAGE_B, Run, is_complete
+from scripts.study.plan import CONTROLS, NOT_COMPARED, ROWS, STAGE_A, STAGE_B, Run, is_complete
 
 REWARD_COLUMN = "held-out reward by rollout batch"
 METHOD_NAMES = {"grpo": "GRPO [0.8, 1.2]", "high_only": "[0.8, 3.0]", "bapo": "BAPO", "gspo": "GSPO"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that the language model's study starts from: the recipe's own, or another one that is warmed up here."""
+"""The model that the study starts from: the recipe's own, or another one that is warmed up here."""
 
 import os
 import sys

@@ -14,16 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from recipe.bapo.language_model.shape import write_shape
 from recipe.bapo.language_model.task import draw_rows
 from recipe.bapo.language_model.warm_up import Settings
-from scripts.study import language_model as study
-from scripts.study import language_model_tables as tables
-from scripts.study import language_model_updates as updates
-from scripts.study import warmed_up_model
-from scripts.study.loop import log_probs_from
-from scripts.study.methods import Tokens, loss_of
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.workers.config import ActorConfig
+from scripts.study import model as study_model
+from scripts.study import plan, tables, training, updates
 
-RUN = replace(study.PLANNED[0], rollouts=2, learning_rate="1e-2")
+RUN = replace(plan.PLANNED[0], rollouts=2, learning_rate="1e-2")
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +40,10 @@ def small_task(monkeypatch):
     for name, value in {"SAMPLES": 4, "PROMPTS_AT_ONCE": 2, "MAX_RESPONSE": 6}.items():
         monkeypatch.setattr(updates, name, value)
     monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: float(len(text) % 2 == 0))
-    monkeypatch.setattr(study, "PROMPTS", 2)
-    monkeypatch.setattr(study, "HELD_OUT_ITEMS", 8)
-    monkeypatch.setattr(study, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
-    monkeypatch.setattr(study, "PLANNED", [RUN])
+    monkeypatch.setattr(training, "PROMPTS", 2)
+    monkeypatch.setattr(training, "HELD_OUT_ITEMS", 8)
+    monkeypatch.setattr(training, "SOURCES", {"epochs": (2, 2), "batches": (4, 1)})
+    monkeypatch.setattr(plan, "PLANNED", [RUN])
 
 
 def rows_of(folder):
@@ -57,9 +51,9 @@ def rows_of(folder):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkeypatch, precision):
+def test_a_stopped_run_ends_as_one_that_was_not(model, tmp_path, monkeypatch, precision):
     run = replace(RUN, precision=precision)
-    study.make_run(run, model, tmp_path / "whole", tmp_path / "states")
+    training.make_run(run, model, tmp_path / "whole", tmp_path / "states")
     whole = rows_of(tmp_path / "whole")
     assert list(whole["update"]) == list(range(8)) and list(whole["epoch"]) == [0, 0, 1, 1] * 2
     assert whole["held_out_reward"].notna().sum() == 2 and (whole["grad_norm"] > 0).any()
@@ -69,27 +63,27 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(model, tmp_path, monkey
     assert sizes[0] == pytest.approx(1, abs=1e-6) and (sizes[[2, 3, 6, 7]] < 1 - 1e-4).all()
     assert not list((tmp_path / "states").iterdir())
 
-    def stop(training):
+    def stop(_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "progress_line", stop)  # after the state is saved, before the rows are written
+        patch.setattr(training, "progress_line", stop)  # after the state is saved, before the rows are written
         with pytest.raises(KeyboardInterrupt):
-            study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
+            training.make_run(run, model, tmp_path / "parts", tmp_path / "states")
     state = tmp_path / "states" / f"{RUN.name}.pt"
     assert not (tmp_path / "parts").exists() and state.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(study, "hash_of_weights", lambda folder: "other")
+        patch.setattr(training, "hash_of_weights", lambda folder: "other")
         with pytest.raises(SystemExit, match="was begun from other weights than .*: remove it"):
-            study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
-    study.make_run(run, model, tmp_path / "parts", tmp_path / "states")
+            training.make_run(run, model, tmp_path / "parts", tmp_path / "states")
+    training.make_run(run, model, tmp_path / "parts", tmp_path / "states")
     pd.testing.assert_frame_equal(rows_of(tmp_path / "parts"), whole)
 
 
 def test_bfloat16_rounds_the_forward_but_not_the_weights(model, tmp_path):
     trainings = []
     for precision in ("float32", "bfloat16"):
-        trainings.append(study.Training(replace(RUN, precision=precision), model, tmp_path / precision))
+        trainings.append(training.Training(replace(RUN, precision=precision), model, tmp_path / precision))
         trainings[-1].train_on_one_batch()
     norms = [training.rows[0]["grad_norm"] for training in trainings]
     assert norms[0] != norms[1] and norms[0] == pytest.approx(norms[1], rel=0.1)
@@ -98,36 +92,36 @@ def test_bfloat16_rounds_the_forward_but_not_the_weights(model, tmp_path):
 
 
 def test_two_processes_do_not_make_the_same_run(model, tmp_path, monkeypatch, capsys):
-    make = study._train_to_the_end
+    make = training._train_to_the_end
 
     def start_again(*arguments):
-        study.make_run(RUN, model, tmp_path, tmp_path / "states")  # as a second process would
+        training.make_run(RUN, model, tmp_path, tmp_path / "states")  # as a second process would
         make(*arguments)
 
-    monkeypatch.setattr(study, "_train_to_the_end", start_again)
-    study.make_run(RUN, model, tmp_path, tmp_path / "states")
+    monkeypatch.setattr(training, "_train_to_the_end", start_again)
+    training.make_run(RUN, model, tmp_path, tmp_path / "states")
     assert f"{RUN.name} is already running in another process." in capsys.readouterr().out
     assert len(rows_of(tmp_path)) == 8 and not list((tmp_path / "states").iterdir())
 
 
 def test_another_model_is_warmed_up_first(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BAPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(warmed_up_model, "Settings", partial(Settings, steps=2, rows=2, samples=2))
+    monkeypatch.setattr(study_model, "Settings", partial(Settings, steps=2, rows=2, samples=2))
     with pytest.raises(ValueError, match="run python -m recipe.bapo.language_model"):
-        warmed_up_model.warmed_up_model(None)
-    folder = warmed_up_model.warmed_up_model(str(model))
+        study_model.warmed_up_model(None)
+    folder = study_model.warmed_up_model(str(model))
     assert "0% of 2 sampled answers are right" in capsys.readouterr().err
     weights = [next(AutoModelForCausalLM.from_pretrained(at).parameters()) for at in (folder, model)]
     assert not torch.equal(*weights) and AutoTokenizer.from_pretrained(folder).pad_token
-    assert warmed_up_model.warmed_up_model(str(model)) == folder == warmed_up_model.cache_of(str(model)) / "model"
-    assert warmed_up_model.cache_of(f"{tmp_path}/{model.name}") != folder.parent  # another model of the same name
+    assert study_model.warmed_up_model(str(model)) == folder == study_model.cache_of(str(model)) / "model"
+    assert study_model.cache_of(f"{tmp_path}/{model.name}") != folder.parent  # another model of the same name
     assert "Warmed up" not in capsys.readouterr().err  # it was kept
 
 
-def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(model, tmp_path, monkeypatch, capsys):
-    study.make_run(RUN, model, tmp_path, tmp_path / "states")
+def test_a_complete_run_is_not_made_again(model, tmp_path, monkeypatch, capsys):
+    training.make_run(RUN, model, tmp_path, tmp_path / "states")
     about = pyarrow.parquet.read_schema(tmp_path / f"{RUN.name}.parquet").metadata
-    assert about[b"command"].decode() == f"python -m scripts.study.language_model run {RUN.name}"
+    assert about[b"command"].decode() == f"python -m scripts.study run {RUN.name}"
     assert len(about[b"commit"]) == 40
     monkeypatch.setattr(tables, "STAGE_A", [RUN])
     tables.print_tables(tmp_path)
@@ -136,14 +130,14 @@ def test_a_complete_run_is_not_made_again_and_its_file_says_how_it_was_made(mode
     assert shown["run"] == f"`{RUN.name}`" and shown["updates"] == "8"
     shares = ("target met", "met by moving", "out of reach")
     assert sum(float(shown[share]) for share in shares) == pytest.approx(1, abs=0.011)
-    monkeypatch.setattr(study, "Training", None)
+    monkeypatch.setattr(training, "Training", None)
     left = tmp_path / "states" / f"{RUN.name}.pt"
     left.touch()  # of a process that was killed after the run's last rows were written
-    study.make_run(RUN, model, tmp_path, tmp_path / "states")
+    training.make_run(RUN, model, tmp_path, tmp_path / "states")
     assert "is complete" in capsys.readouterr().out and not left.exists()
     with pytest.raises(SystemExit, match="no run other is planned: choose from grpo-epochs"):
-        study.runs_named([RUN.name, "other"])
-    assert study.runs_named([RUN.name]) == [RUN] and study.runs_named([]) == study.STAGE_A + study.STAGE_B
+        plan.runs_named([RUN.name, "other"])
+    assert plan.runs_named([RUN.name]) == [RUN] and plan.runs_named([]) == plan.STAGE_A + plan.STAGE_B
 
 
 def make_rollouts(model):
@@ -160,14 +154,14 @@ def make_rollouts(model):
 def log_probs_without_groups(network, rollouts):
     """Compute the log-probs by one forward of all prompts and responses."""
     logits = network(input_ids=rollouts.ids).logits[:, rollouts.prompt_length - 1 : -1]
-    return log_probs_from(logits, rollouts.ids[:, rollouts.prompt_length :])
+    return updates.log_probs_from(logits, rollouts.ids[:, rollouts.prompt_length :])
 
 
 def gradient_of(network):
     return torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
 
 
-def test_log_probs_of_a_group_are_those_of_its_whole_sequences(model):
+def test_log_probs_of_groups_and_whole_sequences_agree(model):
     network, rollouts = make_rollouts(model)
     expected, entropies = log_probs_without_groups(network, rollouts)
     torch.testing.assert_close(updates.log_probs(network, rollouts)[rollouts.mask], expected[rollouts.mask])
@@ -178,8 +172,8 @@ def test_log_probs_of_a_group_are_those_of_its_whole_sequences(model):
         updates.log_probs_of(network, rollouts.rows(torch.arange(2, 6)))
 
 
-@pytest.mark.parametrize("method", study.METHODS)
-def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
+@pytest.mark.parametrize("method", plan.METHODS)
+def test_groups_have_the_gradient_of_the_mini_batch(model, method):
     network, rollouts = make_rollouts(model)
     noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
     scale = 2e-3 if method == "gspo" else 1.0  # some ratios are within the bounds, others are not
@@ -188,9 +182,8 @@ def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
     found = gradient_of(network)
     network.zero_grad()
     log_prob, entropy = log_probs_without_groups(network, rollouts)
-    tokens = Tokens(*(tensor[None] for tensor in (old, log_prob, advantages, rollouts.mask)))
-    bounds = {name: torch.tensor([measured[name]]) for name in ("low", "high")}
-    loss_of(method, tokens, bounds, updates.DUAL_CLIP).backward()
+    bounds = measured["low"], measured["high"]
+    updates.loss_of(method, old, log_prob, advantages, rollouts.mask, *bounds).backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     assert gradient_of(network).norm() > 0 and not advantages[8:].any()
     torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
@@ -198,7 +191,7 @@ def test_the_groups_have_the_gradient_of_the_whole_mini_batch(model, method):
     assert 0 < measured["without_gradient_positive"] < 1
 
 
-def test_without_advantages_the_momentum_still_moves_the_weights(model):
+def test_without_advantages_momentum_moves_the_weights(model):
     network, rollouts = make_rollouts(model)
     optimizer, old = torch.optim.AdamW(network.parameters(), lr=0.1), updates.log_probs(network, rollouts)
     updates.make_update(network, optimizer, rollouts, old, "grpo")
@@ -209,7 +202,7 @@ def test_without_advantages_the_momentum_still_moves_the_weights(model):
     assert not torch.equal(next(network.parameters()), before)
 
 
-@pytest.mark.parametrize("method", study.METHODS)
+@pytest.mark.parametrize("method", plan.METHODS)
 def test_an_update_measures_its_tokens(model, method):
     network, rollouts = make_rollouts(model)
     old, optimizer = updates.log_probs(network, rollouts), torch.optim.SGD(network.parameters(), lr=10.0)
@@ -228,29 +221,6 @@ def test_an_update_measures_its_tokens(model, method):
         assert shares[0] == pytest.approx(clipped[0]) and shares[1] >= clipped[1] - 1e-6
 
 
-def test_gspo_has_the_gradient_of_verls_own_loss(model):
-    network, rollouts = make_rollouts(model)
-    noise = torch.randn(rollouts.mask.shape, generator=torch.Generator().manual_seed(2))
-    old = updates.log_probs(network, rollouts) + 2e-4 * noise  # some sequence ratios are within GSPO's narrow bounds
-    updates.make_update(network, torch.optim.SGD(network.parameters(), lr=0.0), rollouts, old, "gspo")
-    found = gradient_of(network)
-    network.zero_grad()
-    loss, _ = get_policy_loss_fn("gspo")(
-        old,
-        log_probs_without_groups(network, rollouts)[0],
-        updates.advantages_of(rollouts),
-        rollouts.mask.float(),
-        loss_agg_mode="seq-mean-token-mean",
-        config=ActorConfig(
-            strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=3e-4, clip_ratio_high=4e-4
-        ),
-    )
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-    assert gradient_of(network).norm() > 0
-    torch.testing.assert_close(found, gradient_of(network), rtol=1e-4, atol=1e-6)
-
-
 def write_run(folder, run, held_out, weights="a"):
     """Write a run of three updates on each rollout batch. The last of the three has no advantages."""
     rows = [
@@ -262,10 +232,10 @@ def write_run(folder, run, held_out, weights="a"):
         for at, reward in enumerate(held_out)
         for place in (0, 1, 2)
     ]
-    study.write_rows([vars(run) | row for row in rows], folder / f"{run.name}.parquet", {"weights": weights})
+    training.write_rows([vars(run) | row for row in rows], folder / f"{run.name}.parquet", {"weights": weights})
 
 
-def test_the_comparison_uses_only_seeds_of_which_all_methods_are_complete(tmp_path):
+def test_only_seeds_with_all_methods_are_compared(tmp_path):
     runs = [replace(RUN, method=method, seed=seed) for seed in (1, 2, 3) for method in ("grpo", "bapo")]
     assert tables.comparison(tmp_path, runs).empty
     for run, held_out in zip(runs, [(0.5, 0.7), (0.6, 0.8), (0.5, 0.9), (0.4, 0.4), (0.9, 0.9)], strict=False):

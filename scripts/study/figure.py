@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw how fast each method of the study learns, and the entropy that it keeps."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
+
+from scripts.study.plan import ROWS  # noqa: E402
+from scripts.study.tables import METHOD_NAMES, runs_of_whole_seeds  # noqa: E402
+
+LINE_STYLES = {  # Okabe-Ito
+    "high_only": ("#009E73", "-."),
+    "bapo": ("#0072B2", "-"),
+    "grpo": ("black", "--"),
+    "gspo": ("#D55E00", ":"),
+}
+
+
+def draw(folder: Path = ROWS) -> plt.Figure:
+    """Draw held-out reward and entropy by method: a thin line for each seed, a thick one for their mean."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="tight")
+    runs = [(run, pd.read_parquet(folder / f"{run.name}.parquet")) for run in runs_of_whole_seeds(folder)]
+    for method, (colour, style) in LINE_STYLES.items():
+        of_method = [rows for run, rows in runs if run.method == method]
+        rewards = [[rows["held_out_before"].iloc[0], *rows["held_out_reward"].dropna()] for rows in of_method]
+        entropies = [rows.groupby("rollout")["entropy"].mean() for rows in of_method]
+        for axis, lines, first in ((axes[0], rewards, 0), (axes[1], entropies, 1)):
+            batches = range(first, first + len(lines[0]))
+            for line in lines:
+                axis.plot(batches, line, style, color=colour, linewidth=0.8, alpha=0.5)
+            axis.plot(batches, np.mean(lines, 0), style, color=colour, linewidth=2.2, label=METHOD_NAMES[method])
+    axes[0].set(ylabel="held-out reward", title="share of 512 answers that are right")
+    axes[1].set(ylabel="entropy, nats a token", title="entropy, mean of 16 updates", ylim=(0, None))
+    for axis in axes:
+        axis.set(xlabel="rollout batch, 16 updates each", xticks=range(5))
+        axis.grid(alpha=0.4)
+    axes[0].legend(frameon=False, loc="lower right")
+    return figure
