@@ -48,13 +48,6 @@ def test_every_option_method_and_experiment_is_in_the_table():
         assert f"`{family}`" in text, name
 
 
-def test_the_workflow_runs_the_commands_of_ci():
-    run = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("bash ")]
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    steps = workflow["jobs"]["test"]["steps"]
-    assert [step["run"] for step in steps if "run" in step] == run
-
-
 def test_the_example_in_the_cores_guide_runs():
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "bapo/README.md").read_text(), re.M | re.S)
     old_log_prob, log_prob, advantages, mask = make_batch(0)
