@@ -50,8 +50,6 @@ def test_a_signal_reaches_the_command():
     "variables, arguments, named",
     [
         ({"OUTPUT_DIR": "/tmp/run"}, [], "OUTPUT_DIR=/tmp/run"),
-        ({"MODEL_PATH": "/tmp"}, [], "MODEL_PATH=/tmp"),
-        ({"HF_HOME": "/tmp/hub"}, [], "HF_HOME=/tmp/hub"),
         ({}, ["trainer.rollout_data_dir=/tmp/samples"], "trainer.rollout_data_dir=/tmp/samples"),
         ({}, ["data.train_files=[/data/a.parquet,/tmp]"], "data.train_files=[/data/a.parquet,/tmp]"),
     ],

@@ -44,16 +44,10 @@ def call(*command, timeout, **environment):
     [
         (["join", "head"], "join head is not usable: give the head's address as IP:PORT"),
         (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
-        (["wait", "some"], "wait some is not usable: give the number of nodes"),
         (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
-        (["follow", "job"], "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
-        (["head"], "/no/venv/bin/ray does not exist: set BAPO_VENV to a virtual environment"),
-        (["begin"], "bash scripts/cluster/ray.sh head"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, monkeypatch, arguments, message):
-    if arguments[0] == "head":
-        monkeypatch.setenv("BAPO_VENV", "/no/venv")
+def test_what_is_wrong_is_named(tmp_path, arguments, message):
     here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "WAIT_SECONDS": "1"}
     run = call("bash", "scripts/cluster/ray.sh", *arguments, timeout=120, **here)
     assert run.returncode in (1, 2) and message in run.stdout

@@ -6,8 +6,6 @@ import shutil
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
@@ -24,25 +22,17 @@ MODEL = "actor_rollout_ref.model.path={files}"
 def files(task, tmp_path_factory):
     """Make a folder of unusable models and files, each named after its fault."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("no_tokenizer", "truncated", "no_weights", "template", "other_shapes"):
+    for name in ("no_tokenizer", "truncated"):
         shutil.copytree(task / "model", folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / "no_tokenizer" / name).unlink()
-    for name, missing in {"layerless": "model.layers.1.mlp.up_proj.weight", "headless": "lm_head.weight"}.items():
-        shutil.copytree(task / "model", folder / name)
-        tensors = load_file(folder / name / "model.safetensors")
-        tensors.pop(missing, None)
-        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
+    shutil.copytree(task / "model", folder / "headless")
     weights = folder / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    (folder / "no_weights" / "model.safetensors").unlink()
-    (folder / "template" / "chat_template.jinja").write_text("{% for x in %}")
     config = json.loads((task / "model" / "config.json").read_text())
-    (folder / "other_shapes" / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
     (folder / "headless" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     row = {"prompt": [{"role": "user", "content": "9" * 300}], "reward_model": {"style": "rule", "ground_truth": "3"}}
     pd.DataFrame([{"data_source": "nobody/knows", **row}] * 70).to_parquet(folder / "long.parquet")
-    (folder / "data.txt").write_text("no parquet")
     (folder / "truncated.parquet").write_bytes(b"PAR1 and no more")
     (folder / "dump").mkdir()
     (folder / "dump" / "rank0-000000.safetensors").write_bytes(b"an earlier one")
@@ -66,12 +56,7 @@ def failures(task, files):
     [
         # Types and unknown keys.
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2' is not usable: set it to a whole number"),
-        (f"{ACTOR}.ppo_epochs=true", f"{ACTOR}.ppo_epochs=True is not usable: set it to a whole number"),
-        (f"{ACTOR}.optim.lr=fast", f"{ACTOR}.optim.lr='fast' is not usable: set it to a number"),
-        ("data.shuffle='${{oc.env:HOME}}'", "' is not usable: set it to true or false"),
-        ("trainer.v1=3", "trainer.v1=3 is not usable: set it to a section with keys of its own"),
         (f"+{ACTOR}.policy_loss.clip_lw=1", "policy_loss.clip_lw: remove it"),
-        ("+trainer.sampler.poll_interval=1", "no key trainer.sampler: use trainer.v1.sampler"),
         ("+watchdog.max_silence=3", "no key watchdog.max_silence: use watchdog.max_silence_s"),
         # Values that verl would accept, or reject only later.
         (
@@ -80,44 +65,26 @@ def failures(task, files):
         ),
         (f"{ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig", "set it to recipe.bapo.policy_loss"),
         (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
-        (f"{ACTOR}.ulysses_sequence_parallel_size=-1", f"{ACTOR}.ulysses_sequence_parallel_size=-1 is not usable"),
-        ("trainer.total_training_steps=ten", "total_training_steps='ten' is not usable: set it to a whole number of"),
         ("trainer.resume_mode=resume", "resume_mode='resume' is not usable: set it to disable, auto or resume_path"),
-        (f"{ACTOR}.optim.lr=-1", f"{ACTOR}.optim.lr=-1 is not usable: set it to a number above 0"),
         (f"{ACTOR}.clip_ratio_c=1.0", f"{ACTOR}.clip_ratio_c=1.0 is not usable: set it to a number above 1"),
         (f"{ROLLOUT}.gpu_memory_utilization=5", "gpu_memory_utilization=5 is not usable: set it to a share above 0"),
         ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator='GRPO' is not usable: set it to grpo, or one of"),
-        ("data.truncation=middlle", "data.truncation='middlle' is not usable: set it to error or left"),
-        ("custom_reward_function.path=/no/such.py", "custom_reward_function.path=/no/such.py and name="),
-        ("reward_model.reward_manager=nope", "reward.reward_manager.name=nope is not usable"),
-        (f"{ACTOR}.entropy_coeff=none", "entropy_coeff='none' is not usable: set it to a number"),
         ("trainer.use_v1=false", "trainer.use_v1=False is not usable"),
         ("distillation.enabled=true", "distillation.enabled=True is not usable: set it to false: with distillation"),
         ("+trainer.remote_backend=arctic", "trainer.remote_backend='arctic' is not usable: set it to null: a remote"),
         ("trainer.logger=[console]", "trainer.logger=['console'] is not usable: set it to a list of file"),
-        ("trainer.logger=[file,nonsense]", "['file', 'nonsense'] is not usable: set it to a list of file"),
         ("watchdog.max_silence_s=soon", "='soon' is not usable: set it to a number of seconds above 0"),
-        ("watchdog.grace_s=null", "watchdog.grace_s=None is not usable: set it to a number of seconds"),
         (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 is not usable: set it to a number above 0"),
-        (
-            f"{ROLLOUT}.prompt_length=3",
-            "prompt_length=3 is not usable: set it to 128, the value of data.max_",
-        ),
         (
             f"{ROLLOUT}.response_length=9",
             "response_length=9 is not usable: set it to 30, the value of data.max",
         ),
-        (f"{ROLLOUT}.agent.num_workers=0", "agent.num_workers=0 is not usable: set it to a whole number of 1 or more"),
-        ("ray_kwargs.ray_init.num_cpus=abc", "num_cpus='abc' is not usable: set it to a whole number of 1 or more, or"),
         ("ray_kwargs.ray_init.num_cpus=4", "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its"),
         # What verl refuses itself.
         ("algorithm.adv_estimator=gae", "gae' is not usable: set it to grpo: gae needs a critic"),
-        (f"{ROLLOUT}.name=vllmm", f"{ROLLOUT}.name=vllmm is not usable: Unknown rollout mode: vllmm"),
         ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async is not usable: Unknown trainer"),
         (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
         (f"{ACTOR}.loss_agg_mode=token_mean", "loss_agg_mode=token_mean is not usable (verl's default is token-mean)"),
-        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "sum-norm is not usable with loss_scale_factor=null"),
-        (f"{ACTOR}.optim.lr_scheduler_type=nope", "optim.lr_scheduler_type=nope is not usable (verl's default is"),
         (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
         # Batches.
         ("data.train_max_samples=10", "has 10 usable rows, and a batch is data.train_batch_size=64"),
@@ -127,7 +94,6 @@ def failures(task, files):
         ("run_dir=null", "run_dir=None is not usable: set it to a folder (OUTPUT_DIR)"),
         ("run_dir=/proc/nope", "run_dir (OUTPUT_DIR)=/proc/nope is not usable: [Errno 2]"),
         (f"{ACTOR}.policy_loss.token_dump_dir={{files}}/dump", "/dump holds an earlier dump: remove it"),
-        (f"{ACTOR}.policy_loss.token_dump_dir={{files}}/data.txt", "/data.txt is not usable: [Errno 20] Not a dir"),
         # Reward and data.
         ("reward.custom_reward_function.path=/no/such.py", "custom_reward_function.path=/no/such.py and name="),
         ("reward.reward_manager.name=nope", "reward.reward_manager.name=nope is not usable"),
@@ -135,7 +101,6 @@ def failures(task, files):
         ("data.train_files={files}/truncated.parquet", "truncated.parquet is not usable: Parquet magic bytes not"),
         ("data.train_files={files}/long.parquet", "has 70 prompts of more tokens than data.max_prompt_length=128"),
         # The model.
-        ("actor_rollout_ref.model.external_lib=nope.mod", "=nope.mod is not usable: No module named 'nope'"),
         (
             "data.max_response_length=2000",
             "data.max_response_length=2128 and at most the 1024 positions",
@@ -146,13 +111,7 @@ def failures(task, files):
         ),
         (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
         (f"{MODEL}/truncated", "truncated is not usable: Error while deserializing header"),
-        (f"{MODEL}/no_weights", "no_weights is not usable: Error no file named model.safetensors"),
-        (f"{MODEL}/other_shapes", "and config.json asks for (64, 7); give complete weights"),
-        (f"{MODEL}/layerless", "1 of the 27 tensors are missing (model.layers.1.mlp.up_proj.weight is one)"),
         (f"{MODEL}/headless", "1 of the 27 tensors are missing (lm_head.weight is one)"),
-        (f"{MODEL}/template", "template is not usable: Expected an expression"),
-        (f"{MODEL}/nothing", "nothing is not usable: "),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp8", "model_dtype=fp8 is not usable (verl's default is fp32)"),
     ],
 )
 def test_a_mistake_is_named_once(override, message, failures):
@@ -168,7 +127,6 @@ def test_a_mistake_is_named_once(override, message, failures):
             [f"{ACTOR}.clip_ratio_high=0.28"],
             "clip_ratio_high=0.28 has no effect: loss_mode=bapo reads ratio_lower_* and",
         ),
-        ([f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.policy_loss.loss_mode=vanilla"], None),
         (
             [f"{ACTOR}.grad_clip=0.5"],
             "actor.grad_clip=0.5 has no effect: verl's engines read actor_rollout_ref.actor.optim",
@@ -177,14 +135,11 @@ def test_a_mistake_is_named_once(override, message, failures):
             ["trainer.resume_from_path=/a/global_step_5"],
             "global_step_5 has no effect: it is read with trainer.resume_mode",
         ),
-        (["trainer.resume_from_path=/a/global_step_5", "trainer.resume_mode=resume_path"], None),
         ([f"{ROLLOUT}.n=1"], "rollout.n=1 with algorithm.adv_estimator=grpo leaves no other response"),
-        ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=remax"], None),
         (
             [f"{ACTOR}.policy_loss.ratio_lower_start=0.2", f"{ACTOR}.policy_loss.ratio_lower_max=0.28"],
             "ratio_lower_max=0.28 is a bound on the ratio, and a ratio of 1 means no change. If you meant an epsilon",
         ),
-        ([f"{ACTOR}.policy_loss.ratio_lower_start=0.5", f"{ACTOR}.policy_loss.ratio_lower_max=0.5"], None),
     ],
 )
 def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
@@ -205,16 +160,8 @@ def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
             "has no usable row: give some (data.train_max_samples), or raise data.max_prompt_length=",
         ),
         (
-            ["{long}", "data.truncation=left", "reward.custom_reward_function.path=null"],
-            "verl has no scorer for data_source=nobody/knows",
-        ),
-        (
             [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"],
             "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true are not usable on a CPU",
-        ),
-        (
-            ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"],
-            "target_modules=['q_prj'] is not usable: Target modules {'q_prj'} not found in the base model",
         ),
         (
             [
@@ -235,11 +182,8 @@ def test_a_mistake_by_two_values(overrides, message, failures):
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("      ratio_lower_max:", "        ratio_lower_max:", "column 24: mapping values are not allowed here"),
-        ("      ratio_lower_max:", "\tratio_lower_max:", "column 1: found character '\\t' that cannot start any"),
         ("ratio_lower_max: 0.9", "ratio_lower_max:0.9", "column 7: a key needs a colon and a space before its value"),
         ("run_dir:", "watchdog: {}\nrun_dir:", "column 1: found duplicate key watchdog"),
-        ("    policy_loss:", "    ratio_lower_mx: 1\n    policy_loss:", "column 5)"),
         ("shuffle: false", "shuffle: nope", "shuffle='nope' is not usable: set it to true or false ("),
     ],
 )
@@ -278,7 +222,6 @@ def test_an_override_of_a_key_that_is_not_there_names_the_one_that_was_meant(ove
     [
         ([], "against the policy before the updates of each step"),
         (["algorithm.rollout_correction.bypass_mode=true"], "against the policy that sampled"),
-        (["algorithm.rollout_correction.rollout_is=token"], "against the policy before the updates of each step"),
         (["trainer.v1.trainer_mode=colocate_async"], "rollout_correction.bypass_mode=false in an asynchronous mode"),
     ],
 )
@@ -307,24 +250,12 @@ def test_the_staleness_counts_the_epochs(task):
     assert "staleness 12 (updates on each batch)" in check_batches(composed(task, *sizes))
 
 
-def test_what_is_taken_away_has_no_size(task):
-    config = composed(task)
-    OmegaConf.set_struct(config, False)
-    del config.critic, config.actor_rollout_ref.rollout.max_num_seqs
-    assert check_values(config) == "usable"
-
-
 @pytest.mark.parametrize(
     "override",
     [
         "+reward.custom_reward_function.reward_kwargs.penalty=1",
-        "+reward.reward_kwargs.overlong_buffer_cfg.enable=true",
-        "+data.cache_dir=/tmp",
-        "trainer.v1.colocate_async.num_warmup_batches=1.5",
         "algorithm.rollout_correction.rollout_is_threshold='0.5_5.0'",
-        "algorithm.filter_groups=null",
         "algorithm.rollout_correction=null",
-        "reward_model.enable=false",
     ],
 )
 def test_what_verl_reads_without_listing_it_passes(override, task):

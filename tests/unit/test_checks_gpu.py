@@ -3,7 +3,6 @@
 
 import copy
 import re
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -60,16 +59,10 @@ def lines_of_engine(engine, monkeypatch, task, *overrides):
     )
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "veomni"])
-def test_another_engine_composes_and_is_refused_with_the_reason_and_nothing_else_is_said(engine, monkeypatch, task):
-    (line,) = lines_of_engine(engine, monkeypatch, task)
-    assert line.status == "failed" and f"model_engine='{engine}' is not usable: set it to dp" in line.detail
-    assert line.detail.endswith(UNSUPPORTED_STRATEGIES[engine])
-
-
-def test_an_engine_without_a_config_of_its_actor_is_unknown(monkeypatch, task):
-    (line,) = lines_of_engine("automodel", monkeypatch, task)
-    assert line.status == "failed" and "Could not find 'model_engine/automodel'" in line.detail
+def test_another_engine_composes_and_is_refused_with_the_reason_and_nothing_else_is_said(monkeypatch, task):
+    (line,) = lines_of_engine("veomni", monkeypatch, task)
+    assert line.status == "failed" and "model_engine='veomni' is not usable: set it to dp" in line.detail
+    assert line.detail.endswith(UNSUPPORTED_STRATEGIES["veomni"])
 
 
 # The sizes here are FSDP's: with Megatron a run sets its strategy and takes away the keys that Megatron does not have.
@@ -92,30 +85,6 @@ def test_megatron_needs_previous_batch_and_what_knows_fsdp_alone_keeps_silent(mo
     assert lines["verl's rules"].status == "ok" and "bound_scope=previous_batch" in lines["verl's rules"].detail
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["policy_loss.bound_scope=micro_batch"], "bound_scope=micro_batch is not usable with strategy=megatron"),
-        (
-            [
-                "policy_loss.bound_scope=previous_batch",
-                "megatron.dynamic_context_parallel=true",
-                "megatron.max_seqlen_per_dp_cp_rank=4096",
-            ],
-            "megatron.dynamic_context_parallel=true is not usable with loss_mode=bapo",
-        ),
-    ],
-)
-def test_what_cannot_be_used_with_megatron_fails_before_ray_starts(monkeypatch, task, options, message):
-    lines = lines_of_megatron(monkeypatch, task, *(f"{ACTOR}.{option}" for option in options))
-    assert [message in line.detail for line in lines if line.status == "failed"].count(True) == 1
-
-
-def test_a_slip_in_megatrons_keys_is_named(monkeypatch, task):
-    (line,) = lines_of_megatron(monkeypatch, task, f"+{ACTOR}.megatron.tensor_parallel_size=2")
-    assert line.status == "failed" and "tensor_parallel_size" in line.detail
-
-
 def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
     engine, strategy, *_ = MEGATRON
     details = [line.detail for line in lines_of_engine(engine, monkeypatch, task, strategy) if line.status == "failed"]
@@ -123,12 +92,10 @@ def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
     assert any(said in detail for detail in details), details
 
 
-@pytest.mark.parametrize("visible, indices", [(None, "012"), ("0,2", "02")])
-def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path, visible, indices):
+def test_the_devices_that_cuda_leaves_are_counted(monkeypatch, tmp_path):
     pretend_gpus(monkeypatch, tmp_path, gpus=3, gibibytes=[1.0, 2.0, 3.0], used=0.5, capability="8.6")
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.gpus() == [machine.Gpu(index, 1.0 + int(index), 0.5, "8.6", "Default") for index in indices]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert machine.gpus() == [machine.Gpu(index, 1.0 + int(index), 0.5, "8.6", "Default") for index in "02"]
 
 
 def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch, tmp_path):
@@ -162,14 +129,6 @@ def test_a_flash_attn_that_cannot_be_imported_counts_as_none(config, monkeypatch
     assert machine.check_attention(config(changes=sdpa)) == "sdpa"
 
 
-def test_flash_attn_4_alone_is_not_flash_attn_2(config, monkeypatch, tmp_path):
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # the only folder of its wheel
-    monkeypatch.syspath_prepend(tmp_path)
-    import_module("flash_attn")
-    with pytest.raises(ValueError, match="No module named 'flash_attn_2_cuda'.*platform=gpu_without_flash_attn"):
-        machine.check_attention(config())
-
-
 def test_what_the_worker_refuses_is_refused_before_the_run(config):
     offload = {"actor_rollout_ref.model.enable_activation_offload": True}
     with pytest.raises(ValueError, match="enable_activation_offload=true is not usable with bound_scope=mini_batch"):
@@ -188,10 +147,6 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {f"{ROLLOUT}.tensor_model_parallel_size": 7},
-            "tensor_model_parallel_size * data_parallel_size=7 does not divide GPUs that train=8",
-        ),
         ({f"{ROLLOUT}.tensor_model_parallel_size": 2, **SEPARATE}, "=2 does not divide GPUs that sample=3"),
         (
             {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.data_parallel_size": 3},
@@ -199,10 +154,6 @@ SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1,
         ),
         ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "sequence_parallel_size=3 does not divide GPUs that train=8"),
         ({f"{ROLLOUT}.log_prob_use_dynamic_bsz": False}, "log_prob_use_dynamic_bsz=False is"),
-        (
-            {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 2303, f"{FSDP}.ulysses_sequence_parallel_size": 4},
-            "log_prob_max_token_len_per_gpu=2303 is not usable: set it to 2304 or more",
-        ),
         (  # a part of a sequence is rounded up: 9217 tokens on 4 GPUs
             {
                 f"{ACTOR}.ppo_max_token_len_per_gpu": 2304,
@@ -267,24 +218,6 @@ def test_offloading_empties_a_gpu_for_the_rollout_and_not_for_an_update(config):
         assert sum(phases["update"].values()) == update, changes
 
 
-def test_servers_that_keep_their_memory_are_there_in_every_phase(config):
-    for keep, elsewhere in ((True, 0), (False, 70)):
-        phases = memory.phases_of_a_gpu(config(changes={f"{ROLLOUT}.free_cache_engine": keep}), 0, NO_LAYERS, 100.0)
-        assert [round(phases[name]["vLLM"]) for name in ("rollout", "log-probs", "update")] == [70, *2 * [elsewhere]]
-
-
-def test_no_log_probs_are_computed_again_in_bypass_mode(config):
-    bypass = config(changes={"algorithm.rollout_correction.bypass_mode": True})
-    assert memory.phases_of_a_gpu(bypass, 0, NO_LAYERS, 0.0).keys() == {"rollout", "update"}
-
-
-def test_the_backward_of_a_layer_counts_where_it_is_more_than_the_logits(config):
-    for vocabulary, larger in ((1 << 10, "the backward of a layer"), (1 << 20, "logits")):
-        layers = {"num_hidden_layers": 4, "hidden_size": 1024, "vocab_size": vocabulary, "intermediate_size": 1 << 14}
-        update = memory.phases_of_a_gpu(config(), 0, SimpleNamespace(**layers), 0.0)["update"]
-        assert larger in update and len({"logits", "the backward of a layer"} & update.keys()) == 1
-
-
 def test_tokens_of_a_micro_batch(config):
     lengths = {"data.max_prompt_length": 100, "data.max_response_length": 500}
     dynamic = {f"{ACTOR}.ppo_max_token_len_per_gpu": 7000, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 9000}
@@ -299,30 +232,6 @@ def test_tokens_of_a_micro_batch(config):
     assert memory.tokens_of_a_gpu(config(changes=every)) == (1200, 1800)
 
 
-CHUNKS = {f"{ACTOR}.entropy_from_logits_with_chunking": True, f"{ACTOR}.entropy_checkpointing": True}
-CHUNKS[f"{ACTOR}.entropy_from_logits_chunk_size"] = 64
-
-
-@pytest.mark.parametrize(
-    "changes, update, log_probs",
-    [
-        ({}, 1, 5),  # the gradient takes the place of the logits
-        ({f"{ROLLOUT}.temperature": 0.6}, 2, 6),
-        ({f"{ACTOR}.calculate_entropy": True}, 5, 5),
-        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS}, 2, 1.75),  # a chunk: 3 float32 tensors of 64 tokens
-        ({f"{ACTOR}.calculate_entropy": True, **CHUNKS, f"{ROLLOUT}.temperature": 0.6}, 2.75, 2.75),
-        ({f"{ACTOR}.entropy_coeff": 0.1, **CHUNKS}, 8, 1.75),
-        ({"actor_rollout_ref.model.override_config.attn_implementation": "sdpa"}, 4, 5),
-        ({"actor_rollout_ref.model.use_fused_kernels": True}, 10, 6),  # 5 and 3 float32 tensors of 512 tokens
-    ],
-)
-def test_planes_of_logits(config, changes, update, log_probs):
-    plain = {f"{ACTOR}.entropy_checkpointing": False, f"{ACTOR}.entropy_from_logits_with_chunking": False}
-    chosen = config(changes={**plain, **changes})
-    found = [memory.logits_of(chosen, 1 << 20, 512, update=kind) for kind in (True, False)]  # a GiB a plane
-    assert found == [update, log_probs]
-
-
 MODEL = "actor_rollout_ref.model"
 FUSED = {f"{MODEL}.use_fused_kernels": True}
 REFERENCE = {f"{ACTOR}.use_kl_loss": True}
@@ -331,13 +240,9 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("7B", FUSED, None),
         ("7B", {**FUSED, f"{MODEL}.fused_kernel_options.impl_backend": None}, "impl_backend=None is not usable with"),
         ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*fused_head, or"),
         ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.fused_head"}, None),
-        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": ["recipe.bapo.fused_head"]}, None),
-        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.lora_rank": 4}, None),
-        ("7B", REFERENCE, None),
         ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied
         (
             "1.5B",
@@ -355,12 +260,6 @@ def test_what_fused_kernels_cannot_do(config, name, changes, message):
             model.check_model(chosen)
 
 
-def test_memory_that_others_hold_is_not_there(config, monkeypatch, tmp_path):
-    pretend_gpus(monkeypatch, tmp_path, used=30.0)
-    with pytest.raises(ValueError, match="hold 30.0: 16.8 too few for rollout. Use more GPUs, a smaller"):
-        memory.check_memory(config())
-
-
 STORAGE = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 BACKEND = f"{ROLLOUT}.engine_kwargs.vllm"
 SHORT = (
@@ -376,12 +275,10 @@ FOUR_BUSY = {"used": [60.0] * 4 + [0.0] * 4}
 @pytest.mark.parametrize(
     "check, machine_is, changes, status, said",
     [
-        ("CPUs", {"cpus": 64}, {}, "ok", f"{SHORT}.*, 64 CPUs here$"),
         ("CPUs", {"cpus": 33}, {}, "ok", SHORT),
         ("CPUs", {"cpus": 32}, {}, "failed", f"{SHORT}.* counts 32 .*wait for ever: set ray_kwargs.*num_cpus=33"),
         ("CPUs", {"cpus": 32}, {STORAGE: 7}, "ok", "asked for 32 CPUs"),
         ("CPUs", {"cpus": 64}, {"ray_kwargs.ray_init.num_cpus": 32}, "failed", "and counts 32 .*=32, 64 CPUs here"),
-        ("CPUs", {"cpus": 32}, {"ray_kwargs.ray_init.num_cpus": 33}, "ok", "32 CPUs here, counted as 33"),
         (
             "CPUs",
             {"cpus": 15},
@@ -410,31 +307,8 @@ FOUR_BUSY = {"used": [60.0] * 4 + [0.0] * 4}
             "failed",
             "GPU 0 is in .* Exclusive_Process, .*sudo nvidia-smi -c 0",
         ),
-        (
-            "devices",
-            {"mode": ["Default"] * 7 + ["Prohibited"]},
-            {},
-            "failed",
-            "GPU 7 is in the compute mode Prohibited",
-        ),
-        ("devices", {"mode": "Exclusive_Process", "gpus": 0}, {}, "failed", "of the 0 GPUs that nvidia-smi lists"),
         ("devices", {"capability": "10.0"}, {}, "failed", f"{NO_NVCC}.*set CUDA_HOME.*attention_backend=FLASH_ATTN"),
-        (
-            "devices",
-            {"capability": "10.3"},
-            {f"{BACKEND}.attention_backend": "flashinfer"},
-            "failed",
-            "capability 10.3",
-        ),
         ("devices", {"capability": "10.0"}, {f"{BACKEND}.attention_backend": "FLASH_ATTN"}, "ok", "8 GPUs here"),
-        (
-            "devices",
-            {"capability": "10.0"},
-            {f"{BACKEND}.attention_config.backend": "TRITON_ATTN"},
-            "ok",
-            "8 GPUs here",
-        ),
-        ("devices", {"capability": "12.0"}, {}, "ok", "8 GPUs here"),
         ("memory", FOUR_BUSY, {}, "failed", "hold 60.0: 46.8 too .* are free: CUDA_VISIBLE_DEVICES=4,5,6,7. Use more"),
         ("memory", MIG, {}, "warning", "7.62 billion weights; nvidia-smi does not say how much memory the GPUs have"),
     ],

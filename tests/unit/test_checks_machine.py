@@ -60,7 +60,6 @@ def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
             ["trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}"],
             "cannot be resolved: Recursive interpolation",
         ),
-        (["trainer.project_name='${foo'"], "trainer.project_name"),
         (["run_dir=${oc.env:OUTPUT_DIR}"], "run_dir=${oops} is not usable: set it to a value without '${'"),
     ],
 )

@@ -55,8 +55,3 @@ def test_the_example_in_the_cores_guide_runs():
     exec(code, names)
     names["loss"].backward()
     assert log_prob.grad.isfinite().all() and 0.6 <= names["metrics"]["low"] <= 0.9
-
-
-def test_the_pages_speak_one_vocabulary():
-    text = "\n".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
-    assert not re.findall(r"\bmaps? [A-C]\b|\bmet at once\b|\bon the way\b|rho at the start|\breplay\.py\b", text)

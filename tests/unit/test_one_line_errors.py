@@ -15,8 +15,6 @@ ROOT = Path(__file__).parents[2]
     "command, message",
     [
         (["-m", "recipe.bapo.report", "/no/dump"], "/no/dump holds no .safetensors file"),
-        (["-m", "recipe.bapo.plot", "/no/run"], "/no/run has no metrics"),
-        (["scripts/prepare_data.py", "aime_2025", "--source", "/no/file"], "--source /no/file holds no"),
         (
             ["scripts/cluster/job.py", "stop", "job"],
             "RAY_ADDRESS=file:///no/cluster accepts no jobs: set it to http://HEAD:8265",

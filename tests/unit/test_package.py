@@ -62,18 +62,3 @@ def test_importing_it_loads_no_framework(module):
 
 def test_recipe_is_a_namespace():
     assert not (ROOT / "recipe" / "__init__.py").exists()
-
-
-def test_every_file_of_code_names_its_licence():
-    listed = subprocess.run(["git", "ls-files", "*.py", "*.sh", "*.yaml"], cwd=ROOT, capture_output=True, text=True)
-    files = [ROOT / name for name in listed.stdout.split() if not name.startswith(".")]
-    texts = {path: path.read_text() for path in files if path.exists()}
-    assert files and not [
-        p for p, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0" not in text[:300]
-    ]
-
-
-def test_no_two_test_files_have_the_same_name():
-    # `scripts/test.sh slow` collects all folders at once, and pytest then refuses two files of the same name.
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) > 50 and len(set(names)) == len(names)

@@ -18,7 +18,6 @@ ASYNC = {"CONFIG": "separate_async"}
     "gpus, environment, message",
     [
         (0, {"TRAIN_FILE": "/no/such.parquet"}, "Error: TRAIN_FILE=/no/such.parquet does not exist"),
-        (0, {"TRAIN_FILE": "/tmp"}, "Error: TRAIN_FILE=/tmp is a folder: give a parquet file"),
         (
             0,
             {"TRAIN_FILE": __file__},
@@ -26,10 +25,7 @@ ASYNC = {"CONFIG": "separate_async"}
         ),
         (0, {"MODEL_PATH": "/no/such"}, "Error: MODEL_PATH=/no/such is not a folder"),
         (0, {"CONFIG": "../size/cpu"}, "Error: CONFIG=../size/cpu is not usable: choose from"),
-        (0, {"SIZE": "nothing"}, "Error: SIZE=nothing is not usable: choose from cpu cpu_example"),
         (0, {"CONFIG": "paper_7b"}, "Error: CONFIG=paper_7b is for GPUs"),
-        (0, {"CONFIG": "gsm8k"}, "Error: CONFIG=gsm8k is for GPUs"),
-        (0, {"GPUS_PER_NODE": "many"}, "Error: GPUS_PER_NODE=many is not usable"),
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "Error: NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "Error: RAY_ADDRESS=http://h:1 but this machine has no GPU"),
@@ -40,8 +36,6 @@ ASYNC = {"CONFIG": "separate_async"}
         # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
         (1, {"TEST_FILE": __file__}, MODEL_MISSING),
         (8, {"NNODES": "2"}, MODEL_MISSING),
-        (8, {"CONFIG": "paper_7b"}, MODEL_MISSING),
-        (1, {"CONFIG": "evaluate"}, MODEL_MISSING),
         (
             1,
             {"CONFIG": "language_model", "TEST_FILE": __file__},
@@ -49,7 +43,6 @@ ASYNC = {"CONFIG": "separate_async"}
         ),
         (8, {"CONFIG": "language_model", "NNODES": "2"}, "Error: CONFIG=language_model is for this machine alone"),
         (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both to"),
-        (8, {**ASYNC, "GPUS_PER_NODE": "8"}, "on GPUS_PER_NODE=8 and sample on ROLLOUT_GPUS_PER_NODE=0 of"),
         # GPUs outside CUDA_VISIBLE_DEVICES are not counted. The GPUs of a cluster are not checked here.
         (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "GPUS_PER_NODE=0 and"),
         (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
@@ -132,11 +125,6 @@ def test_nothing_in_the_environment_is_run_and_json_stays_json(tmp_path):
     assert line["detail"].startswith('OUTPUT_DIR=/tmp/${x}\\ "quoted" is not usable: name a folder without ${')
 
 
-def test_help_is_the_scripts_header():
-    run = run_script("--help")
-    assert run.returncode == 0 and "--preflight [--json]" in run.stdout and "GPUS_PER_NODE" in run.stdout
-
-
 def test_a_run_on_gpus_leaves_the_platform_to_verl_and_splits_the_gpus(tmp_path, task):
     write_nvidia_smi(tmp_path)
     python = tmp_path / "bin" / "python"
@@ -157,8 +145,6 @@ def test_a_run_on_gpus_leaves_the_platform_to_verl_and_splits_the_gpus(tmp_path,
     "gpus, environment, size",
     [
         (1, {}, "gpu_few"),
-        (2, {"CONFIG": "paper_7b"}, "gpu_few"),
-        (1, {"CONFIG": "gsm8k"}, "gpu_few"),
         (2, ASYNC, "gpu_few"),
         (3, ASYNC, "gpu"),
         (8, {"GPUS_PER_NODE": "2"}, "gpu_few"),
@@ -242,7 +228,6 @@ def test_a_small_gpu_machine_with_no_variable_set_makes_the_language_model_once_
 @pytest.mark.parametrize(
     "gpus, config, used, size",
     [
-        (2, "", 2, "gpu"),
         (3, "", 2, "gpu"),  # batches can be divided among two, and not among three
         (7, "", 4, "8gpus"),
         (8, "replay", 8, "8gpus"),

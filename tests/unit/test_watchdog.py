@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from ray.util import state as ray_state
 from support.commands import until
 
 from recipe.bapo.checks.machine import check_other_runs
@@ -112,30 +111,6 @@ def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys
     dog.set_demands([], "")
     dog.demands_since -= 1e6
     assert dog.unmet_demand() is None
-
-
-def test_what_ray_has_no_place_for_is_named_with_what_it_needs(monkeypatch):
-    """This uses records as Ray's state API returns them; tests/stack/test_faults.py asks a real Ray."""
-
-    def task(name, kind="ACTOR_CREATION_TASK", **resources):
-        return SimpleNamespace(name=name, type=kind, required_resources=resources)
-
-    bundles = [{"unit_resources": {"GPU": 1.0, "CPU": 3.0}}] * 2
-    groups = [SimpleNamespace(name="pool", bundles=bundles), SimpleNamespace(name="", bundles=[bundles[0]])]
-    tasks = [task("Unit.__init__", CPU=1.0), task("Unit.__init__", CPU=1.0), task("work", "NORMAL_TASK", CPU=5.0)]
-    tasks.append(task("Unit.call", "ACTOR_TASK"))  # a method call waits for its actor
-    asked = []
-    monkeypatch.setattr(ray_state, "list_placement_groups", lambda **options: asked.append(options) or groups)
-    monkeypatch.setattr(ray_state, "list_tasks", lambda **options: asked.append(options) or tasks)
-    assert demands.pending("01000000") == [
-        "1 x work (5 CPU)",
-        "2 x Unit (1 CPU)",
-        "a placement group of 1 x (3 CPU, 1 GPU)",
-        "a placement group pool of 2 x (3 CPU, 1 GPU)",
-    ]
-    assert all(
-        "01000000" in [value for _, _, value in options["filters"]] for options in asked
-    )  # other jobs are filtered out
 
 
 def test_ray_is_asked_until_the_first_step_and_each_change_is_sent(monkeypatch, tmp_path):
@@ -269,7 +244,7 @@ def test_two_runs_that_start_at_once_do_not_both_get_the_machine(alone):
         child.kill()
 
 
-@pytest.mark.parametrize("scheme", ["", "http://", "ray://"])
+@pytest.mark.parametrize("scheme", ["", "http://"])
 def test_a_ray_address_at_which_nothing_listens_is_named_at_once(scheme):
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"{scheme}127.0.0.1:{head.getsockname()[1]}"
