@@ -6,13 +6,13 @@ Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``se
 the names in ``__all__``; everything else may change.
 """
 
-from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars, read_values
+from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars
 from bapo.clip_statistics import ClipStatistics, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
 from bapo.previous_batch import EarlierBounds
-from bapo.search import ClipBounds, measure_clip_bounds, search_clip_bounds
+from bapo.search import ClipBounds, remeasure, search_clip_bounds
 
 __version__ = "0.1.0"
 
@@ -30,9 +30,8 @@ __all__ = [
     "diagnose",
     "empty_clip_statistics",
     "find_clip_bounds",
-    "measure_clip_bounds",
     "read_and_validate",
     "read_scalars",
-    "read_values",
+    "remeasure",
     "search_clip_bounds",
 ]

@@ -84,6 +84,3 @@ def read_scalars(scalars: dict[str, Tensor]) -> dict[str, float]:
     """Copy 0-d tensors of any type to the host in one transfer, as Python numbers under the same names."""
     packed = torch.stack([scalar.detach().double() for scalar in scalars.values()])
     return dict(zip(scalars, packed.tolist(), strict=True))
-
-
-read_values = read_and_validate  # its earlier name, kept for one version

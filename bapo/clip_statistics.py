@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token sums from which P and N follow at every candidate pair of bounds, and the sums of the diagnostics.
+"""Token sums of an update, from which P, N and the diagnostics follow at every candidate pair of bounds.
 
 P and N are the contributions of the tokens with A > 0 and with A < 0 (Eq. 8); r is a token's ratio and w its weight.
 P(c_high) = sum over A>0 of w*A*min(r, c_high) needs two sums at each candidate of ``c_high``: w*A*r of the tokens with
-r < c_high, and w*A of the others. N(c_low) needs such sums of the tokens with A < 0: w*|A|*r of those with r > c_low,
-and w*|A| of the others. Tokens are therefore put into buckets by their ratio, with the candidates as edges, and
-``bapo.search`` adds up buckets.
+r < c_high, and w*A of the others. N(c_low) needs the same two sums of the tokens with A < 0. So tokens are put into
+buckets by their ratio, with the candidates as edges. Only this file knows the layout of the buckets.
 
-To add a sum, give it a name in ``ContributionSums`` (read by the search) or in ``TokenSums`` (read by
-``bapo.diagnostics``) and compute it in ``_sum_tokens``. The worker and the loss rely on three properties: the sums of
-micro-batches and ranks add up, one collective reduces all of them, and nothing here makes the host wait for the device.
+The worker and the loss rely on three properties: the sums of micro-batches and ranks add up, one collective reduces all
+of them, and nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -33,43 +31,32 @@ MAX_OLD_LOG_PROB = 0.5
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
 
-class ContributionSums(NamedTuple):
-    """The sums from which P and N follow: float64, one entry a bucket.
-
-    Attributes:
-        positive_weight: sum of w*A where A > 0. Bucket b holds the ratios that are at or above exactly b candidates of
-            ``c_high``: bucket 0 is below all of them, and there is one bucket more than there are candidates.
-        positive_weighted_ratio: sum of w*A*r where A > 0, in the same buckets.
-        negative_weight: sum of w*|A| where A < 0. Bucket b holds the ratios that are above exactly b candidates of
-            ``c_low``. After these, a last bucket holds the tokens whose gradient the dual clip removes.
-        negative_weighted_ratio: sum of w*|A|*r where A < 0, in the same buckets.
-    """
-
-    positive_weight: Tensor
-    positive_weighted_ratio: Tensor
-    negative_weight: Tensor
-    negative_weighted_ratio: Tensor
-
-
 class TokenSums(NamedTuple):
-    """Additional float64 token sums for the diagnostics; scalars unless noted.
+    """Float64 sums over response tokens: the first six by bucket, the others 0-d.
+
+    Bucket b holds the ratios that are at or above exactly b edges. The edges of A > 0 are the candidates of ``c_high``.
+    Those of A < 0 are the numbers just above the candidates of ``c_low``, and the dual clip.
 
     Attributes:
+        positive_weight, negative_weight: w*|A|.
+        positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
+        positive_tokens, negative_tokens: 1 for each token.
         tokens: number of response tokens.
-        positive_tokens: number of response tokens with A > 0, in the buckets of ``ContributionSums``.
-        negative_tokens: number of response tokens with A < 0, in the buckets of ``ContributionSums``.
-        positive_responses: number of responses that have a token with A > 0.
-        negative_responses: number of responses that have a token with A < 0.
-        ratio, ratio_squared: sums of r and of r^2.
-        gradient: sum of r*|A|, the size of the gradient before clipping.
-        unbounded_gradient: sum of r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
+        positive_responses, negative_responses: number of responses that have a token with this sign of A.
+        ratio, ratio_squared: r and r^2.
+        gradient: r*|A|, the size of the gradient before clipping.
+        unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
         invalid_old_log_probs: number of old log-probs that are not finite, or above ``MAX_OLD_LOG_PROB``.
         invalid_log_probs, invalid_advantages: numbers of values that are not finite.
     """
 
-    tokens: Tensor
+    positive_weight: Tensor
+    positive_weighted_ratio: Tensor
     positive_tokens: Tensor
+    negative_weight: Tensor
+    negative_weighted_ratio: Tensor
     negative_tokens: Tensor
+    tokens: Tensor
     positive_responses: Tensor
     negative_responses: Tensor
     ratio: Tensor
@@ -86,28 +73,12 @@ class ClipStatistics:
     """Token sums of a micro-batch. ``+`` and ``all_reduce`` add the sums of micro-batches and of ranks.
 
     Attributes:
-        contribution_sums: the sums that the search reads.
-        token_sums: the sums that only the diagnostics read.
+        sums: the sums.
         config: the options that they were collected with. Only the ranges and the token weight affect the sums.
     """
 
-    contribution_sums: ContributionSums
-    token_sums: TokenSums
+    sums: TokenSums
     config: BAPOConfig
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return all sums in the order of their fields."""
-        return *self.contribution_sums, *self.token_sums
-
-    def _with_tensors(self, tensors) -> ClipStatistics:
-        """Return a copy that holds other sums, given in the order of ``tensors``."""
-        contributions = len(ContributionSums._fields)
-        return replace(
-            self,
-            contribution_sums=ContributionSums(*tensors[:contributions]),
-            token_sums=TokenSums(*tensors[contributions:]),
-        )
 
     def check_config(self, config: BAPOConfig) -> None:
         """Raise a ValueError unless ``config`` would have collected the same sums."""
@@ -117,17 +88,43 @@ class ClipStatistics:
 
     def __add__(self, other: ClipStatistics) -> ClipStatistics:
         other.check_config(self.config)
-        return self._with_tensors([ours + theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True)])
+        return replace(self, sums=TokenSums(*(a + b for a, b in zip(self.sums, other.sums, strict=True))))
 
     def all_reduce(self, group) -> ClipStatistics:
         """Sum over a ``torch.distributed`` process group (pass ``group.WORLD`` for the world group).
 
         This is one collective, so every rank of ``group`` must call it, whether it has tokens or not.
         """
-        vector = torch.cat([tensor.flatten() for tensor in self.tensors])
+        vector = torch.cat([tensor.flatten() for tensor in self.sums])
         torch.distributed.all_reduce(vector, group=group)
-        parts = vector.split([tensor.numel() for tensor in self.tensors])
-        return self._with_tensors([part.view_as(own) for part, own in zip(parts, self.tensors, strict=True)])
+        parts = vector.split([tensor.numel() for tensor in self.sums])
+        return replace(self, sums=TokenSums(*(part.view_as(own) for part, own in zip(parts, self.sums, strict=True))))
+
+    def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
+        """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(candidates,)`` each.
+
+        Args:
+            contribution: ``value`` (Eq. 8), in which a clipped token counts with its bound and the dual clip is
+                ignored, or ``gradient`` (Eq. 5), in which only tokens with a gradient count.
+        """
+        sums = self.sums
+        p = _sums_below(sums.positive_weighted_ratio)
+        n = _sums_above(sums.negative_weighted_ratio[:-1])  # without the bucket from the dual clip on
+        if contribution == "value":
+            low, high = (bound.grid(p.device) for bound in (self.config.lower, self.config.upper))
+            p = p + high * _sums_above(sums.positive_weight)
+            n = n + low * _sums_below(sums.negative_weight[:-1]) + sums.negative_weighted_ratio[-1]
+        return p, n
+
+    def clipped_tokens(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the tokens with A > 0 at or above ``high``, and those with A < 0 at or below ``low``.
+
+        Both bounds must be candidates; they and the counts are 0-d float64 tensors.
+        """
+        lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
+        positive = torch.where(upper >= high, self.sums.positive_tokens[1:], 0).sum()
+        negative = torch.where(lower <= low, self.sums.negative_tokens[:-2], 0).sum()
+        return positive, negative
 
 
 @torch.no_grad()
@@ -140,6 +137,8 @@ def collect_clip_statistics(
     clip_ratio_c: float | None = None,
 ) -> ClipStatistics:
     """Collect the statistics of one micro-batch without making the host wait for the device.
+
+    verl's rejection masks and ``rollout_is_weights`` do not enter the sums.
 
     Args:
         old_log_prob: log-probs of the policy in the ratio's denominator, ``(B, T)``, any float type.
@@ -155,25 +154,14 @@ def collect_clip_statistics(
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
     upper_edges, lower = config.upper.grid(log_prob.device), config.lower.grid(log_prob.device)
-    # The dual clip is one more edge: r >= clip_ratio_c is the same as r > the number just below it.
-    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
-    lower_edges = torch.cat([lower, lower.new_full((1,), dual_clip)])
+    dual_clip = lower.new_full((1,), math.inf if clip_ratio_c is None else clip_ratio_c)
+    # c_low clips a token with r <= c_low, so its edge is the next number: r > c_low means r >= that.
+    lower_edges = torch.cat([lower.nextafter(torch.full_like(lower, math.inf)), dual_clip])
     chunk = CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // max(1, log_prob.shape[1]))
     chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
-    first, *others = [
-        _sum_tokens(
-            old_log_prob=old_log_prob,
-            log_prob=log_prob,
-            advantages=advantages,
-            response_mask=response_mask,
-            config=config,
-            lower_edges=lower_edges,
-            upper_edges=upper_edges,
-        )
-        for old_log_prob, log_prob, advantages, response_mask in chunks
-    ]
-    return sum(others, start=first)
+    first, *others = [_sum_tokens(*tensors, config.token_weight, lower_edges, upper_edges) for tensors in chunks]
+    return sum((ClipStatistics(sums, config) for sums in others), start=ClipStatistics(first, config))
 
 
 def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None = None) -> ClipStatistics:
@@ -182,8 +170,8 @@ def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None 
     return collect_clip_statistics(nothing, nothing, nothing, nothing, config)
 
 
-def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, config, lower_edges, upper_edges) -> ClipStatistics:
-    """Collect the statistics of some rows; the edges are those of the buckets."""
+def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight, lower_edges, upper_edges) -> TokenSums:
+    """Sum the tokens of some rows."""
     mask = response_mask.bool()
     ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob).exp().double(), 0)
     advantages = torch.where(mask, advantages.double(), 0)
@@ -191,34 +179,18 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, config, lower
     size = advantages.abs()
     unbounded = torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0)
     weight = size
-    if config.token_weight == "rollout_prob":
+    if token_weight == "rollout_prob":
         weight = size * torch.where(mask, old_log_prob, 0).double().exp()
-
-    # The ratios of tokens with A < 0 are negated, so that they lie to the left of 0 and the others to its right. Then
-    # one search finds each token's bucket, and the buckets of A < 0 are in reverse order. Where A = 0 the weight is 0.
-    edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
-    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
-    sizes = [len(lower_edges) + 1, len(upper_edges) + 1]
-
-    def sum_by_bucket(values):
-        # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
-        sums = values.new_zeros(sum(sizes)).scatter_add_(0, bucket, values.flatten())
-        of_negative, of_positive = sums.split(sizes)
-        return of_negative.flip(0), of_positive
-
-    negative_weight, positive_weight = sum_by_bucket(weight)
-    negative_weighted_ratio, positive_weighted_ratio = sum_by_bucket(weight * ratio)
-    negative_tokens, positive_tokens = sum_by_bucket((positive | negative).double())
-    contribution_sums = ContributionSums(
+    positive_weight, positive_weighted_ratio, positive_tokens = _sums_by_bucket(positive, weight, ratio, upper_edges)
+    negative_weight, negative_weighted_ratio, negative_tokens = _sums_by_bucket(negative, weight, ratio, lower_edges)
+    return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
+        positive_tokens=positive_tokens,
         negative_weight=negative_weight,
         negative_weighted_ratio=negative_weighted_ratio,
-    )
-    token_sums = TokenSums(
-        tokens=_count(mask),
-        positive_tokens=positive_tokens,
         negative_tokens=negative_tokens,
+        tokens=_count(mask),
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
         ratio=ratio.sum(),
@@ -229,8 +201,30 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, config, lower
         invalid_log_probs=_count(mask & ~(log_prob.abs() < math.inf)),  # false for NaN, in half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
     )
-    return ClipStatistics(contribution_sums, token_sums, config)
+
+
+def _sums_by_bucket(selected, weight, ratio, edges) -> list[Tensor]:
+    """Sum weight, weight times ratio, and 1 over the selected tokens: ``(edges + 1,)`` each."""
+    bucket = torch.bucketize(ratio, edges, right=True).flatten()
+    weight = torch.where(selected, weight, 0)
+    # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
+    return [
+        values.new_zeros(len(edges) + 1).scatter_add_(0, bucket, values.flatten())
+        for values in (weight, weight * ratio, selected.double())
+    ]
 
 
 def _count(found):
     return found.count_nonzero().double()
+
+
+# Both sums are added up from their own end. Subtracting one from the total would leave the rounding error of large
+# ratios in small sums.
+def _sums_below(buckets: Tensor) -> Tensor:
+    """Add up the buckets below each edge, ``(edges,)``."""
+    return buckets.cumsum(0)[:-1]
+
+
+def _sums_above(buckets: Tensor) -> Tensor:
+    """Add up the buckets above each edge, ``(edges,)``."""
+    return buckets.flip(0).cumsum(0).flip(0)[1:]

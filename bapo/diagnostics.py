@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-update diagnostics: logged metrics that never affect the bounds, and counts of invalid inputs.
 
-They follow from ``TokenSums``, which are reduced together with the sums of the search, so they cost no additional
-forward, collective or host read. To add a metric, add a field to ``Diagnostics`` and, if needed, a sum to
-``bapo.clip_statistics``. Apart from the invalid-input counts, each field is logged as ``actor/bapo/<field>``; renaming
-one breaks its readers.
+They follow from the same sums as the search, so they cost no extra forward pass, collective or host read. To add a
+metric, add a field to ``Diagnostics`` and, if needed, a sum to ``bapo.clip_statistics``. Apart from the counts of
+invalid input, each field is logged as ``actor/bapo/<field>``; renaming one breaks its readers.
 """
 
 from dataclasses import dataclass
@@ -49,13 +48,8 @@ class Diagnostics:
 @torch.no_grad()
 def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
     """Compute the diagnostics of an optimizer update that uses these bounds, from the statistics of all its tokens."""
-    sums = stats.token_sums
-    upper = stats.config.upper.grid(bounds.high.device)
-    lower = stats.config.lower.grid(bounds.low.device)
-    # Candidate b of c_high is the lower edge of bucket b+1 of the positive tokens. Candidate b of c_low is the upper
-    # edge of bucket b of the negative tokens, whose last two buckets lie above all candidates.
-    clipped_positive = torch.where(upper >= bounds.high, sums.positive_tokens[1:], 0).sum()
-    clipped_negative = torch.where(lower <= bounds.low, sums.negative_tokens[:-2], 0).sum()
+    sums = stats.sums
+    clipped_positive, clipped_negative = stats.clipped_tokens(bounds.low, bounds.high)
     positive_tokens, negative_tokens = sums.positive_tokens.sum(), sums.negative_tokens.sum()
     return Diagnostics(
         positive_token_fraction=_quotient(positive_tokens, sums.tokens),

@@ -2,10 +2,8 @@
 """The search of Algorithm 1, without a loop: the first pair of bounds on its path that reaches the target.
 
 The path runs through the candidates of one bound and then through those of the other. These are so few that P and N
-are computed at all of them at once from ``ContributionSums``. The order of the path, the definitions of the
-contribution and the test for reaching the target may be changed here, together with the literal loop in
-``tests/support/oracle.py``. Every rank relies on the search choosing the same bounds, bit for bit, from the same sums,
-and on nothing here making the host wait for the device.
+are computed at all of them at once. ``tests/support/oracle.py`` has the literal loop. Every rank relies on the search
+choosing the same bounds, bit for bit, from the same sums, and on nothing here making the host wait for the device.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
 
 
 @torch.no_grad()
-def measure_clip_bounds(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> ClipBounds:
+def remeasure(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> ClipBounds:
     """Measure rho on the tokens of this update, at bounds that an earlier update found.
 
     Args:
@@ -120,19 +118,8 @@ def measure_clip_bounds(stats: ClipStatistics, bounds: ClipBounds, config: BAPOC
 def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
     """Compute P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
     stats.check_config(config)
-    sums = stats.contribution_sums
-    high = config.upper.grid(sums.positive_weight.device)
-    low = config.lower.grid(sums.negative_weight.device)
-
-    # Positive tokens below c_high and negative tokens above c_low count with their ratio, the others with the bound.
-    p_inside = _sums_below(sums.positive_weighted_ratio)
-    n_inside = _sums_above(sums.negative_weighted_ratio[:-1])
-    if config.contribution == "value":  # Eq. 8, which ignores the dual clip
-        p = p_inside + high * _sums_above(sums.positive_weight)
-        n = n_inside + low * _sums_below(sums.negative_weight[:-1]) + sums.negative_weighted_ratio[-1]
-    else:  # Eq. 5: the others have no gradient
-        p, n = p_inside, n_inside
-
+    p, n = stats.contributions(config.contribution)
+    low, high = config.lower.grid(n.device), config.upper.grid(p.device)
     index_of_high, index_of_low = search_path(config, high.device)
     return SearchPath(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
 
@@ -153,15 +140,3 @@ def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple
         return upper, step - upper
     lower = step.clamp(max=config.lower.steps)
     return step - lower, lower
-
-
-# Both sums are added up from their own end. Subtracting one from the total would leave the rounding error of large
-# ratios in small sums.
-def _sums_below(buckets: Tensor) -> Tensor:
-    """Add up the buckets below each point of the grid, ``(points,)``."""
-    return buckets.cumsum(0)[:-1]
-
-
-def _sums_above(buckets: Tensor) -> Tensor:
-    """Add up the buckets above each point of the grid, ``(points,)``."""
-    return buckets.flip(0).cumsum(0).flip(0)[1:]

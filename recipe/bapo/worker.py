@@ -17,8 +17,8 @@ from bapo import (
     collect_clip_statistics,
     diagnose,
     empty_clip_statistics,
-    measure_clip_bounds,
     read_and_validate,
+    remeasure,
     search_clip_bounds,
 )
 from recipe.bapo import fused_head  # noqa: F401  lets verl's fused kernels train models with untied embeddings
@@ -190,7 +190,7 @@ class BAPOTrainingWorker(TrainingWorker):
         if stats is None or not self.engine.is_mp_src_rank_with_outputs():
             stats = empty_clip_statistics(self.bapo_config, get_device_id())
         stats = stats.all_reduce(torch.distributed.group.WORLD)
-        used = measure_clip_bounds(stats, self.update_bounds[0], self.bapo_config)
+        used = remeasure(stats, self.update_bounds[0], self.bapo_config)
         values = read_and_validate(used, diagnose(stats, used))
         self.record.write(self.updates, "previous_batch", values)
         # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.

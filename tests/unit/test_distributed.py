@@ -31,9 +31,9 @@ def bounds_of_rank(rank, size, folder):
                 found.append([value.hex() for value in values.values()])
     # The reduction does not change a rank's own statistics.
     own = collect_clip_statistics(*make_batch(rank, rows=2), CONFIGS[0])
-    before = [tensor.clone() for tensor in own.tensors]
+    before = [tensor.clone() for tensor in own.sums]
     own.all_reduce(dist.group.WORLD)
-    assert all(map(torch.equal, own.tensors, before))
+    assert all(map(torch.equal, own.sums, before))
     # If one rank has bad data, every rank raises.
     part = [tensor.clone() for tensor in make_batch(0, rows=2, masked=0)]
     if rank == size - 1:
