@@ -2,16 +2,16 @@
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
 Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``search``, ``diagnostics``, ``bounds``,
-``previous_batch``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
+``bounds_history``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
 the names in ``__all__``; everything else may change.
 """
 
 from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars
+from bapo.bounds_history import BoundsHistory
 from bapo.clip_statistics import ClipStatistics, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
-from bapo.previous_batch import EarlierBounds
 from bapo.search import ClipBounds, remeasure, search_clip_bounds
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __all__ = [
     "ClipBounds",
     "ClipStatistics",
     "Diagnostics",
-    "EarlierBounds",
+    "BoundsHistory",
     "Range",
     "SurrogateLoss",
     "bounds_from_statistics",

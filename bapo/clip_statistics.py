@@ -160,7 +160,10 @@ def collect_clip_statistics(
     chunk = CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // max(1, log_prob.shape[1]))
     chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
-    first, *others = [_sum_tokens(*tensors, config.token_weight, lower_edges, upper_edges) for tensors in chunks]
+    first, *others = [
+        _sum_tokens(old, new, advantage, mask, config.token_weight, lower_edges, upper_edges)
+        for old, new, advantage, mask in chunks
+    ]
     return sum((ClipStatistics(sums, config) for sums in others), start=ClipStatistics(first, config))
 
 

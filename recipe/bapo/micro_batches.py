@@ -1,38 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take the tokens out of verl's micro-batches: those that the search reads, and those that a dump records."""
+"""Dump the tokens of verl's micro-batches."""
 
 import json
 from dataclasses import fields
 
-import torch
 from tensordict import TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import write_dump
+from recipe.bapo.scopes import tokens_of
+from recipe.bapo.worker import ROLLOUT_VERSION
 from verl.workers.utils.padding import no_padding_2_padding
 
-SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
-# Our trainer sets this on a batch for a dump: the version of the weights that sampled each response.
-ROLLOUT_VERSION = "bapo_sampled_by"
 # Settings of ActorConfig that verl's losses read. The report needs them for its row on the run's own loss.
 LOSS_SETTINGS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
-
-
-def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Return the token tensors that ``bapo.collect_clip_statistics`` takes, ``(B, T)`` each.
-
-    Args:
-        data: a micro-batch or a whole mini-batch in verl's jagged layout.
-        log_prob: padded log-probs under the policy that is trained, ``(B, T)``. None: equal to the old ones.
-    """
-    padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
-    old_log_prob = padded["old_log_probs"]
-    return {
-        "old_log_prob": old_log_prob,
-        "log_prob": old_log_prob if log_prob is None else log_prob,
-        "advantages": padded["advantages"],
-        "response_mask": padded["response_mask"],
-    }
 
 
 def dump_micro_batch(model_output, data: TensorDict, actor_config, update: int, trainer_version: int | None) -> None:

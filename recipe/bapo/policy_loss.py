@@ -2,10 +2,9 @@
 """The policy loss ``bapo``, and the configs that select it in a verl run.
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
-``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker. This is a monkey patch
-(``worker.replace_actor_worker_class``); the other one is ``fused_head``, for fused kernels. The worker finds the bounds
-of each update and stores them in the config, which verl passes to the loss. ``bapo_trainer.yaml`` lists the config's
-keys with their defaults; a test compares the two.
+``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker
+(``worker.replace_actor_worker_class``). The worker stores the bounds of each update in the config, which verl passes to
+the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test compares the two.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, ClipBounds, Diagnostics, clipped_surrogate_loss, read_and_validate, read_scalars
 from recipe.bapo import worker
-from recipe.bapo.records.metrics import bounds_metrics
+from recipe.bapo.scopes import bounds_metrics
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 

@@ -53,7 +53,7 @@ def compute_reference_log_probs(rank, ports, model, folder):
     os.environ.update(cpu_environment())  # before verl is imported
     engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # pinned memory needs a GPU
-    libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.fused_head"]]
+    libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.verl_fixes"]]
     for port, name, setting in zip(ports, ("logits", "fused"), libraries, strict=True):
         rows = [f"{MODEL}.path={model}", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", *setting]
         reference = make_actor(rows, port=port, role="ref")

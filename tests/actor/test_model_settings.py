@@ -44,7 +44,7 @@ def update_with_settings(_, names, task, folder):
             run_update(actor, data.copy())
             if scope == "previous_batch":  # repeat the mini-batch, so that it gets the bounds of its own tokens
                 actor.updates_on_batch = 0
-                actor.earlier_bounds.start_batch()
+                actor.scope.next_batch()
                 run_update(actor, data)
             torch.distributed.destroy_process_group()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bound_scope=previous_batch`` on the real actor worker: it needs no extra forward, and bad input changes nothing."""
+"""``bound_scope=previous_batch`` on the real actor worker: no extra forward, and bad input changes nothing."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
-from support.updates import COMMON, CUTS, LOSS, ROWS, CollectiveCounter, cut_of, read_record
+from support.updates import COMMON, CUTS, LOSS, RANKS, ROWS, CollectiveCounter, cut_of, read_record
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
@@ -20,7 +20,8 @@ BATCHES, UPDATES = 3, 4  # rollout batches, and updates on each: two mini-batche
 BAD = ("old_log_prob", "log_prob", "advantages", "advantages of a clipped token")
 
 
-def updates_of_rank(rank, size, port, task, folder):
+def updates_of_rank(rank, size, port, task, folder, engine):
+    COMMON.extend(engine)  # of this process, which the test has started
     results = {
         "again": {name: bounds_of_the_same_update_again(name, rank, size, port, task, folder) for name in CUTS},
         "batches": three_batches(rank, size, port, task, f"{folder}/batches"),
@@ -47,7 +48,7 @@ def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
             actor.updates_on_batch = 0
             run_update(actor, data.copy())
             if scope == "previous_batch":
-                actor.earlier_bounds.start_batch()
+                actor.scope.next_batch()
         found.append([read_record(record, rank)[-1][side] for side in ("low", "high")])
     return found
 
@@ -142,11 +143,11 @@ def spoil(name, actor, data):
         data[field] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=RANKS, ids=str)
 def ranks(request, task, tmp_path_factory):
-    size = request.param
+    size, engine = RANKS[request.param]
     folder = tmp_path_factory.mktemp(f"previous{size}")
-    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
     return [result | {"folder": folder} for result in results]
 

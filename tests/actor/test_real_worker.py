@@ -14,14 +14,15 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
 from support.batches import values_of_dump
-from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, ROWS, CollectiveCounter, cut_of, read_record
+from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of, read_record
 
 from bapo import BAPOConfig
 from recipe.bapo.records.tokens import read_dump
 
 
-def updates_of_rank(rank, size, port, task, folder):
+def updates_of_rank(rank, size, port, task, folder, engine):
     """Collect all results of a rank, in one process group."""
+    COMMON.extend(engine)  # of this process, which the test has started
     model, ranks, results = f"actor_rollout_ref.model.path={task}/model", (rank, size, port), {}
     for name in CUTS:
         record = f"{folder}/{name}"
@@ -94,7 +95,7 @@ def marked_updates(rank, size, port, task, folder):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Make updates on multi-turn responses. Two tokens of each come from a tool and differ between the updates."""
-    from recipe.bapo.micro_batches import SEARCH_FIELDS
+    from recipe.bapo.scopes import SEARCH_FIELDS
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
@@ -121,8 +122,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """Return what a dump of this rank says of versions: two checks by name, and the updates and trainer's versions."""
-    from recipe.bapo.micro_batches import ROLLOUT_VERSION
-    from recipe.bapo.worker import TRAINER_VERSION, UPDATES_MADE
+    from recipe.bapo.worker import ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
@@ -201,11 +201,11 @@ def without_lengths(found):
     return {key: value for key, value in found.items() if not key.startswith("length_")}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module", params=RANKS, ids=str)
 def ranks(request, task, tmp_path_factory):
-    size = request.param
+    size, engine = RANKS[request.param]
     folder = tmp_path_factory.mktemp(f"updates{size}")
-    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder)), nprocs=size)
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     for rank, result in enumerate(results):
         for name in CUTS:

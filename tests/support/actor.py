@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a real actor worker (verl's FSDP2 engine) without Ray, on a CPU or a GPU, for tests and timings of updates."""
+"""Make a real actor worker (verl's FSDP engine) without Ray, on a CPU or a GPU, for tests and timings of updates."""
 
 import os
 import socket
@@ -22,6 +22,8 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
         role: ``actor``, or ``ref`` for the worker of a reference model.
         platform: a file of ``recipe/bapo/config/platform``. On GPUs each rank uses the GPU of its number.
         stock: use the config of ``verl.trainer.main_ppo`` instead of ours.
+
+    The engine is FSDP2, unless ``overrides`` has ``FSDP1``.
     """
     from recipe.bapo.config import compose_config, cpu_environment
 
@@ -41,6 +43,8 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
     import verl  # noqa: F401
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
+    if platform == "cpu" and FSDP1 in overrides:
+        let_fsdp1_run_on_a_cpu()
     torch.manual_seed(0)
     common = ["actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.optim.total_training_steps=100"]
     if stock:
@@ -53,6 +57,27 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
     worker.init_model()
     return getattr(worker, role)
 
+
+def let_fsdp1_run_on_a_cpu():
+    """Replace what torch's FSDP1 and verl do with an accelerator, for the rest of the process."""
+    import torch
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+    from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
+
+    from verl.utils import fsdp_utils
+    from verl.workers.engine.fsdp import transformer_impl
+
+    def use_cpu(state, *args, **kwargs):
+        state._device_handle = _FSDPDeviceHandle(torch.device("cpu"), torch.cpu)
+        return state
+
+    _init_utils._init_device_handle = fully_sharded_data_parallel._init_device_handle = use_cpu
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+    transformer_impl.get_device_id = lambda: torch.device("cpu")
+    fsdp_utils.get_device_id = lambda: 0  # for offload
+
+
+FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"  # verl's default engine
 
 # Values of the example's config, so that both configs make the same updates.
 STOCK = (

@@ -138,7 +138,7 @@ def seconds_of_updates(actor, data, rounds):
     seconds = {"with the extra forward": [], "without": []}
     for number in range(rounds + 1):
         for name, of_name in seconds.items():
-            actor.on_policy_update = name == "without"
+            actor.on_policy = name == "without"
             taken = seconds_of(lambda: actor.train_batch(data.copy()))
             if number > 0:  # the first round warms up
                 of_name.append(taken)

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2.modeling_qwen2 import repeat_kv
 
-import recipe.bapo.fused_head  # noqa: F401  as our worker does
+import recipe.bapo.verl_fixes  # noqa: F401  as our worker does
 import verl.utils.torch_functional as verl_F
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu

@@ -5,8 +5,16 @@ import json
 from pathlib import Path
 
 import torch
+from support.actor import FSDP1
 
 ROWS = 16
+# By name: the number of ranks, and the overrides that choose the engine. FSDP1 is verl's default.
+RANKS = {
+    "FSDP2, one rank": (1, []),
+    "FSDP2, two ranks": (2, []),
+    "FSDP1, one rank": (1, [FSDP1]),
+    "FSDP1, two ranks": (2, [FSDP1]),
+}
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]

@@ -241,8 +241,8 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
     "name, changes, message",
     [
         ("7B", {**FUSED, f"{MODEL}.fused_kernel_options.impl_backend": None}, "impl_backend=None is not usable with"),
-        ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*fused_head, or"),
-        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.fused_head"}, None),
+        ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*verl_fixes, or"),
+        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_fixes"}, None),
         ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied
         (
             "1.5B",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from recipe.bapo.health import WINDOW, health_warnings
+from bapo.health import WINDOW, health_warnings
 from recipe.bapo.launch.console import StepPrinter, first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics

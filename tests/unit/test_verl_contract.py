@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import verl
-from recipe.bapo import fused_head, policy_loss, trainer
+from recipe.bapo import policy_loss, trainer, verl_fixes
 from recipe.bapo.checks.machine import VERL
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
 from verl.trainer.ppo import core_algos
@@ -58,7 +58,7 @@ def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, vocab_size=16, **sizes))
     model._verl_fused_kernels_backend = backend
-    selected = fused_head._select_of_verl(model, model._no_split_modules)
+    selected = verl_fixes._select_of_verl(model, model._no_split_modules)
     assert any(module is model.lm_head for module in selected)
     ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 calls it by this name
     assert any(module is model.lm_head for module in ours) == is_a_unit

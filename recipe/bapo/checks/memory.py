@@ -80,7 +80,7 @@ def layer_backward_of(config, count, text, tokens, shards) -> float:
     output_layer = text.vocab_size * text.hidden_size
     if not config.actor_rollout_ref.model.use_fused_kernels:
         return (planes + 4 * output_layer) / GIB  # FSDP reduces the output layer's gradient in float32
-    # With fused kernels the output layer's bfloat16 gradient is reduced at the end (fused_head.py). FSDP holds the
+    # With fused kernels the output layer's bfloat16 gradient is reduced at the end (verl_fixes.py). FSDP holds the
     # weights of this layer and of the next one and, on several GPUs, the gradient in float32.
     weights = (count - (1 if text.tie_word_embeddings else 2) * output_layer) / max(1, text.num_hidden_layers)
     return (planes + 2 * output_layer + (8 if shards > 1 else 2) * weights) / GIB

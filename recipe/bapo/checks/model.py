@@ -131,11 +131,11 @@ def _check_fused_kernels(config, model):
     libraries = [model.external_lib] if isinstance(model.external_lib, str) else model.external_lib or []
     reference = need_reference_policy(config) and (model.lora_rank or 0) <= 0  # LoRA needs none
     sharded = config.actor_rollout_ref.ref.strategy == "fsdp2" and not model.hf_config.tie_word_embeddings
-    if reference and sharded and "recipe.bapo.fused_head" not in libraries:
+    if reference and sharded and "recipe.bapo.verl_fixes" not in libraries:
         raise ValueError(
             f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
-            "external_lib=recipe.bapo.fused_head, or use_fused_kernels=false."
+            "external_lib=recipe.bapo.verl_fixes, or use_fused_kernels=false."
         )
 
 

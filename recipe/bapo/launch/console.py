@@ -15,7 +15,7 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.health import WINDOW, health_warnings
+from bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import ANSWERS, CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 

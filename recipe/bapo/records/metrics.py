@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name BAPO's metrics, and read the file to which verl's file logger writes all metrics of a run.
+"""Read the file to which verl's file logger writes all metrics of a run.
 
 Console, pictures and scripts read metrics only through these functions.
 """
@@ -44,16 +44,6 @@ def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
         (record["step"], {key: nan if value is None else value for key, value in record["data"].items()})
         for record in map(json.loads, lines)
     ]
-
-
-def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
-    """Map the values of ``bapo.read_and_validate`` to the keys that verl logs, ``actor/bapo/...``."""
-    named = {f"actor/bapo/{name}": value for name, value in values.items() if name not in ("low", "high")}
-    return named | {
-        "actor/bapo/clip_low": values["low"],
-        "actor/bapo/clip_high": values["high"],
-        "actor/bapo/met_at_once": float(values["search_steps"] == 0 and not values["saturated"]),
-    }
 
 
 def validation_reward(data: dict[str, float]) -> float | None:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipStatistics, EarlierBounds, search_clip_bounds
+from bapo import BAPOConfig, BoundsHistory, ClipStatistics, search_clip_bounds
 from bapo.ratio import LOG_RATIO_LIMIT, log_ratio_of
 
 GSPO_LOG_RATIO_LIMIT = 10.0  # as in verl
@@ -129,7 +129,7 @@ class Method:
     loss: Callable[..., Tensor]
     settings: dict[str, float]
     search: BAPOConfig | None = None
-    earlier: EarlierBounds | None = None
+    earlier: BoundsHistory | None = None
 
     def in_update(self, stats: ClipStatistics, position: int) -> Callable[[Tokens], Tensor]:
         """Return the function that computes this method's factors in one update. Call this for all updates in order.
@@ -143,9 +143,9 @@ class Method:
         bounds = found = search_clip_bounds(stats, self.search)
         if self.earlier is not None:
             if position == 0:
-                self.earlier.start_batch()
-            bounds = self.earlier.of_update(position)
-            self.earlier.keep(position, found)
+                self.earlier.next_batch()
+            bounds = self.earlier.get(position)
+            self.earlier.put(position, found)
         return partial(self.loss, low=bounds.low.item(), high=bounds.high.item(), **self.settings)
 
     def description(self) -> str:
@@ -188,7 +188,7 @@ def loss_of_run(about: dict[str, str]) -> Method | None:
             raise ValueError(f"the dump's options of BAPO are of another version: {error}") from error
         if config.fixed:
             return with_bounds(config.ratio_lower_start, config.ratio_upper_start, float(known["clip_ratio_c"]))
-        earlier = EarlierBounds(config) if config.bound_scope == "previous_batch" else None
+        earlier = BoundsHistory(config) if config.bound_scope == "previous_batch" else None
         return Method(clipped, {"clip_ratio_c": float(known["clip_ratio_c"])}, config, earlier)
     if about.get("loss_mode") == "vanilla" and {"clip_ratio_low", "clip_ratio_high"} <= known.keys():
         low, high = 1 - float(known["clip_ratio_low"]), 1 + float(known["clip_ratio_high"])

@@ -13,7 +13,7 @@ from bapo.config import BAPOConfig
 from bapo.search import ClipBounds
 
 
-class EarlierBounds:
+class BoundsHistory:
     """The bounds that were found on this and on the previous rollout batch, by the position of the update.
 
     Attributes:
@@ -25,17 +25,17 @@ class EarlierBounds:
         self._previous_batch: dict[int, ClipBounds] = {}
         self._this_batch: dict[int, ClipBounds] = {}
 
-    def start_batch(self) -> None:
+    def next_batch(self) -> None:
         """Start a rollout batch: call this before its first update."""
         self._previous_batch, self._this_batch = self._this_batch, {}
 
-    def of_update(self, position: int) -> ClipBounds:
+    def get(self, position: int) -> ClipBounds:
         """Return the bounds for an update; ``position`` counts the updates on its rollout batch from 0.
 
         If the previous batch had no update at this position, the bounds are those of the latest search.
         """
         return self._previous_batch.get(position, self.latest)
 
-    def keep(self, position: int, found: ClipBounds) -> None:
+    def put(self, position: int, found: ClipBounds) -> None:
         """Keep what the search found on the tokens of an update, for the next rollout batch."""
         self._this_batch[position] = self.latest = found
