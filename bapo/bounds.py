@@ -10,10 +10,14 @@ alike, because it looks at counts that were added over all ranks.
 import torch
 from torch import Tensor
 
-from bapo.clip_statistics import MAX_OLD_LOG_PROB, ClipStatistics, collect_clip_statistics
+from bapo.clip_statistics import ClipStatistics, collect_clip_statistics
 from bapo.config import BAPOConfig
 from bapo.diagnostics import Diagnostics, diagnose
+from bapo.ratio import MAX_OLD_LOG_PROB
 from bapo.search import ClipBounds, search_clip_bounds
+
+# Share of an update's tokens that may lack a usable old log-prob. A rollout in which more do is broken.
+MAX_MASKED_FRACTION = 1e-3
 
 
 def find_clip_bounds(
@@ -58,11 +62,11 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Te
     """Copy bounds, diagnostics and ``others`` (scalars) to the host in one transfer, and refuse invalid input.
 
     Returns:
-        Python numbers by field name. The counts of invalid input are left out, because they are 0.
+        Python numbers by field name, without the counts of invalid input.
 
     Raises:
-        ValueError: response tokens have values that are not finite, or old log-probs above ``MAX_OLD_LOG_PROB``. The
-            message names each such tensor and the number of its tokens.
+        ValueError: log-probs or advantages of response tokens are not finite, or more than ``MAX_MASKED_FRACTION`` of
+            the tokens have no usable old log-prob. The message names each such tensor and the number of its tokens.
     """
     values = read_scalars(vars(bounds) | vars(diagnostics) | others)
     counts = {
@@ -70,12 +74,14 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Te
         "log_prob": values.pop("invalid_log_probs"),
         "advantages": values.pop("invalid_advantages"),
     }
+    if values["masked_token_fraction"] <= MAX_MASKED_FRACTION:
+        counts["old_log_prob"] = 0
     invalid = ", ".join(f"{count:.0f} in {name}" for name, count in counts.items() if count)
     if invalid:
         raise ValueError(
             f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens of this mini-batch: "
             f"{invalid}. No clip bounds were found and no update was made. Look for a diverged model, or for a broken "
-            "rollout or reward."
+            "rollout or reward. With bypass_mode=true old_log_prob is what the rollout engine (vLLM) reported."
         )
     return values
 

@@ -36,6 +36,12 @@ class BoundsHistory:
         """
         return self._previous_batch.get(position, self.latest)
 
-    def put(self, position: int, found: ClipBounds) -> None:
-        """Keep what the search found on the tokens of an update, for the next rollout batch."""
-        self._this_batch[position] = self.latest = found
+    def put(self, position: int, found: ClipBounds | None) -> None:
+        """Keep what the search found on the tokens of an update, for the next rollout batch.
+
+        None: no token had an advantage, so nothing was found, and the bounds at this position stay as they are.
+        """
+        if found is not None:
+            self._this_batch[position] = self.latest = found
+        elif position in self._previous_batch:
+            self._this_batch[position] = self._previous_batch[position]

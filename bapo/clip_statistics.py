@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.ratio import check_inputs, log_ratio_of
+from bapo.ratio import check_inputs, has_ratio, log_ratio_of
 
 # No clip bound limits the gradient of a token with A < 0 and a large ratio. verl's dual clip does, by default from 3.
 UNBOUNDED_RATIO = 3.0
-# A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to slightly above it.
-MAX_OLD_LOG_PROB = 0.5
 # Number of tokens to sum at a time: few enough that their float64 copies fit the cache of a CPU, and many enough that a
 # GPU launches few kernels.
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
@@ -41,12 +39,13 @@ class TokenSums(NamedTuple):
         positive_weight, negative_weight: w*|A|.
         positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
         positive_tokens, negative_tokens: 1 for each token.
-        tokens: number of response tokens.
+        tokens: number of response tokens, without those that have no usable old log-prob.
         positive_responses, negative_responses: number of responses that have a token with this sign of A.
         ratio, ratio_squared: r and r^2.
         gradient: r*|A|, the size of the gradient before clipping.
         unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
-        invalid_old_log_probs: number of old log-probs that are not finite, or above ``MAX_OLD_LOG_PROB``.
+        invalid_old_log_probs: number of response tokens without a usable old log-prob (``has_ratio``). They enter no
+            other sum.
         invalid_log_probs, invalid_advantages: numbers of values that are not finite.
     """
 
@@ -99,6 +98,11 @@ class ClipStatistics:
         torch.distributed.all_reduce(vector, group=group)
         parts = vector.split([tensor.numel() for tensor in self.sums])
         return replace(self, sums=TokenSums(*(part.view_as(own) for part, own in zip(parts, self.sums, strict=True))))
+
+    @property
+    def tokens_with_advantage(self) -> Tensor:
+        """Number of tokens with A > 0 or A < 0, 0-d."""
+        return self.sums.positive_tokens.sum() + self.sums.negative_tokens.sum()
 
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
         """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(candidates,)`` each.
@@ -175,7 +179,8 @@ def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None 
 
 def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight, lower_edges, upper_edges) -> TokenSums:
     """Sum the tokens of some rows."""
-    mask = response_mask.bool()
+    response, usable = response_mask.bool(), has_ratio(old_log_prob)
+    mask = response & usable
     ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob).exp().double(), 0)
     advantages = torch.where(mask, advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
@@ -200,7 +205,7 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
         ratio_squared=torch.tensordot(ratio, ratio),
         gradient=torch.tensordot(size, ratio),
         unbounded_gradient=torch.tensordot(unbounded, ratio),
-        invalid_old_log_probs=_count(mask & ~((old_log_prob > -math.inf) & (old_log_prob <= MAX_OLD_LOG_PROB))),
+        invalid_old_log_probs=_count(response & ~usable),
         invalid_log_probs=_count(mask & ~(log_prob.abs() < math.inf)),  # false for NaN, in half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
     )

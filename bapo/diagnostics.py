@@ -28,8 +28,9 @@ class Diagnostics:
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
         negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above
             ``UNBOUNDED_RATIO``.
-        invalid_old_log_probs: number of response tokens whose old log-prob is not finite, or above
-            ``MAX_OLD_LOG_PROB``.
+        masked_token_fraction: fraction of the response tokens that search and loss leave out, because their old
+            log-prob is not usable (``bapo.ratio.has_ratio``).
+        invalid_old_log_probs: number of these tokens.
         invalid_log_probs, invalid_advantages: numbers of response tokens where these are not finite.
     """
 
@@ -40,6 +41,7 @@ class Diagnostics:
     length_negative: Tensor
     effective_sample_size: Tensor
     negative_unbounded_share: Tensor
+    masked_token_fraction: Tensor
     invalid_old_log_probs: Tensor
     invalid_log_probs: Tensor
     invalid_advantages: Tensor
@@ -59,6 +61,7 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
         length_negative=_quotient(negative_tokens, sums.negative_responses),
         effective_sample_size=_quotient(sums.ratio**2, sums.tokens * sums.ratio_squared),
         negative_unbounded_share=_quotient(sums.unbounded_gradient, sums.gradient),
+        masked_token_fraction=_quotient(sums.invalid_old_log_probs, sums.invalid_old_log_probs + sums.tokens),
         invalid_old_log_probs=sums.invalid_old_log_probs,
         invalid_log_probs=sums.invalid_log_probs,
         invalid_advantages=sums.invalid_advantages,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.ratio import check_inputs, log_ratio_of
+from bapo.ratio import check_inputs, has_ratio, log_ratio_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def clipped_surrogate_loss(
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
-            flows to ``log_prob`` alone, and none to masked positions.
+            flows to ``log_prob`` alone, and none to masked positions, nor to tokens without a usable old log-prob.
         low, high: bounds on the ratio, numbers or tensors that broadcast to ``(B, T)``.
         clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1. None: no dual clip.
         rollout_is_weights: factors on the loss of each token, ``(B, T)``, verl's rollout correction; None: 1.
@@ -69,7 +69,7 @@ def clipped_surrogate_loss(
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
     # Masked positions are replaced before exp, not only after it: infinity times 0 would be NaN.
-    mask = response_mask.bool()
+    mask = response_mask.bool() & has_ratio(old_log_prob)
     advantages = torch.where(mask, advantages.detach(), 0)
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)
     ratio = log_ratio.exp()

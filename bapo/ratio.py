@@ -5,10 +5,14 @@ Search, loss and report all take the ratio from here, so that a change of the cl
 Otherwise the search would measure another loss than the one that is minimised.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0  # as in verl's losses: exp(20) is 4.9e8
+# A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to slightly above it.
+MAX_OLD_LOG_PROB = 0.5
 
 
 def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
@@ -16,6 +20,14 @@ def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     # Widened first: the difference of two bfloat16 numbers in bfloat16 is mostly rounding.
     dtype = torch.promote_types(torch.promote_types(old_log_prob.dtype, log_prob.dtype), torch.float32)
     return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def has_ratio(old_log_prob: Tensor) -> Tensor:
+    """Whether an old log-prob can be used: it is finite and not above ``MAX_OLD_LOG_PROB``. Any shape; bool.
+
+    vLLM now and then reports NaN or -inf for a token. Search and loss leave such tokens out, as if they were masked.
+    """
+    return (old_log_prob > -math.inf) & (old_log_prob <= MAX_OLD_LOG_PROB)
 
 
 def check_inputs(clip_ratio_c: float | None, **tensors: Tensor) -> None:

@@ -30,8 +30,8 @@ class ClipBounds:
         positive_contribution: rho = P / (P + N) at these bounds; 0 if no token counts.
         positive_contribution_start: rho at the start of the search.
         search_steps: number of candidates that the search passed over, int64.
-        saturated: whether no candidate reaches the target, bool; the bounds are then the last ones. Console and docs
-            call such a target out of reach.
+        saturated: whether no candidate reaches the target, bool; the bounds are then the last ones.
+        searched: whether the bounds come from tokens with an advantage, bool. If not, they are the start of the ranges.
     """
 
     low: Tensor
@@ -40,6 +40,7 @@ class ClipBounds:
     positive_contribution_start: Tensor
     search_steps: Tensor
     saturated: Tensor
+    searched: Tensor
 
     @classmethod
     def before_any_search(cls, config: BAPOConfig, device: torch.device | str | None = None) -> ClipBounds:
@@ -53,6 +54,7 @@ class ClipBounds:
             positive_contribution_start=zero,
             search_steps=steps,
             saturated=steps.bool(),
+            searched=steps.bool(),
         )
 
 
@@ -95,6 +97,7 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
         positive_contribution_start=rho[0],
         search_steps=chosen,
         saturated=saturated,
+        searched=stats.tokens_with_advantage > 0,
     )
 
 
@@ -108,8 +111,8 @@ def remeasure(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> 
         config: as in ``search_clip_bounds``.
 
     Returns:
-        ``bounds`` with both values of rho replaced. ``search_steps`` and ``saturated`` still describe the search that
-        found the bounds.
+        ``bounds`` with both values of rho replaced. The other fields still describe the search that found the
+        bounds.
     """
     rho = measure_search_path(stats, config).positive_contribution
     return replace(bounds, positive_contribution=rho.take(bounds.search_steps), positive_contribution_start=rho[0])

@@ -7,9 +7,9 @@ from dataclasses import fields
 from tensordict import TensorDict
 
 from bapo import BAPOConfig
+from recipe.bapo.marks import ROLLOUT_VERSION
 from recipe.bapo.records.tokens import write_dump
 from recipe.bapo.scopes import tokens_of
-from recipe.bapo.worker import ROLLOUT_VERSION
 from verl.workers.utils.padding import no_padding_2_padding
 
 # Settings of ActorConfig that verl's losses read. The report needs them for its row on the run's own loss.

@@ -32,7 +32,7 @@ PANELS = {
         "actor/bapo/clipfrac_positive": "positive",
         "actor/bapo/clipfrac_negative": "negative",
     },
-    "Target out of reach, share of updates": {"actor/bapo/saturated": ""},
+    "Saturated searches, share of updates": {"actor/bapo/saturated": ""},
     "Staleness": {
         "training/off_policy/trajectory_staleness/mean": "versions behind",
         "training/off_policy/trajectory_spans/mean": "versions in a response",

@@ -181,10 +181,11 @@ class PreviousBatch(BoundScope):
             stats = empty_clip_statistics(self.config, self.device)
         stats = stats.all_reduce(torch.distributed.group.WORLD)
         used = remeasure(stats, self.used, self.config)
-        values = read_and_validate(used, diagnose(stats, used))
+        found = search_clip_bounds(stats, self.config)
+        values = read_and_validate(used, diagnose(stats, used), found=found.searched)
+        self.history.put(self.position, found if values.pop("found") else None)
         if self.record is not None:
             self.record("previous_batch", values)
-        self.history.put(self.position, search_clip_bounds(stats, self.config))
         return bounds_metrics(values)
 
 
@@ -209,10 +210,13 @@ def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[st
 
 
 def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
-    """Map the values of ``bapo.read_and_validate`` to the keys that verl logs, ``actor/bapo/...``."""
-    named = {f"actor/bapo/{name}": value for name, value in values.items() if name not in ("low", "high")}
-    return named | {
-        "actor/bapo/clip_low": values["low"],
-        "actor/bapo/clip_high": values["high"],
-        "actor/bapo/met_at_once": float(values["search_steps"] == 0 and not values["saturated"]),
-    }
+    """Map the values of ``bapo.read_and_validate`` to the keys that verl logs, ``actor/bapo/...``.
+
+    Of ``met_at_start``, ``met_by_moving`` and ``saturated`` one is 1. All are 0 if no search gave the bounds.
+    """
+    values = dict(values)
+    searched, moved = values.pop("searched"), values["search_steps"] > 0
+    met = searched and not values["saturated"]
+    values |= {"clip_low": values.pop("low"), "clip_high": values.pop("high")}
+    values |= {"met_at_start": float(met and not moved), "met_by_moving": float(met and moved)}
+    return {f"actor/bapo/{name}": value for name, value in values.items()}

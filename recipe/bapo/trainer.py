@@ -13,7 +13,7 @@ import transfer_queue as tq
 from tensordict import TensorDict
 
 from recipe.bapo.compatibility import uses_bypass_mode
-from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

@@ -10,24 +10,17 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
-from tensordict import TensorDict
 
 from bapo import BAPOConfig
-from bapo.health import HealthLog
 from recipe.bapo.compatibility import refuse_unusable_settings
+from recipe.bapo.health import HealthLog
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_MADE, pop_mark
 from recipe.bapo.scopes import SCOPES, BoundScope
 from recipe.bapo.verl_fixes import detach_unused_entropy
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
-
-# Our trainer sets these on a batch; all are optional. Without the first, the worker makes one more forward. Without the
-# second, it counts updates from 0 in each call. Without the others, a dump lacks versions of the weights.
-ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # whether every ratio of the first update is 1
-UPDATES_MADE = "bapo_updates_made"  # earlier updates on this rollout batch; above 0 only in ``separate_async``
-TRAINER_VERSION = "bapo_trained_from"  # version of the weights before the first update on this rollout batch
-ROLLOUT_VERSION = "bapo_sampled_by"  # version of the weights that sampled each response
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -132,11 +125,6 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _is_first_rank_with_outputs(self):
         return self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs()
-
-
-def pop_mark(data, name: str, default):
-    """Take one of our trainer's marks off a batch. A batch of another kind than verl 0.9.1's has none."""
-    return tu.pop(data, key=name, default=default) if isinstance(data, TensorDict) else default
 
 
 def replace_actor_worker_class() -> None:

@@ -19,9 +19,9 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
     """Compute the plan's figures of a run.
 
     All but ``updates``, the entropy and the held-out reward are means over the updates after the first on each rollout
-    batch. Updates without advantages are left out, because they clip nothing and have nothing to search. ``target
-    met``, ``met by moving`` and ``out of reach`` are shares of these updates: BAPO's search would have found the target
-    already met at [0.6, 1.2], met it by moving the bounds, or found it out of reach.
+    batch. Updates without advantages are left out, because they clip nothing and have nothing to search. ``met at
+    the start``, ``met by moving`` and ``saturated`` are shares of these updates: BAPO's search would have met the
+    target at [0.6, 1.2], met it by moving the bounds, or been saturated.
     """
     later = with_advantages(rows[rows["place"] > 0])
     outcomes = search_outcomes(later)
@@ -35,9 +35,9 @@ def table_row(rows: pd.DataFrame) -> dict[str, str]:
         CLIPPED[">"]: f"{means['clipfrac_positive']:.2%}",
         CLIPPED["<"]: f"{means['clipfrac_negative']:.2%}",
         "rho at [0.6, 1.2]": f"{means['bapo_positive_contribution_start']:.3f}",
-        "target met": f"{outcomes['met']:.2f}",
+        "met at the start": f"{outcomes['met']:.2f}",
         "met by moving": f"{outcomes['moved']:.2f}",
-        "out of reach": f"{outcomes['out_of_reach']:.2f}",
+        "saturated": f"{outcomes['saturated']:.2f}",
         "effective sample size": f"{means['effective_sample_size']:.3f}",
         "tokens, right and wrong": f"{means['length_positive']:.0f}, {means['length_negative']:.0f}",
         "entropy, first and last": f"{rows['entropy'].iloc[0]:.2f}, {rows['entropy'].iloc[-1]:.2f}",
@@ -97,7 +97,7 @@ def comparison(folder: Path = ROWS, runs: list[Run] = STAGE_B) -> pd.DataFrame:
 def search_outcomes(updates: pd.DataFrame) -> dict[str, float]:
     """Compute the shares of updates in which BAPO's search finds the target met, meets it by moving, or misses it."""
     missed, met = updates["bapo_saturated"] > 0, (updates["bapo_search_steps"] == 0) & (updates["bapo_saturated"] == 0)
-    return {"met": met.mean(), "moved": (~met & ~missed).mean(), "out_of_reach": missed.mean()}
+    return {"met": met.mean(), "moved": (~met & ~missed).mean(), "saturated": missed.mean()}
 
 
 def with_advantages(updates: pd.DataFrame) -> pd.DataFrame:
@@ -141,7 +141,7 @@ def comparison_row(row) -> dict[str, str]:
         "failed": f"{row.failed} of {row.seeds}",
         "without gradient, A > 0": f"{row.without_gradient_positive:.1%}",
         "without gradient, A < 0": f"{row.without_gradient_negative:.1%}",
-        "met, moved, out of reach": f"{row.met:.2f}, {row.moved:.2f}, {row.out_of_reach:.2f}",
+        "met at the start, by moving, saturated": f"{row.met:.2f}, {row.moved:.2f}, {row.saturated:.2f}",
     }
 
 

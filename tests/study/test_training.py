@@ -128,7 +128,7 @@ def test_a_complete_run_is_not_made_again(model, tmp_path, monkeypatch, capsys):
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     shown = dict(line for line in lines if len(line) == 2)
     assert shown["run"] == f"`{RUN.name}`" and shown["updates"] == "8"
-    shares = ("target met", "met by moving", "out of reach")
+    shares = ("met at the start", "met by moving", "saturated")
     assert sum(float(shown[share]) for share in shares) == pytest.approx(1, abs=0.011)
     monkeypatch.setattr(training, "Training", None)
     left = tmp_path / "states" / f"{RUN.name}.pt"
@@ -250,7 +250,7 @@ def test_only_seeds_with_all_methods_are_compared(tmp_path):
     assert found.loc["bapo", "half_width"] == pytest.approx(12.706 * differences.std().item() / 2**0.5, rel=1e-4)
     assert list(found["failed"]) == [0, 1]  # the second run of bapo ended below the warmed-up model
     # Of the three updates on a rollout batch the first does not count, nor one without advantages.
-    assert list(found["met"]) == [0, 0] and list(found["out_of_reach"]) == [1, 1]
+    assert list(found["met"]) == [0, 0] and list(found["saturated"]) == [1, 1]
 
     write_run(tmp_path, runs[-1], (0.5, 0.5), weights="b")
     with pytest.raises(ValueError, match="The runs of seed 3 started from different weights"):

@@ -11,7 +11,8 @@ METRICS = {
     "actor/bapo/positive_contribution_start",
     "actor/bapo/search_steps",
     "actor/bapo/saturated",
-    "actor/bapo/met_at_once",
+    "actor/bapo/met_at_start",
+    "actor/bapo/met_by_moving",
     "actor/bapo/positive_token_fraction",
     "actor/bapo/clipfrac_positive",
     "actor/bapo/clipfrac_negative",
@@ -20,4 +21,5 @@ METRICS = {
     "actor/bapo/effective_sample_size",
     "actor/bapo/entropy_covariance",
     "actor/bapo/negative_unbounded_share",
+    "actor/bapo/masked_token_fraction",
 }

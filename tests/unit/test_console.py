@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bapo.health import WINDOW, health_warnings
+from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.launch.console import StepPrinter, first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics
@@ -23,7 +23,8 @@ def step_data(step, reward):
         "critic/rewards/mean": reward,
         "actor/bapo/positive_contribution_start": 0.4,
         "actor/bapo/positive_contribution": 0.5,
-        "actor/bapo/met_at_once": 0.5,
+        "actor/bapo/met_at_start": 0.5,
+        "actor/bapo/met_by_moving": 0.3,
         "actor/bapo/saturated": 0.2,
         "actor/bapo/clip_low": 0.7,
         "actor/bapo/clip_high": 1.5,
@@ -84,9 +85,9 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert "10 steps, mean of the first and the last 2" in text
     assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
     told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.M))
-    assert told["updates with the target already met"] == "50%"
-    assert told["updates with the target met by moving bounds"] == "30%"  # the remaining updates
-    assert told["updates with the target out of reach"] == "20%"
+    assert told["updates with the target met at the start"] == "50%"
+    assert told["updates with the target met by moving bounds"] == "30%"
+    assert told["updates with a saturated search"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
     assert "previous_batch" not in text
     config = {"actor_rollout_ref": {"actor": {"policy_loss": {"bound_scope": "previous_batch"}}}}
@@ -129,9 +130,9 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
     assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items() if "best" not in name]
 
 
-OUT_OF_REACH = {"bapo/saturated": 1.0, "bapo/positive_contribution": 0.448}
-ALREADY_MET = {"bapo/met_at_once": 0.96, "bapo/positive_contribution_start": 0.446, "pg_clipfrac": 0.01}
-ALREADY_MET |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
+SATURATED = {"bapo/saturated": 1.0, "bapo/positive_contribution": 0.448}
+MET_AT_START = {"bapo/met_at_start": 0.96, "bapo/positive_contribution_start": 0.446, "pg_clipfrac": 0.01}
+MET_AT_START |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
 
 
 def steps_with(data):
@@ -143,10 +144,10 @@ def steps_with(data):
 @pytest.mark.parametrize(
     "data, said",
     [
-        (OUT_OF_REACH, "They reached 0.448: positive_contribution_target=0.44 is in reach"),  # not rounded up
-        (ALREADY_MET, "before the search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
-        (ALREADY_MET | {"bapo/met_at_once": 0.94}, None),
-        (ALREADY_MET | {"pg_clipfrac": 0.0}, None),  # the data are fresh
+        (SATURATED, "They reached 0.448: positive_contribution_target=0.44 is in reach"),  # not rounded up
+        (MET_AT_START, "search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
+        (MET_AT_START | {"bapo/met_at_start": 0.94}, None),
+        (MET_AT_START | {"pg_clipfrac": 0.0}, None),  # the data are fresh
     ],
 )
 def test_what_deserves_a_warning(data, said):
@@ -155,8 +156,13 @@ def test_what_deserves_a_warning(data, said):
     assert len(warnings) == bool(said) and all(said in text for text in warnings)
 
 
+def test_tokens_that_were_left_out_are_warned_of():
+    (warning,) = health_warnings(steps_with({"bapo/masked_token_fraction": 2e-4}), bounds_can_move=False)
+    assert "0.0002 of the tokens in the last 10 steps had no usable old log-prob" in warning
+
+
 def test_one_step_in_which_the_target_was_in_reach_is_enough_for_no_warning():
-    steps = steps_with(OUT_OF_REACH)
+    steps = steps_with(SATURATED)
     assert health_warnings(steps, bounds_can_move=True)
     steps[4]["actor/bapo/saturated"] = 0.9
     assert health_warnings(steps, bounds_can_move=True) == []

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from support.batches import configs, values_found
+from support.batches import configs, make_batch, values_found
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
 
@@ -68,6 +68,29 @@ def test_bad_tokens_are_named_and_counted(batch, index, random, value, config):
     name = ("old_log_prob", "log_prob", "advantages")[index]
     with pytest.raises(ValueError, match=rf": {len(bad)} in {name}\. No clip bounds were found"):
         read_and_validate(*found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.6])
+def test_a_few_unusable_old_log_probs_count_as_masked(value):
+    batch = make_batch(3, rows=100, masked=0)
+    old, log_prob, advantages, mask = (tensor.clone() for tensor in batch)
+    tokens = int(mask.sum())
+    assert 1000 <= tokens < 3000
+    old[0, 0], mask[0, 0] = value, False
+    found = []
+    for of_mask in (mask, batch[3]):
+        leaf = log_prob.clone().requires_grad_()
+        values = read_and_validate(*find_clip_bounds(old, leaf, advantages, of_mask, BAPOConfig()))
+        loss = clipped_surrogate_loss(old, leaf, advantages, of_mask, values["low"], values["high"]).loss
+        loss.backward()
+        share = values.pop("masked_token_fraction")
+        found.append((values, loss.item(), leaf.grad))
+    (values, loss, gradient), (masked_values, masked_loss, masked_gradient) = found
+    assert (masked_values, masked_loss) == (values, loss) and torch.equal(masked_gradient, gradient)
+    assert gradient.any() and share == 1 / tokens
+    old[1:4, 0] = value
+    with pytest.raises(ValueError, match="4 in old_log_prob. No clip bounds were found .* bypass_mode=true"):
+        read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
 
 
 def test_log_ratios_beyond_20_count_as_20_and_carry_no_gradient():

@@ -79,16 +79,16 @@ def test_the_metrics_say_how_the_target_was_met():
     metrics = metrics_of(0.5)
     assert set(metrics) == METRICS
     start = metrics["actor/bapo/positive_contribution_start"]
-    # The target is already met, met by moving the bounds, or out of reach.
-    for target, way in ((start - 0.01, [1, 0]), (start + 0.001, [0, 0]), (0.99, [0, 1])):
+    # The target is met at the start or by moving the bounds, or the search is saturated.
+    for target, way in ((start - 0.01, [1, 0, 0]), (start + 0.001, [0, 1, 0]), (0.99, [0, 0, 1])):
         metrics = metrics_of(target)
-        assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")] == way
+        assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_start", "met_by_moving", "saturated")] == way
 
 
 def test_a_target_that_fixed_bounds_miss_is_not_already_met():
     metrics = metrics_of(0.99, **FIXED)
     assert metrics["actor/bapo/search_steps"] == 0
-    assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_once", "saturated")] == [0, 1]
+    assert [metrics[f"actor/bapo/{name}"] for name in ("met_at_start", "saturated")] == [0, 1]
 
 
 @pytest.mark.parametrize("scope", ["mini_batch", "previous_batch"])
@@ -153,6 +153,13 @@ def test_a_worker_with_a_training_worker_of_its_own_is_named():
         "class MyWorker(ActorRolloutRefWorker): actor_worker_cls = Mine"
     )
     assert error.startswith("TypeError: MyWorker sets actor_worker_cls=Mine, which does not find clip bounds")
+
+
+def test_a_verl_without_a_place_for_our_worker_is_refused():
+    error = make_config_after(
+        "from verl.workers.engine_workers import ActorRolloutRefWorker\ndel ActorRolloutRefWorker.actor_worker_cls"
+    )
+    assert error.startswith("TypeError: verl 0.9.1 has no ActorRolloutRefWorker.actor_worker_cls")
 
 
 def test_a_run_does_not_notice_that_tinkers_worker_was_imported():

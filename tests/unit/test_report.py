@@ -186,7 +186,7 @@ def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
 
 
 def test_the_row_of_a_run_with_previous_batch_uses_the_bounds_of_the_batch_before(tmp_path):
-    # The target is already met in the first update, at ratio 1, and in the second by moving c_high to 1.35.
+    # The target is met at the start in the first update, at ratio 1, and in the second by moving c_high to 1.35.
     config = BAPOConfig(positive_contribution_target=0.4792, bound_scope="previous_batch")
     metadata = {"bound_scope": "previous_batch", "switches": json.dumps(vars(config))}
     report = report_on(plant(tmp_path, updates=[0, 1, 0, 1], **metadata))

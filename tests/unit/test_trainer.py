@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
 from recipe.bapo.trainer import _BAPOTrainer
-from recipe.bapo.worker import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
 
 
 class Parent:

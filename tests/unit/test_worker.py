@@ -17,11 +17,11 @@ from support.stand_in import make_micro_batch, make_worker
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
-from bapo.health import WINDOW
+from recipe.bapo.health import WINDOW
+from recipe.bapo.marks import UPDATES_MADE, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
 from recipe.bapo.records.tokens import read_dump
 from recipe.bapo.scopes import MiniBatch
-from recipe.bapo.worker import UPDATES_MADE, pop_mark
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import TrainingWorker
@@ -128,13 +128,31 @@ def test_what_is_logged_describes_the_update_and_the_search_that_gave_its_bounds
         "clip_high": high,
         "search_steps": steps,
         "saturated": float(saturated),
-        "met_at_once": 0,
+        "met_at_start": 0,
+        "met_by_moving": float(not saturated),
         "positive_contribution": p / (p + n),
         "positive_contribution_start": oracle.sequential_search(*second, config, 3.0)[3],
         **oracle.diagnostics(*second, low, high),
     }
     for name, value in expected.items():
         assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
+
+
+def test_an_update_without_advantages_leaves_the_history_as_it_is(monkeypatch):
+    worker = worker_with(monkeypatch)
+    old, log_prob, advantages, mask = batch_of_pairs(5)
+    empty = old, log_prob, torch.zeros_like(advantages), mask
+    found = []
+    for batches in ([batch_of_pairs(1), batch_of_pairs(3)], [empty, batch_of_pairs(6)], [batch_of_pairs(7), empty]):
+        start_batch(worker)
+        found.append([update(worker, batch) for batch in batches])
+    bounds = [[bounds_of(metrics) for metrics in updates] for updates in found]
+    first, second, later = (literal_bounds(batch_of_pairs(seed)) for seed in (1, 3, 6))
+    assert len({first, second, later, (0.6, 1.2)}) == 4
+    assert bounds == [[(0.6, 1.2), first], [first, second], [first, later]]
+    outcomes = ("met_at_start", "met_by_moving", "saturated")
+    assert [found[0][0][f"actor/bapo/{name}"] for name in outcomes] == [[0], [0], [0]]  # no search gave its bounds
+    assert sum(found[1][0][f"actor/bapo/{name}"][0] for name in outcomes) == 1  # that of the first batch did
 
 
 def test_one_collective_over_the_world_and_one_read_of_its_own(monkeypatch):
@@ -288,13 +306,13 @@ def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
 def test_only_the_first_rank_with_outputs_warns(monkeypatch, caplog, source, share, warned):
     worker = worker_with(monkeypatch)
     worker.engine.source, worker.engine.data_parallel_rank = source, share
-    out_of_reach = {"actor/bapo/saturated": [1.0, 1.0], "actor/bapo/positive_contribution": [0.3, 0.3]}
-    output = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": out_of_reach})
+    saturated = {"actor/bapo/saturated": [1.0, 1.0], "actor/bapo/positive_contribution": [0.3, 0.3]}
+    output = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": saturated})
     monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda worker, data: output)
     with caplog.at_level(logging.WARNING):
         for _ in range(WINDOW):
             worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict={"epochs": 1}))
-    assert ("out of reach in every update of the last 10 training calls" in caplog.text) == warned
+    assert ("saturated in every update of the last 10 training calls" in caplog.text) == warned
 
 
 def test_the_record_and_the_dump_number_the_updates(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from bapo.health import WINDOW, health_warnings
+from recipe.bapo.health import WINDOW, health_warnings
 from recipe.bapo.records import ANSWERS, CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
@@ -127,7 +127,7 @@ def summary(run_dir: Path) -> str:
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
-        lines += search_lines([data for data in steps if "actor/bapo/met_at_once" in data])
+        lines += search_lines([data for data in steps if "actor/bapo/met_at_start" in data])
         if uses_previous_batch(run_dir):
             lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
         lines += answer_lines(run_dir / ANSWERS)
@@ -158,12 +158,11 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
     def mean(name):
         return fmean(data[f"actor/bapo/{name}"] for data in steps)
 
-    already_met, out_of_reach = mean("met_at_once"), mean("saturated")
     rho = (mean("positive_contribution_start"), mean("positive_contribution"))
     rows = {
-        "updates with the target already met": f"{already_met:.0%}",
-        "updates with the target met by moving bounds": f"{max(0.0, 1 - already_met - out_of_reach):.0%}",
-        "updates with the target out of reach": f"{out_of_reach:.0%}",
+        "updates with the target met at the start": f"{mean('met_at_start'):.0%}",
+        "updates with the target met by moving bounds": f"{mean('met_by_moving'):.0%}",
+        "updates with a saturated search": f"{mean('saturated'):.0%}",
         "positive contribution (rho)": f"{rho[0]:.3f} at the start, {rho[1]:.3f} at the bounds used",
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our trainer tells the worker about a batch. All marks are optional; other trainers set none."""
+
+from tensordict import TensorDict
+
+from verl.utils import tensordict_utils as tu
+
+ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # every ratio of the first update is 1: no extra forward pass
+UPDATES_MADE = "bapo_updates_made"  # earlier updates on this rollout batch; above 0 only in ``separate_async``
+TRAINER_VERSION = "bapo_trained_from"  # version of the weights before the first update on this rollout batch
+ROLLOUT_VERSION = "bapo_sampled_by"  # version of the weights that sampled each response
+
+
+def pop_mark(data, name: str, default):
+    """Take a mark off a batch. A batch of another kind than verl 0.9.1's, as on verl's branch neo, has none."""
+    return tu.pop(data, key=name, default=default) if isinstance(data, TensorDict) else default
