@@ -92,7 +92,7 @@ def ratios_to_vanilla(seconds):
 def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--platform", default="cpu", help="a file of recipe/bapo/config/platform")
     parser.add_argument("--json", type=Path, help="file for the seconds of every update")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from support.metrics import METRICS
 from support.stand_in import make_micro_batch, make_worker
 
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig
+from bapo import BAPOConfig, collect_clip_statistics
 from recipe.bapo.health import WINDOW
 from recipe.bapo.marks import UPDATES_MADE, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
@@ -238,6 +238,19 @@ def test_bad_input_raises_before_the_optimizer_step_and_leaves_nothing_behind(mo
     assert worker.engine.steps == 0
     for seed in (2, 3):
         assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
+
+
+def test_invalid_input_of_another_rank_raises_here(monkeypatch):
+    worker = worker_with(monkeypatch)
+    old, log_prob, advantages, mask = batch_of_pairs(1, masked=0)
+    advantages[4, 3] = math.nan
+    bad = collect_clip_statistics(old, log_prob, advantages, mask, worker.scope.config, 3.0)
+    of_other = torch.cat([tensor.flatten() for tensor in bad.sums])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: vector.add_(of_other))
+    start_batch(worker)
+    with pytest.raises(ValueError, match="1 in advantages"):
+        update(worker, batch_of_pairs(2))
+    assert worker.engine.steps == 0
 
 
 def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeypatch):
