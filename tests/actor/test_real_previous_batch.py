@@ -143,9 +143,9 @@ def spoil(name, actor, data):
         data[field] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=str)
+@pytest.fixture(scope="module", params=RANKS)
 def ranks(request, task, tmp_path_factory):
-    size, engine = RANKS[request.param]
+    size, engine = request.param
     folder = tmp_path_factory.mktemp(f"previous{size}")
     mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]

@@ -201,9 +201,9 @@ def without_lengths(found):
     return {key: value for key, value in found.items() if not key.startswith("length_")}
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=str)
+@pytest.fixture(scope="module", params=RANKS)
 def ranks(request, task, tmp_path_factory):
-    size, engine = RANKS[request.param]
+    size, engine = request.param
     folder = tmp_path_factory.mktemp(f"updates{size}")
     mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]

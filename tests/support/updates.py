@@ -4,17 +4,18 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from support.actor import FSDP1
 
 ROWS = 16
-# By name: the number of ranks, and the overrides that choose the engine. FSDP1 is verl's default.
-RANKS = {
-    "FSDP2, one rank": (1, []),
-    "FSDP2, two ranks": (2, []),
-    "FSDP1, one rank": (1, [FSDP1]),
-    "FSDP1, two ranks": (2, [FSDP1]),
-}
+# The number of ranks, and the overrides that choose the engine. FSDP1 is verl's default.
+RANKS = [
+    pytest.param((1, []), id="FSDP2, one rank"),
+    pytest.param((2, []), id="FSDP2, two ranks"),
+    pytest.param((1, [FSDP1]), id="FSDP1, one rank", marks=pytest.mark.slow),
+    pytest.param((2, [FSDP1]), id="FSDP1, two ranks"),
+]
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 MICRO_BATCH, LOG_PROBS = f"{ACTOR}.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.log_prob"
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{LOG_PROBS}_use_dynamic_bsz=true"]
