@@ -157,7 +157,8 @@ def test_a_process_that_crashes_after_training_has_ended_well(launch):
 def test_a_run_that_ends_well_shows_its_steps_warnings_and_a_summary(launch):
     """The console reads them from the folder that the config names."""
     data = {"actor/pg_clipfrac": 0.1, "actor/bapo/met_at_start": 1.0, "critic/rewards/mean": 0.5}
-    searched = ("saturated", "positive_contribution_start", "positive_contribution", "clip_low", "clip_high")
+    rho = ("positive_contribution_start", "positive_contribution")
+    searched = ("met_by_moving", "saturated", *rho, "clip_low", "clip_high")
     data |= {f"actor/bapo/{name}": 0.0 for name in searched}
     steps = [json.dumps({"step": n, "data": {"training/global_step": n, **data}}) + "\n" for n in range(1, 11)]
     write = f"(folder / 'other' / 'metrics.jsonl').write_text({''.join(steps)!r})"

@@ -80,7 +80,8 @@ def test_the_search_is_algorithm_1_and_its_diagnostics_are_their_definitions(sea
         found = values_found(*batch, config, clip_ratio_c=clip_ratio_c)
     assert [found.pop(name) for name in ("low", "high")] == [low, high]  # bit for bit
     assert [found.pop(name) for name in ("search_steps", "saturated")] == [steps, saturated]
-    expected |= {"positive_contribution": rho, "positive_contribution_start": start}
+    expected |= {"positive_contribution": rho, "positive_contribution_start": start, "masked_token_fraction": 0}
+    assert found.pop("searched") == (batch[2][batch[3].bool()] != 0).any()
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for tensor, copy in zip(batch, before, strict=True):
         torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)

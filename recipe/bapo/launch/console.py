@@ -127,7 +127,7 @@ def summary(run_dir: Path) -> str:
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
-        lines += search_lines([data for data in steps if "actor/bapo/met_at_start" in data])
+        lines += search_lines([data for data in steps if "actor/bapo/met_by_moving" in data])
         if uses_previous_batch(run_dir):
             lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
         lines += answer_lines(run_dir / ANSWERS)
