@@ -122,7 +122,7 @@ def updates_with_tool_tokens(rank, size, port, task):
 
 def dump_of_versions(rank, size, port, task):
     """Return what a dump of this rank says of versions: two checks by name, and the updates and trainer's versions."""
-    from recipe.bapo.worker import ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
+    from recipe.bapo.marks import ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
     from verl.utils import tensordict_utils as tu
 
     with tempfile.TemporaryDirectory() as folder:
