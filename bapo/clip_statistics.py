@@ -46,7 +46,9 @@ class TokenSums(NamedTuple):
         unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
         invalid_old_log_probs: number of response tokens without a usable old log-prob (``has_ratio``). They enter no
             other sum.
-        invalid_log_probs, invalid_advantages: numbers of values that are not finite.
+        invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
+            their gradient would be NaN in spite of the mask.
+        invalid_advantages: number of advantages that are not finite.
     """
 
     positive_weight: Tensor
@@ -113,7 +115,7 @@ class ClipStatistics:
         """
         sums = self.sums
         p = _sums_below(sums.positive_weighted_ratio)
-        n = _sums_above(sums.negative_weighted_ratio[:-1])  # without the bucket from the dual clip on
+        n = _sums_above(sums.negative_weighted_ratio[:-1])  # without the last bucket, the ratios from the dual clip on
         if contribution == "value":
             low, high = (bound.grid(p.device) for bound in (self.config.lower, self.config.upper))
             p = p + high * _sums_above(sums.positive_weight)
@@ -142,7 +144,8 @@ def collect_clip_statistics(
 ) -> ClipStatistics:
     """Collect the statistics of one micro-batch without making the host wait for the device.
 
-    verl's rejection masks and ``rollout_is_weights`` do not enter the sums.
+    verl's ``rollout_is_weights`` do not enter the sums. Tokens that verl's rollout correction rejects do not either,
+    because verl takes them out of ``response_mask``.
 
     Args:
         old_log_prob: log-probs of the policy in the ratio's denominator, ``(B, T)``, any float type.
@@ -206,7 +209,7 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
         gradient=torch.tensordot(size, ratio),
         unbounded_gradient=torch.tensordot(unbounded, ratio),
         invalid_old_log_probs=_count(response & ~usable),
-        invalid_log_probs=_count(mask & ~(log_prob.abs() < math.inf)),  # false for NaN, in half of isfinite()'s time
+        invalid_log_probs=_count(response & ~(log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
     )
 

@@ -69,8 +69,9 @@ class BAPOConfig:
             authors' code).
         bound_scope: which tokens the bounds of an optimizer update are found on. ``mini_batch``: all tokens of the
             update itself (Algorithm 1). ``previous_batch``: all tokens of the same update on the rollout batch before,
-            which needs no extra forward. ``micro_batch``: the tokens of each forward alone (the authors' code);
-            the result then depends on how the mini-batch is cut.
+            or of the latest update if there was none; this needs no extra forward. ``micro_batch``: the tokens of the
+            micro-batches that the ranks train on at the same time (the authors' code); the result then depends on how
+            the mini-batch is cut.
 
     Raises:
         ValueError: names the field, its value and the fix. Raised on construction.

@@ -88,7 +88,10 @@ def test_a_few_unusable_old_log_probs_count_as_masked(value):
     (values, loss, gradient), (masked_values, masked_loss, masked_gradient) = found
     assert (masked_values, masked_loss) == (values, loss) and torch.equal(masked_gradient, gradient)
     assert gradient.any() and share == 1 / tokens
-    old[1:4, 0] = value
+    log_prob[0, 0] = math.nan  # its gradient would be NaN, although the loss leaves the token out
+    with pytest.raises(ValueError, match="1 in log_prob. No clip bounds were found"):
+        read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
+    log_prob[0, 0], old[1:4, 0] = 0.0, value
     with pytest.raises(ValueError, match="4 in old_log_prob. No clip bounds were found .* bypass_mode=true"):
         read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
 
