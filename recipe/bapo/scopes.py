@@ -3,7 +3,7 @@
 
 The worker calls them in this order: ``next_batch`` when a rollout batch begins; then for each update ``before_update``,
 ``for_micro_batch`` in the loss of each micro-batch, and ``before_step`` right before the optimizer's step.
-``for_evaluation`` stands in for ``for_micro_batch`` where a loss is computed without gradient, outside any update.
+``for_evaluation`` takes the place of ``for_micro_batch`` where a loss is computed without gradient, outside any update.
 """
 
 import torch
