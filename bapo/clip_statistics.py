@@ -32,8 +32,8 @@ CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 class TokenSums(NamedTuple):
     """Float64 sums over response tokens: the first six by bucket, the others 0-d.
 
-    Bucket b holds the ratios that are at or above exactly b edges. The edges of A > 0 are the candidates of ``c_high``.
-    Those of A < 0 are the numbers just above the candidates of ``c_low``, and the dual clip.
+    Bucket b of A > 0 holds the ratios that are at or above exactly b candidates of ``c_high``. Bucket b of A < 0 holds
+    those that are above exactly b candidates of ``c_low``; one more bucket holds those from the dual clip on.
 
     Attributes:
         positive_weight, negative_weight: w*|A|.
@@ -161,9 +161,9 @@ def collect_clip_statistics(
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
     upper_edges, lower = config.upper.grid(log_prob.device), config.lower.grid(log_prob.device)
-    dual_clip = lower.new_full((1,), math.inf if clip_ratio_c is None else clip_ratio_c)
-    # c_low clips a token with r <= c_low, so its edge is the next number: r > c_low means r >= that.
-    lower_edges = torch.cat([lower.nextafter(torch.full_like(lower, math.inf)), dual_clip])
+    # The dual clip is one more edge: r >= clip_ratio_c is the same as r > the number just below it.
+    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
+    lower_edges = torch.cat([lower, lower.new_full((1,), dual_clip)])
     chunk = CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // max(1, log_prob.shape[1]))
     chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
@@ -192,8 +192,21 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
     weight = size
     if token_weight == "rollout_prob":
         weight = size * torch.where(mask, old_log_prob, 0).double().exp()
-    positive_weight, positive_weighted_ratio, positive_tokens = _sums_by_bucket(positive, weight, ratio, upper_edges)
-    negative_weight, negative_weighted_ratio, negative_tokens = _sums_by_bucket(negative, weight, ratio, lower_edges)
+    # The ratios of tokens with A < 0 are negated, so that they lie to the left of 0 and the others to its right. One
+    # search for all tokens takes half the time of one for each sign. Where A = 0 the weight is 0.
+    edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
+    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
+    sizes = [len(lower_edges) + 1, len(upper_edges) + 1]
+
+    def sum_by_bucket(values):
+        # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
+        sums = values.new_zeros(sum(sizes)).scatter_add_(0, bucket, values.flatten())
+        of_negative, of_positive = sums.split(sizes)
+        return of_negative.flip(0), of_positive
+
+    negative_weight, positive_weight = sum_by_bucket(weight)
+    negative_weighted_ratio, positive_weighted_ratio = sum_by_bucket(weight * ratio)
+    negative_tokens, positive_tokens = sum_by_bucket((positive | negative).double())
     return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
@@ -212,17 +225,6 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
         invalid_log_probs=_count(response & ~(log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
     )
-
-
-def _sums_by_bucket(selected, weight, ratio, edges) -> list[Tensor]:
-    """Sum weight, weight times ratio, and 1 over the selected tokens: ``(edges + 1,)`` each."""
-    bucket = torch.bucketize(ratio, edges, right=True).flatten()
-    weight = torch.where(selected, weight, 0)
-    # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
-    return [
-        values.new_zeros(len(edges) + 1).scatter_add_(0, bucket, values.flatten())
-        for values in (weight, weight * ratio, selected.double())
-    ]
 
 
 def _count(found):
