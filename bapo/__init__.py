@@ -6,9 +6,9 @@ Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``se
 the names in ``__all__``; everything else may change.
 """
 
-from bapo.bounds import bounds_from_statistics, find_clip_bounds, read_and_validate, read_scalars
+from bapo.bounds import find_clip_bounds, read_and_validate, read_scalars
 from bapo.bounds_history import BoundsHistory
-from bapo.clip_statistics import ClipStatistics, collect_clip_statistics, empty_clip_statistics
+from bapo.clip_statistics import ClipStatistics, TokenSums, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
@@ -24,7 +24,7 @@ __all__ = [
     "BoundsHistory",
     "Range",
     "SurrogateLoss",
-    "bounds_from_statistics",
+    "TokenSums",
     "clipped_surrogate_loss",
     "collect_clip_statistics",
     "diagnose",

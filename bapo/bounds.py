@@ -2,15 +2,15 @@
 """The bounds of one optimizer update from its tokens, and the one transfer of the results to the host.
 
 ``find_clip_bounds`` is for callers that hold the whole mini-batch at once. A verl run collects its statistics
-micro-batch by micro-batch (``recipe.bapo.worker``) and calls ``bounds_from_statistics``. The loss and the worker rely
-on ``read_and_validate`` being the only place in ``bapo`` that raises for non-finite input. It raises on every rank
-alike, because it looks at counts that were added over all ranks.
+micro-batch by micro-batch and takes the same steps one by one (``recipe.bapo.scopes``). ``read_and_validate`` is the
+only place in ``bapo`` that raises for non-finite input. It raises on every rank alike, because it looks at counts that
+were added over all ranks.
 """
 
 import torch
 from torch import Tensor
 
-from bapo.clip_statistics import ClipStatistics, collect_clip_statistics
+from bapo.clip_statistics import collect_clip_statistics
 from bapo.config import BAPOConfig
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.ratio import MAX_OLD_LOG_PROB
@@ -45,21 +45,14 @@ def find_clip_bounds(
             ``read_and_validate``.
     """
     stats = collect_clip_statistics(old_log_prob, log_prob, advantages, response_mask, config, clip_ratio_c)
-    return bounds_from_statistics(stats, config, process_group)
-
-
-def bounds_from_statistics(
-    stats: ClipStatistics, config: BAPOConfig, process_group=None
-) -> tuple[ClipBounds, Diagnostics]:
-    """Reduce the statistics over the ranks, search the bounds and diagnose them; see ``find_clip_bounds``."""
     if process_group is not None:
         stats = stats.all_reduce(process_group)
     bounds = search_clip_bounds(stats, config)
     return bounds, diagnose(stats, bounds)
 
 
-def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Tensor) -> dict[str, float]:
-    """Copy bounds, diagnostics and ``others`` (scalars) to the host in one transfer, and refuse invalid input.
+def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics) -> dict[str, float]:
+    """Copy bounds and diagnostics to the host in one transfer, and refuse invalid input.
 
     Returns:
         Python numbers by field name, without the counts of invalid input.
@@ -68,7 +61,7 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Te
         ValueError: log-probs or advantages of response tokens are not finite, or more than ``MAX_MASKED_FRACTION`` of
             the tokens have no usable old log-prob. The message names each such tensor and the number of its tokens.
     """
-    values = read_scalars(vars(bounds) | vars(diagnostics) | others)
+    values = read_scalars(vars(bounds) | vars(diagnostics))
     counts = {
         "old_log_prob": values.pop("invalid_old_log_probs"),
         "log_prob": values.pop("invalid_log_probs"),
@@ -79,9 +72,9 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics, **others: Te
     invalid = ", ".join(f"{count:.0f} in {name}" for name, count in counts.items() if count)
     if invalid:
         raise ValueError(
-            f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens of this mini-batch: "
-            f"{invalid}. No clip bounds were found and no update was made. Look for a diverged model, or for a broken "
-            "rollout or reward. With bypass_mode=true old_log_prob is what the rollout engine (vLLM) reported."
+            f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens: {invalid}. "
+            "No optimizer step was made. Look for a diverged model, or for a broken rollout or reward. With "
+            "bypass_mode=true old_log_prob is what the rollout engine (vLLM) reported."
         )
     return values
 

@@ -7,8 +7,6 @@ recomputed, all ratios of the first update are 1. A search on its tokens can the
 at their end.
 """
 
-import torch
-
 from bapo.config import BAPOConfig
 from bapo.search import ClipBounds
 
@@ -20,8 +18,8 @@ class BoundsHistory:
         latest: the result of the latest search; the start of the ranges before the first one.
     """
 
-    def __init__(self, config: BAPOConfig, device: torch.device | str | None = None):
-        self.latest = ClipBounds.before_any_search(config, device)
+    def __init__(self, config: BAPOConfig):
+        self.latest = ClipBounds.before_any_search(config)
         self._previous_batch: dict[int, ClipBounds] = {}
         self._this_batch: dict[int, ClipBounds] = {}
 

@@ -13,6 +13,7 @@ of them, and nothing here makes the host wait for the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
-from bapo.ratio import check_inputs, has_ratio, log_ratio_of
+from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
-# No clip bound limits the gradient of a token with A < 0 and a large ratio. verl's dual clip does, by default from 3.
+# A clip bound limits the gradient of a token with A < 0 only where its ratio is small. Above this ratio, the default of
+# verl's dual clip, that dual clip alone limits it.
 UNBOUNDED_RATIO = 3.0
 # Number of tokens to sum at a time: few enough that their float64 copies fit the cache of a CPU, and many enough that a
 # GPU launches few kernels.
@@ -33,22 +35,26 @@ class TokenSums(NamedTuple):
     """Float64 sums over response tokens: the first six by bucket, the others 0-d.
 
     Bucket b of A > 0 holds the ratios that are at or above exactly b candidates of ``c_high``. Bucket b of A < 0 holds
-    those that are above exactly b candidates of ``c_low``; one more bucket holds those from the dual clip on.
+    those that are above exactly b candidates of ``c_low``, up to the dual clip. The tokens with A < 0 and a ratio from
+    the dual clip on are summed apart.
 
     Attributes:
         positive_weight, negative_weight: w*|A|.
         positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
         positive_tokens, negative_tokens: 1 for each token.
+        dual_clipped_weighted_ratio, dual_clipped_tokens: the same of the tokens from the dual clip on.
         tokens: number of response tokens, without those that have no usable old log-prob.
         positive_responses, negative_responses: number of responses that have a token with this sign of A.
         ratio, ratio_squared: r and r^2.
         gradient: r*|A|, the size of the gradient before clipping.
         unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
-        invalid_old_log_probs: number of response tokens without a usable old log-prob (``has_ratio``). They enter no
+        invalid_old_log_probs: number of response tokens without a usable old log-prob (``is_usable``). They enter no
             other sum.
         invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
             their gradient would be NaN in spite of the mask.
         invalid_advantages: number of advantages that are not finite.
+        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that a loss of other
+            bounds clips (``own_clip``).
     """
 
     positive_weight: Tensor
@@ -57,6 +63,8 @@ class TokenSums(NamedTuple):
     negative_weight: Tensor
     negative_weighted_ratio: Tensor
     negative_tokens: Tensor
+    dual_clipped_weighted_ratio: Tensor
+    dual_clipped_tokens: Tensor
     tokens: Tensor
     positive_responses: Tensor
     negative_responses: Tensor
@@ -67,6 +75,8 @@ class TokenSums(NamedTuple):
     invalid_old_log_probs: Tensor
     invalid_log_probs: Tensor
     invalid_advantages: Tensor
+    own_clipped_positive: Tensor
+    own_clipped_negative: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,15 +106,18 @@ class ClipStatistics:
 
         This is one collective, so every rank of ``group`` must call it, whether it has tokens or not.
         """
-        vector = torch.cat([tensor.flatten() for tensor in self.sums])
+        vector = self._as_vector()
         torch.distributed.all_reduce(vector, group=group)
-        parts = vector.split([tensor.numel() for tensor in self.sums])
-        return replace(self, sums=TokenSums(*(part.view_as(own) for part, own in zip(parts, self.sums, strict=True))))
+        return self._with(vector)
+
+    def to(self, device: torch.device | str) -> ClipStatistics:
+        """Copy to a device in one transfer. The host waits for it."""
+        return self._with(self._as_vector().to(device))
 
     @property
-    def tokens_with_advantage(self) -> Tensor:
-        """Number of tokens with A > 0 or A < 0, 0-d."""
-        return self.sums.positive_tokens.sum() + self.sums.negative_tokens.sum()
+    def tokens_by_sign(self) -> tuple[Tensor, Tensor]:
+        """Number of tokens with A > 0 and with A < 0, 0-d each."""
+        return self.sums.positive_tokens.sum(), self.sums.negative_tokens.sum() + self.sums.dual_clipped_tokens
 
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
         """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(candidates,)`` each.
@@ -115,11 +128,11 @@ class ClipStatistics:
         """
         sums = self.sums
         p = _sums_below(sums.positive_weighted_ratio)
-        n = _sums_above(sums.negative_weighted_ratio[:-1])  # without the last bucket, the ratios from the dual clip on
+        n = _sums_above(sums.negative_weighted_ratio)
         if contribution == "value":
             low, high = (bound.grid(p.device) for bound in (self.config.lower, self.config.upper))
             p = p + high * _sums_above(sums.positive_weight)
-            n = n + low * _sums_below(sums.negative_weight[:-1]) + sums.negative_weighted_ratio[-1]
+            n = n + low * _sums_below(sums.negative_weight) + sums.dual_clipped_weighted_ratio
         return p, n
 
     def clipped_tokens(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,9 +141,15 @@ class ClipStatistics:
         Both bounds must be candidates; they and the counts are 0-d float64 tensors.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        positive = torch.where(upper >= high, self.sums.positive_tokens[1:], 0).sum()
-        negative = torch.where(lower <= low, self.sums.negative_tokens[:-2], 0).sum()
-        return positive, negative
+        right_above, right_below = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]  # of each candidate
+        return torch.where(upper >= high, right_above, 0).sum(), torch.where(lower <= low, right_below, 0).sum()
+
+    def _as_vector(self):
+        return torch.cat([tensor.flatten() for tensor in self.sums])
+
+    def _with(self, vector):
+        parts = vector.split([tensor.numel() for tensor in self.sums])
+        return replace(self, sums=TokenSums(*(part.view_as(own) for part, own in zip(parts, self.sums, strict=True))))
 
 
 @torch.no_grad()
@@ -141,6 +160,7 @@ def collect_clip_statistics(
     response_mask: Tensor,
     config: BAPOConfig,
     clip_ratio_c: float | None = None,
+    own_clip: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> ClipStatistics:
     """Collect the statistics of one micro-batch without making the host wait for the device.
 
@@ -154,6 +174,8 @@ def collect_clip_statistics(
         response_mask: ``(B, T)``, true or non-zero where a token counts. Masked positions may hold anything.
         config: the ranges of the bounds and the token weight.
         clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
+        own_clip: in a run that trains with another loss, the tokens that this loss clips: a function that maps ratios
+            and advantages to a bool tensor. Only the counts ``own_clipped_*`` use it.
 
     Raises:
         ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
@@ -168,7 +190,7 @@ def collect_clip_statistics(
     rows = max(1, chunk // max(1, log_prob.shape[1]))
     chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
     first, *others = [
-        _sum_tokens(old, new, advantage, mask, config.token_weight, lower_edges, upper_edges)
+        _sum_tokens(old, new, advantage, mask, config.token_weight, lower_edges, upper_edges, own_clip)
         for old, new, advantage, mask in chunks
     ]
     return sum((ClipStatistics(sums, config) for sums in others), start=ClipStatistics(first, config))
@@ -180,11 +202,15 @@ def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None 
     return collect_clip_statistics(nothing, nothing, nothing, nothing, config)
 
 
-def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight, lower_edges, upper_edges) -> TokenSums:
+def _sum_tokens(
+    old_log_prob, log_prob, advantages, response_mask, token_weight, lower_edges, upper_edges, own_clip
+) -> TokenSums:
     """Sum the tokens of some rows."""
-    response, usable = response_mask.bool(), has_ratio(old_log_prob)
+    response, usable = response_mask.bool(), is_usable(old_log_prob)
     mask = response & usable
-    ratio = torch.where(mask, log_ratio_of(old_log_prob, log_prob).exp().double(), 0)
+    ratio = log_ratio_of(old_log_prob, log_prob).exp()
+    own_clipped = None if own_clip is None else own_clip(ratio, advantages)  # in the type in which that loss compares
+    ratio = torch.where(mask, ratio.double(), 0)
     advantages = torch.where(mask, advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
     size = advantages.abs()
@@ -196,17 +222,17 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
     # search for all tokens takes half the time of one for each sign. Where A = 0 the weight is 0.
     edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
     bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
-    sizes = [len(lower_edges) + 1, len(upper_edges) + 1]
+    sizes = [1, len(lower_edges), len(upper_edges) + 1]  # from left to right: the dual clip, A < 0, A > 0
 
     def sum_by_bucket(values):
         # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
         sums = values.new_zeros(sum(sizes)).scatter_add_(0, bucket, values.flatten())
-        of_negative, of_positive = sums.split(sizes)
-        return of_negative.flip(0), of_positive
+        dual_clipped, of_negative, of_positive = sums.split(sizes)
+        return of_positive, of_negative.flip(0), dual_clipped.squeeze()
 
-    negative_weight, positive_weight = sum_by_bucket(weight)
-    negative_weighted_ratio, positive_weighted_ratio = sum_by_bucket(weight * ratio)
-    negative_tokens, positive_tokens = sum_by_bucket((positive | negative).double())
+    positive_weight, negative_weight, _ = sum_by_bucket(weight)
+    positive_weighted_ratio, negative_weighted_ratio, dual_clipped_weighted_ratio = sum_by_bucket(weight * ratio)
+    positive_tokens, negative_tokens, dual_clipped_tokens = sum_by_bucket((positive | negative).double())
     return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
@@ -214,6 +240,8 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
         negative_weight=negative_weight,
         negative_weighted_ratio=negative_weighted_ratio,
         negative_tokens=negative_tokens,
+        dual_clipped_weighted_ratio=dual_clipped_weighted_ratio,
+        dual_clipped_tokens=dual_clipped_tokens,
         tokens=_count(mask),
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
@@ -224,6 +252,8 @@ def _sum_tokens(old_log_prob, log_prob, advantages, response_mask, token_weight,
         invalid_old_log_probs=_count(response & ~usable),
         invalid_log_probs=_count(response & ~(log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
+        own_clipped_positive=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & positive),
+        own_clipped_negative=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & negative),
     )
 
 

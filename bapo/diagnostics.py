@@ -19,17 +19,20 @@ from bapo.search import ClipBounds
 class Diagnostics:
     """Metrics of the response tokens of one optimizer update: 0-d float64 tensors.
 
+    Except for the last four, they count only tokens with a usable old log-prob.
+
     Attributes:
         positive_token_fraction: fraction of the response tokens with A > 0.
-        clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``.
+        clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``, as the search counts
+            them. (``pg_clipfrac`` leaves out ratios that are equal to a bound.)
         clipfrac_negative: fraction of the tokens with A < 0 whose ratio is at or below ``low``.
         length_positive: mean number of tokens with A > 0 in the responses that have such a token; 0 if none has.
         length_negative: the same for A < 0.
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
         negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above
-            ``UNBOUNDED_RATIO``.
+            ``UNBOUNDED_RATIO``, which no clip bound limits. verl's dual clip limits them where it is on.
         masked_token_fraction: fraction of the response tokens that search and loss leave out, because their old
-            log-prob is not usable (``bapo.ratio.has_ratio``).
+            log-prob is not usable (``bapo.ratio.is_usable``).
         invalid_old_log_probs: number of these tokens.
         invalid_log_probs, invalid_advantages: numbers of response tokens where these are not finite.
     """
@@ -52,7 +55,7 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
     """Compute the diagnostics of an optimizer update that uses these bounds, from the statistics of all its tokens."""
     sums = stats.sums
     clipped_positive, clipped_negative = stats.clipped_tokens(bounds.low, bounds.high)
-    positive_tokens, negative_tokens = sums.positive_tokens.sum(), sums.negative_tokens.sum()
+    positive_tokens, negative_tokens = stats.tokens_by_sign
     return Diagnostics(
         positive_token_fraction=_quotient(positive_tokens, sums.tokens),
         clipfrac_positive=_quotient(clipped_positive, positive_tokens),

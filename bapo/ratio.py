@@ -22,7 +22,7 @@ def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
     return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def has_ratio(old_log_prob: Tensor) -> Tensor:
+def is_usable(old_log_prob: Tensor) -> Tensor:
     """Whether an old log-prob can be used: it is finite and not above ``MAX_OLD_LOG_PROB``. Any shape; bool.
 
     vLLM now and then reports NaN or -inf for a token. Search and loss leave such tokens out, as if they were masked.

@@ -29,33 +29,44 @@ class ClipBounds:
         low, high: ``c_low`` and ``c_high``, bounds on the ratio itself, float64.
         positive_contribution: rho = P / (P + N) at these bounds; 0 if no token counts.
         positive_contribution_start: rho at the start of the search.
-        search_steps: number of candidates that the search passed over, int64.
-        saturated: whether no candidate reaches the target, bool; the bounds are then the last ones.
-        searched: whether the bounds come from tokens with an advantage, bool. If not, they are the start of the ranges.
+        positive_contribution_highest: the highest rho on the path of the search.
+        search_steps: number of pairs that the search passed over, and so the index of the bounds on its path, int64.
+        met_at_start, met_by_moving, saturated: how the search ended, bool. The start of the ranges reaches the target;
+            a later pair does; none does, and the bounds are the last pair. All are false if no token has an advantage,
+            and the bounds are then the start of the ranges.
     """
 
     low: Tensor
     high: Tensor
     positive_contribution: Tensor
     positive_contribution_start: Tensor
+    positive_contribution_highest: Tensor
     search_steps: Tensor
+    met_at_start: Tensor
+    met_by_moving: Tensor
     saturated: Tensor
-    searched: Tensor
 
     @classmethod
-    def before_any_search(cls, config: BAPOConfig, device: torch.device | str | None = None) -> ClipBounds:
+    def before_any_search(cls, config: BAPOConfig) -> ClipBounds:
         """Return the start of both ranges, for an update before any search; rho is 0 and not measured."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        steps = zero.long()
+        zero = torch.zeros((), dtype=torch.float64)
+        no = zero.bool()
         return cls(
-            low=config.lower.grid(zero.device)[0],
-            high=config.upper.grid(zero.device)[0],
+            low=config.lower.grid()[0],
+            high=config.upper.grid()[0],
             positive_contribution=zero,
             positive_contribution_start=zero,
-            search_steps=steps,
-            saturated=steps.bool(),
-            searched=steps.bool(),
+            positive_contribution_highest=zero,
+            search_steps=zero.long(),
+            met_at_start=no,
+            met_by_moving=no,
+            saturated=no,
         )
+
+    @property
+    def searched(self) -> Tensor:
+        """Whether the bounds come from tokens with an advantage, 0-d bool."""
+        return self.met_at_start | self.met_by_moving | self.saturated
 
 
 class SearchPath(NamedTuple):
@@ -87,17 +98,19 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
     """
     path = measure_search_path(stats, config)
     reached = reaches_target(path.p, path.n, config.positive_contribution_target)
-    saturated = ~reached.any()
-    chosen = torch.where(saturated, len(reached) - 1, reached.int().argmax())  # argmax: the first that reaches it
+    met, searched = reached.any(), sum(stats.tokens_by_sign) > 0
+    chosen = torch.where(met, reached.int().argmax(), len(reached) - 1)  # argmax: the first that reaches it
     rho = path.positive_contribution
     return ClipBounds(  # take(chosen), because [chosen] would make the host wait for the index
         low=path.low.take(chosen),
         high=path.high.take(chosen),
         positive_contribution=rho.take(chosen),
         positive_contribution_start=rho[0],
+        positive_contribution_highest=rho.max(),
         search_steps=chosen,
-        saturated=saturated,
-        searched=stats.tokens_with_advantage > 0,
+        met_at_start=searched & reached[0],
+        met_by_moving=searched & met & ~reached[0],
+        saturated=~met,
     )
 
 
@@ -111,11 +124,16 @@ def remeasure(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> 
         config: as in ``search_clip_bounds``.
 
     Returns:
-        ``bounds`` with both values of rho replaced. The other fields still describe the search that found the
+        ``bounds`` with the three values of rho replaced. The other fields still describe the search that found the
         bounds.
     """
     rho = measure_search_path(stats, config).positive_contribution
-    return replace(bounds, positive_contribution=rho.take(bounds.search_steps), positive_contribution_start=rho[0])
+    return replace(
+        bounds,
+        positive_contribution=rho.take(bounds.search_steps),
+        positive_contribution_start=rho[0],
+        positive_contribution_highest=rho.max(),
+    )
 
 
 def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
@@ -123,7 +141,7 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
     stats.check_config(config)
     p, n = stats.contributions(config.contribution)
     low, high = config.lower.grid(n.device), config.upper.grid(p.device)
-    index_of_high, index_of_low = search_path(config, high.device)
+    index_of_high, index_of_low = path_indices(config, high.device)
     return SearchPath(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
 
 
@@ -132,7 +150,7 @@ def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:
     return (1 - target) * p - target * n >= -TOLERANCE * (p + n)
 
 
-def search_path(config: BAPOConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def path_indices(config: BAPOConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Return the order of the search, as indices into the grids of ``c_high`` and ``c_low``.
 
     One bound runs through its range, then the other (Algorithm 1). Both results are int64 ``(pairs,)``.

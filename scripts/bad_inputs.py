@@ -83,7 +83,6 @@ def make_broken_files(folder: Path) -> None:
         "data.txt": "no parquet",
         "reward.py": "def compute_score(*args, **kwargs):\n    return 0.0\n",
         "broken_reward.py": "def compute_score(:\n",
-        "dump/rank0-000000.safetensors": "an earlier one",
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

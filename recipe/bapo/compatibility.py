@@ -46,6 +46,21 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
+def why_not_monitored(actor_config) -> str | None:
+    """Return why a run cannot be monitored, or None if it can.
+
+    Args:
+        actor_config: verl's ``ActorConfig`` with a ``MonitorConfig``.
+    """
+    if actor_config.strategy not in ("fsdp", "fsdp2", "megatron"):
+        return f"strategy={actor_config.strategy} was not tried"
+    if actor_config.strategy == "megatron" and actor_config.megatron.dynamic_context_parallel:
+        return "with megatron.dynamic_context_parallel=true only one rank reports its outputs, though each has its own"
+    if not actor_config.clip_ratio_c > 1:
+        return f"clip_ratio_c={actor_config.clip_ratio_c} leaves no token with A < 0 and a ratio above 1 to measure"
+    return None
+
+
 def uses_bypass_mode(config) -> bool:
     """Return whether the ratio is taken against the policy that sampled. verl then computes no old log-probs.
 

@@ -26,7 +26,6 @@ from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_clust
 from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
-from verl.utils.config import omega_conf_to_dataclass
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
@@ -39,16 +38,11 @@ def main(config):
     except ValueError as error:  # another run was started at the same moment
         if not joins_a_cluster(config):  # in a cluster two runs get different job numbers, so they may share a machine
             give_up(str(error))
-    loss = config.actor_rollout_ref.actor.policy_loss
-    for name in ("bounds_record_dir", "token_dump_dir"):
-        if loss[name]:
-            loss[name] = os.path.abspath(loss[name])  # workers may have another working directory
     run_dir = Path(config.run_dir)
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
-    bounds_can_move = not omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).fixed
-    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config), bounds_can_move))
+    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
     send("info", f"Starting Ray, the trainer and the vLLM servers; this takes a minute or two. Log: {run_dir / LOG}")
     train(config)
 

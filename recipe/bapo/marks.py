@@ -5,10 +5,9 @@ from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
 
-ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # every ratio of the first update is 1: no extra forward pass
+ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # every ratio of the first update is taken as 1
 UPDATES_MADE = "bapo_updates_made"  # earlier updates on this rollout batch; above 0 only in ``separate_async``
-TRAINER_VERSION = "bapo_trained_from"  # version of the weights before the first update on this rollout batch
-ROLLOUT_VERSION = "bapo_sampled_by"  # version of the weights that sampled each response
+STEP = "bapo_step"  # number of the trainer's step, for the record
 
 
 def pop_mark(data, name: str, default):

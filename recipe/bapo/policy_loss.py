@@ -7,17 +7,20 @@ verl instantiates ``policy_loss._target_`` in the actor process before it create
 the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test compares the two.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from bapo import BAPOConfig, ClipBounds, Diagnostics, clipped_surrogate_loss, read_and_validate, read_scalars
+from bapo import BAPOConfig, clipped_surrogate_loss, read_scalars
 from recipe.bapo import worker
-from recipe.bapo.scopes import bounds_metrics
+from recipe.bapo.scopes import Bounds
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -26,22 +29,19 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     Args:
         loss_mode: ``bapo``.
-        bounds_record_dir: folder in which every rank writes the bounds of each update, bit for bit, as JSON lines
-            (``rank<N>.jsonl``). None: no record.
-        token_dump_dir: folder to which log-probs and advantages of every micro-batch are written, for
-            ``recipe.bapo.report``: 12 to 24 bytes a response token, so use it in runs of a few steps. None: no dump.
+        record_dir: an absolute path: folder in which a file with a line per update is written for
+            ``recipe.bapo.report``. None: no record.
 
     Raises:
         ValueError: an option is not usable; ``BAPOConfig`` says which. (An unknown key raises in verl.)
     """
 
     loss_mode: str = "bapo"
-    bounds_record_dir: str | None = None
-    token_dump_dir: str | None = None
+    record_dir: str | None = None
 
     # Not an option: our worker sets it before each loss. verl freezes every attribute of a config that is not named in
     # ``_mutable_fields``. (ClassVar: the dataclass must not make it a field, which would be an option.)
-    current_bounds: ClassVar[tuple[ClipBounds, Diagnostics | None] | None] = None
+    current_bounds: ClassVar[Bounds | None] = None
     _mutable_fields = {"current_bounds"}
 
     def __post_init__(self):
@@ -56,22 +56,32 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
 
 @dataclass
-class DumpConfig(PolicyLossConfig):
-    """Dump the tokens of a run with any of verl's own losses (``loss_mode``), for ``recipe.bapo.report``.
+class MonitorConfig(PolicyLossConfig, BAPOConfig):
+    """Log what BAPO would do in a run with one of verl's own losses (``loss_mode``), and change nothing in it.
+
+    After this config is built, nothing of the monitor ends a run: what it cannot measure it leaves out, with a warning.
+    Of the options of ``bapo.BAPOConfig``, ``bound_scope`` has no effect here.
 
     Args:
-        token_dump_dir: as in ``BAPOPolicyLossConfig``.
+        record_dir: as in ``BAPOPolicyLossConfig``.
 
     Raises:
-        ValueError: ``token_dump_dir`` is not set.
+        ValueError: ``loss_mode`` is ``bapo``, or an option is not usable.
     """
 
-    token_dump_dir: str | None = None
+    record_dir: str | None = None
 
     def __post_init__(self):
-        if self.token_dump_dir is None:
-            raise ValueError("actor_rollout_ref.actor.policy_loss.token_dump_dir is not set: name a folder to dump to.")
-        worker.replace_actor_worker_class()
+        BAPOConfig.__post_init__(self)
+        if self.loss_mode == "bapo":
+            raise ValueError(
+                "loss_mode=bapo is not usable with MonitorConfig, which leaves the loss as it is: set loss_mode to one "
+                "of verl's losses, or _target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig to train with BAPO."
+            )
+        try:
+            worker.replace_actor_worker_class()
+        except TypeError as error:
+            logger.warning("MonitorConfig does nothing in this run: %s Training goes on without the monitor.", error)
 
 
 @register_policy_loss("bapo")
@@ -93,13 +103,11 @@ def compute_policy_loss_bapo(
         rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
 
     Returns:
-        The loss, and metrics with the same keys on every call. With ``bound_scope=previous_batch`` they do not include
-        the metrics of the bounds, because the worker adds those once an update.
+        The loss, and the metrics of this micro-batch. The worker adds those of the bounds once an update.
 
     Raises:
-        ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, the dual clip is not
-            above 1, or ``read_and_validate`` refuses the input. With ``bound_scope=previous_batch`` the worker calls
-            ``read_and_validate`` instead, before the optimizer's step.
+        ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, or the dual clip is
+            not above 1. Non-finite input raises in the worker, before the optimizer's step.
     """
     if not isinstance(config.policy_loss, BAPOPolicyLossConfig):
         raise ValueError(
@@ -111,22 +119,18 @@ def compute_policy_loss_bapo(
             "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, but "
             "another worker trains here. Use verl's ActorRolloutRefWorker, or derive your worker from ours."
         )
-    bounds, diagnostics = config.policy_loss.current_bounds
+    low, high = config.policy_loss.current_bounds
     surrogate = clipped_surrogate_loss(
         old_log_prob,
         log_prob,
         advantages,
         response_mask,
-        low=bounds.low,
-        high=bounds.high,
+        low=low,
+        high=high,
         clip_ratio_c=config.clip_ratio_c,
         rollout_is_weights=rollout_is_weights,
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
     measured = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
     measured["actor/bapo/entropy_covariance"] = surrogate.entropy_covariance
-    if diagnostics is None:  # bound_scope=previous_batch: the worker validates and logs when the update ends
-        return surrogate.loss, read_scalars(measured)
-    values = read_and_validate(bounds, diagnostics, **measured)
-    metrics = {name: values.pop(name) for name in measured}
-    return surrogate.loss, metrics | bounds_metrics(values)
+    return surrogate.loss, read_scalars(measured)

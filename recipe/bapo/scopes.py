@@ -1,48 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the bounds of an update come from: one class for each ``bound_scope``, all with the same methods.
 
+One more, ``Monitor``, leaves the loss as it is.
+
 The worker calls them in this order: ``next_batch`` when a rollout batch begins; then for each update ``before_update``,
 ``for_micro_batch`` in the loss of each micro-batch, and ``before_step`` right before the optimizer's step.
 ``for_evaluation`` takes the place of ``for_micro_batch`` where a loss is computed without gradient, outside any update.
 """
+
+import logging
+from dataclasses import asdict, dataclass
+from statistics import fmean
 
 import torch
 from tensordict import TensorDict
 
 from bapo import (
     BoundsHistory,
-    ClipBounds,
     ClipStatistics,
-    Diagnostics,
-    bounds_from_statistics,
     collect_clip_statistics,
     diagnose,
     empty_clip_statistics,
     read_and_validate,
+    read_scalars,
     remeasure,
     search_clip_bounds,
 )
+from recipe.bapo.own_clip import OwnClip, own_clip_of
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
+logger = logging.getLogger(__name__)
+
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
-Found = tuple[ClipBounds, Diagnostics | None]  # without diagnostics, ``before_step`` validates and logs the update
+Bounds = tuple[float, float]  # c_low and c_high
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The tokens of an update over all ranks, with its bounds and what they do.
+
+    Attributes:
+        stats: sums of the tokens, on the host.
+        values: what ``bapo.read_and_validate`` returns.
+    """
+
+    stats: ClipStatistics
+    values: dict[str, float]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds that the update uses."""
+        return self.values["low"], self.values["high"]
 
 
 class BoundScope:
     """Finds the bounds of each update; see the module for the order of the calls.
+
+    Attributes:
+        applied: whether the loss takes the bounds.
 
     Args:
         actor_config: verl's ``ActorConfig`` with one of our policy-loss configs.
         engine: verl's training engine.
         device: the device of this rank, as verl's ``get_device_id`` gives it.
         device_name: ``cpu`` or ``cuda``.
-        record: called with the source of the bounds and their values, by name; None: nothing is recorded.
     """
 
-    def __init__(self, actor_config, engine, device, device_name="cpu", record=None):
+    applied = True
+    own_clip: OwnClip | None = None
+
+    def __init__(self, actor_config, engine, device, device_name="cpu"):
         self.config, self.clip_ratio_c = actor_config.policy_loss, actor_config.clip_ratio_c
-        self.engine, self.device, self.device_name, self.record = engine, device, device_name, record
+        self.strategy = actor_config.strategy
+        self.engine, self.device, self.device_name = engine, device, device_name
+
+    def about(self) -> dict:
+        """Return what the first line of the record says of the run's loss."""
+        return {
+            "loss_mode": self.config.loss_mode,
+            "applied": self.applied,
+            "clip_ratio_c": self.clip_ratio_c,
+            "strategy": self.strategy,
+        }
 
     def next_batch(self) -> None:
         """Begin a rollout batch."""
@@ -53,65 +93,57 @@ class BoundScope:
         Args:
             data: this rank's part of the mini-batch.
             position: number of the update on its rollout batch, from 0.
-            on_policy: whether every ratio is known to be 1.
+            on_policy: whether every ratio is to be taken as 1.
         """
 
-    def for_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> Found:
+    def for_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
         raise NotImplementedError
 
-    def for_evaluation(self, data: TensorDict, log_probs: torch.Tensor) -> Found:
+    def for_evaluation(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
         """Return the bounds for a loss that is not trained on: a search over the tokens of the micro-batch."""
-        return self._search(self._collect(data, log_probs))
+        return self._search(self._collect(data, log_probs)).bounds
 
-    def before_step(self) -> dict[str, float]:
-        """Finish the update before the optimizer's step. Returns metrics that the loss could not know."""
-        return {}
+    def before_step(self) -> Measured | None:
+        """Finish the update before the optimizer's step."""
+        raise NotImplementedError
 
     def _collect(self, data, log_probs=None) -> ClipStatistics:
         """Collect the statistics of a batch; without ``log_probs`` every ratio is 1."""
         log_prob = None if log_probs is None else no_padding_2_padding(log_probs, data)
-        return collect_clip_statistics(**tokens_of(data, log_prob), config=self.config, clip_ratio_c=self.clip_ratio_c)
+        tokens, own_clip = tokens_of(data, log_prob), self.own_clip
+        return collect_clip_statistics(**tokens, config=self.config, clip_ratio_c=self.clip_ratio_c, own_clip=own_clip)
 
-    def _search(self, stats) -> tuple[ClipBounds, Diagnostics]:
-        """Search over the tokens of all data-parallel ranks."""
-        return bounds_from_statistics(stats, self.config, self.engine.get_data_parallel_group())
-
-    def _search_micro_batch(self, data, log_probs) -> Found:
-        found = self._search(self._collect(data, log_probs))
-        # Read on the host only for the record. The loss reads bounds and metrics in one transfer of its own.
-        if self.record is not None:
-            self.record("loss", read_and_validate(*found))
-        return found
+    def _search(self, stats) -> Measured:
+        """Search over the tokens of all data-parallel ranks. For invalid input this raises on all of them together."""
+        stats = stats.all_reduce(self.engine.get_data_parallel_group()).to("cpu")
+        bounds = search_clip_bounds(stats, self.config)
+        return Measured(stats, read_and_validate(bounds, diagnose(stats, bounds)))
 
 
 class MiniBatch(BoundScope):
     """Algorithm 1: the tokens of the update itself.
 
     Their log-probs come from a forward pass without gradient before the first training forward. It is skipped if every
-    ratio is known to be 1, and if the mini-batch is a single micro-batch, whose training forward has all log-probs.
+    ratio is to be taken as 1, and if the mini-batch is a single micro-batch, whose training forward has all log-probs.
     """
 
-    found: Found | None = None
-
     def before_update(self, data, position, on_policy):
-        self.found = None
-        # If all ratios are known to be 1, use that instead of a real forward. On a tie the forward would round
-        # differently, and the log would depend on how the mini-batch is split.
+        self.found: Measured | None = None
+        # If all ratios are 1, use that instead of a real forward. On a tie the forward would round differently, and the
+        # log would depend on how the mini-batch is split.
         if on_policy:
-            stats, source = self._collect(data.select(*SEARCH_FIELDS).to(self.device)), "on_policy"
-        elif self._is_one_micro_batch(data):
-            return
-        else:
-            stats, source = self._collect_by_forward(data), "pass"
-        self.found = self._search(stats)
-        # For invalid input this raises on all ranks together, before the first training forward.
-        values = read_and_validate(*self.found)
-        if self.record is not None:
-            self.record(source, values)
+            self.found = self._search(self._collect(data.select(*SEARCH_FIELDS).to(self.device)))
+        elif not self._is_one_micro_batch(data):
+            self.found = self._search(self._collect_by_forward(data))
 
     def for_micro_batch(self, data, log_probs):
-        return self.found or self._search_micro_batch(data, log_probs)
+        if self.found is None:  # the mini-batch is this micro-batch
+            self.found = self._search(self._collect(data, log_probs))
+        return self.found.bounds
+
+    def before_step(self):
+        return self.found
 
     def _is_one_micro_batch(self, data):
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
@@ -122,6 +154,7 @@ class MiniBatch(BoundScope):
         collected = []
 
         def collect(model_output, data, dp_group=None):
+            # Taken out of the output, because verl's engine keeps the outputs of all micro-batches.
             log_probs = model_output.pop("log_probs")
             collected.append(self._collect(data, log_probs))
             return log_probs.values().new_zeros(()), {}
@@ -136,60 +169,151 @@ class MiniBatch(BoundScope):
 
 
 class MicroBatch(BoundScope):
-    """The authors' code: the tokens of the micro-batch alone, from its training forward."""
+    """The authors' code: the tokens of the micro-batch alone, from its training forward.
+
+    The micro-batches that the data-parallel ranks train on at the same time share one search. An update has many, so
+    what it logs is their mean.
+    """
+
+    def before_update(self, data, position, on_policy):
+        self.found: list[Measured] = []
 
     def for_micro_batch(self, data, log_probs):
-        return self._search_micro_batch(data, log_probs)
+        self.found.append(self._search(self._collect(data, log_probs)))
+        return self.found[-1].bounds
+
+    def before_step(self):
+        first, *others = [found.stats for found in self.found]
+        means = {name: fmean(found.values[name] for found in self.found) for name in self.found[0].values}
+        return Measured(sum(others, start=first), means)
 
 
-class PreviousBatch(BoundScope):
+class _WholeUpdate(BoundScope):
+    """Adds up the tokens of an update's training forwards, and reduces them once, before the optimizer's step."""
+
+    collected: ClipStatistics | None = None  # of the micro-batches of this update so far
+
+    def before_update(self, data, position, on_policy):
+        self.collected = None
+
+    def _add(self, data, log_probs):
+        stats = self._collect(data, log_probs)
+        self.collected = stats if self.collected is None else self.collected + stats
+
+    def _reduce(self) -> ClipStatistics:
+        """Add the sums of all ranks, and copy them to the host.
+
+        Of the ranks that work on the same data, only one contributes sums, so that every token counts once. All ranks
+        of the world take part in the collective, including those that never call the loss. So all of them hold the same
+        sums, and all of them raise for invalid input while weights and optimizer state are still unchanged.
+        """
+        stats = self.collected
+        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
+            stats = empty_clip_statistics(self.config, self.device)
+        return stats.all_reduce(torch.distributed.group.WORLD).to("cpu")
+
+
+class PreviousBatch(_WholeUpdate):
     """The tokens of the same update on the previous rollout batch, without an extra forward pass.
 
     Right before its optimizer step, when all its training forwards are done, an update searches bounds for the same
-    update on the next batch.
+    update on the next batch. The history starts empty, also where a run is resumed: see ``BoundsHistory``.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.history = BoundsHistory(self.config, self.device)
-        self.collected: ClipStatistics | None = None  # of the micro-batches of this update so far
+        self.history = BoundsHistory(self.config)
+        self.position, self.used = 0, self.history.latest  # of this update
 
     def next_batch(self):
         self.history.next_batch()
 
     def before_update(self, data, position, on_policy):
+        super().before_update(data, position, on_policy)
         self.position, self.used = position, self.history.get(position)
-        self.collected = None
 
     def for_micro_batch(self, data, log_probs):
-        stats = self._collect(data, log_probs)
-        self.collected = stats if self.collected is None else self.collected + stats
-        return self.used, None
+        self._add(data, log_probs)
+        return self.used.low.item(), self.used.high.item()
 
     def for_evaluation(self, data, log_probs):
-        return self.history.latest, None
+        return self.history.latest.low.item(), self.history.latest.high.item()
 
     def before_step(self):
-        """Validate and log this update, and search bounds for the next rollout batch.
-
-        Of the ranks that work on the same data, only one contributes statistics, so that every token counts once. All
-        ranks of the world take part in the collective, including those that never call the loss. So all of them hold
-        the same bounds, and all of them raise for invalid input while weights and optimizer state are still unchanged.
-        """
-        stats = self.collected
-        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
-            stats = empty_clip_statistics(self.config, self.device)
-        stats = stats.all_reduce(torch.distributed.group.WORLD)
+        """Measure and validate this update, and search bounds for the next rollout batch."""
+        stats = self._reduce()
         used = remeasure(stats, self.used, self.config)
+        measured = Measured(stats, read_and_validate(used, diagnose(stats, used)))
         found = search_clip_bounds(stats, self.config)
-        values = read_and_validate(used, diagnose(stats, used), found=found.searched)
-        self.history.put(self.position, found if values.pop("found") else None)
-        if self.record is not None:
-            self.record("previous_batch", values)
-        return bounds_metrics(values)
+        self.history.put(self.position, found if found.searched else None)
+        return measured
+
+
+class Monitor(_WholeUpdate):
+    """Measures what BAPO would do in a run with any of verl's losses, and changes nothing: ``MonitorConfig``.
+
+    Nothing here raises. If the tokens of an update cannot be collected on a rank, that is logged once, and the rank
+    takes part in the collective with empty sums.
+    """
+
+    applied = False
+
+    def __init__(self, actor_config, *args, **kwargs):
+        super().__init__(actor_config, *args, **kwargs)
+        self.own_clip = own_clip_of(actor_config)
+        self.warned: set[str] = set()
+
+    def about(self):
+        return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
+
+    def for_micro_batch(self, data, log_probs):
+        try:
+            self._add(data, log_probs)
+        except Exception as error:  # whatever it is, the run goes on
+            self._warn(
+                "collect", f"the tokens of a micro-batch could not be measured ({type(error).__name__}: {error})"
+            )
+
+    def for_evaluation(self, data, log_probs):
+        return None
+
+    def before_step(self):
+        stats = self._reduce()
+        bounds = search_clip_bounds(stats, self.config)
+        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)))
+        invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
+        if invalid:
+            self._warn("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite")
+            return Measured(stats, {"invalid_tokens": invalid})
+        unusable = values.pop("invalid_old_log_probs")  # their share stays, as masked_token_fraction
+        if unusable:
+            self._warn("masked", f"{unusable:.0f} response tokens without a usable old log-prob are left out")
+        if self.own_clip is not None:
+            values |= self._own_shares(stats)
+        return Measured(stats, values | {"invalid_tokens": 0.0})
+
+    def _own_shares(self, stats):
+        """Return the share of the tokens of each sign that the run's own loss clips or caps."""
+        counts = stats.sums.own_clipped_positive, stats.sums.own_clipped_negative
+        shares = [
+            (count / tokens.clamp(min=1)).item() for count, tokens in zip(counts, stats.tokens_by_sign, strict=True)
+        ]
+        return dict(
+            zip((f"own_{self.own_clip.kind}frac_{sign}" for sign in ("positive", "negative")), shares, strict=True)
+        )
+
+    def _warn(self, kind, text):
+        if kind not in self.warned:
+            self.warned.add(kind)
+            logger.warning("BAPO's monitor: %s. Training goes on as without the monitor.", text)
 
 
 SCOPES = {"mini_batch": MiniBatch, "previous_batch": PreviousBatch, "micro_batch": MicroBatch}
+
+
+def scope_of(policy_loss) -> type[BoundScope]:
+    """Return the class for one of our policy-loss configs."""
+    return SCOPES[policy_loss.bound_scope] if policy_loss.loss_mode == "bapo" else Monitor
 
 
 def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -209,14 +333,11 @@ def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[st
     }
 
 
-def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
-    """Map the values of ``bapo.read_and_validate`` to the keys that verl logs, ``actor/bapo/...``.
+def bounds_metrics(values: dict[str, float], applied: bool) -> dict[str, float]:
+    """Map the values of an update to the keys that verl logs, ``actor/bapo/...``, and add ``applied``.
 
-    Of ``met_at_start``, ``met_by_moving`` and ``saturated`` one is 1. All are 0 if no search gave the bounds.
+    The bounds are ``clip_low`` and ``clip_high`` there; all other names stay.
     """
-    values = dict(values)
-    searched, moved = values.pop("searched"), values["search_steps"] > 0
-    met = searched and not values["saturated"]
-    values |= {"clip_low": values.pop("low"), "clip_high": values.pop("high")}
-    values |= {"met_at_start": float(met and not moved), "met_by_moving": float(met and moved)}
-    return {f"actor/bapo/{name}": value for name, value in values.items()}
+    names = {"low": "clip_low", "high": "clip_high"}
+    named = {names.get(name, name): float(value) for name, value in values.items()}
+    return {f"actor/bapo/{name}": value for name, value in {**named, "applied": float(applied)}.items()}

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
 
-Our trainers do three things: they build mini-batches of whole groups, they mark batches whose first update is on-policy
-(which saves the search a forward), and they add the versions of the weights to a dump. They do not set up the worker
-that finds the bounds; the loss's config does that.
+Our trainers do two things: they build mini-batches of whole groups, and they mark batches, with the step for the record
+and with whether the first update is on-policy, which saves the search a forward. They do not set up the worker that
+finds the bounds; the loss's config does that.
 """
 
 from typing import Any
 
-import torch
-import transfer_queue as tq
-from tensordict import TensorDict
-
 from recipe.bapo.compatibility import uses_bypass_mode
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -22,9 +18,10 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 class _BAPOTrainer:
     """Mixin that adds BAPO's parts to one of verl's trainers."""
 
-    config: Any  # verl's trainer sets these three
+    config: Any  # verl's trainer sets these four
     trainer_mode: str
     local_trigger_step: int
+    global_steps: int
 
     def _balance_batch(self, batch, *args, **kwargs):
         # verl lists responses in the order in which they ended, short ones first. Sort them by key (a random id of the
@@ -50,21 +47,12 @@ class _BAPOTrainer:
         # larger than its prompts times ``rollout.n`` if verl has padded it to whole mini-batches.
         updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
         batch.extra_info[UPDATES_MADE] = self.local_trigger_step * updates
-        if actor.policy_loss.get("token_dump_dir") is not None:
-            self._add_weight_versions(batch)
+        batch.extra_info[STEP] = self.global_steps
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy, but the update may have computed it.
         if "actor/entropy" not in metrics and "actor/entropy_loss" in metrics:
             metrics["actor/entropy"] = metrics["actor/entropy_loss"]
         return batch
-
-    def _add_weight_versions(self, batch):
-        """Add the weights' versions that a dump records. A resumed response gets the version of its first token."""
-        sampled_by = torch.tensor([tag["min_global_steps"] for tag in batch.tags])
-        fields = TensorDict({ROLLOUT_VERSION: sampled_by}, batch_size=len(sampled_by))
-        # The worker receives only the fields that ``batch.fields`` names.
-        batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
-        batch.extra_info[TRAINER_VERSION] = self.global_steps - 1
 
 
 class BAPOTrainerSync(_BAPOTrainer, PPOTrainerSync):

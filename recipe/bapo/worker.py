@@ -6,21 +6,25 @@ in any trainer and with any entry point. How the bounds are found is in ``scopes
 ``policy_loss.py``. With a policy loss that is not ours, the worker does what verl's worker does, bit for bit.
 """
 
+import logging
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 
 import torch
 
 from bapo import BAPOConfig
-from recipe.bapo.compatibility import refuse_unusable_settings
-from recipe.bapo.health import HealthLog
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, TRAINER_VERSION, UPDATES_MADE, pop_mark
-from recipe.bapo.scopes import SCOPES, BoundScope
+from recipe.bapo.advice import EVERY, advise
+from recipe.bapo.compatibility import refuse_unusable_settings, why_not_monitored
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE, pop_mark
+from recipe.bapo.record import Record
+from recipe.bapo.scopes import BoundScope, bounds_metrics, scope_of
 from recipe.bapo.verl_fixes import detach_unused_entropy
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
+
+logger = logging.getLogger(__name__)
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -30,42 +34,34 @@ class BAPOTrainingWorker(TrainingWorker):
         super().__init__(config)
         self.verl_train_batch = self.engine.train_batch
         self.verl_optimizer_step = self.engine.optimizer_step
-        self.scope: BoundScope | None = None  # None: verl's own loss
-        self.health: HealthLog | None = None
-        self.updates = 0  # since the process started
+        self.scope: BoundScope | None = None  # None: nothing is searched
+        self.record: Record | None = None
+        self.calls = 0  # of ``train_mini_batch``, since the loss was set
+        self.step: int | None = None  # the trainer's
         self.updates_on_batch = 0  # on the current rollout batch
-        self.on_policy = False  # whether every ratio of the next update is known to be 1
-        self.logged: dict[str, float] = {}  # metrics of the current update that the loss does not return
-        self.trainer_version = None
-        self.token_dump_dir: str | None = None
+        self.on_policy = False  # whether every ratio of the next update is to be taken as 1
+        self.logged: dict[str, float] = {}  # the bounds of the current update and their metrics
+        self.recent: list[dict[str, float]] = []  # the values of the updates since the last advice
 
     def set_loss_fn(self, loss_fn):
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
 
         Raises:
-            ValueError: our config comes with a function other than verl's ``ppo_loss``, or with settings that would
-                make the bounds or the loss wrong, or the search fail.
+            ValueError: BAPO's config comes with a function other than verl's ``ppo_loss``, or with settings that would
+                make the bounds or the loss wrong, or the search fail. With ``MonitorConfig`` nothing raises.
         """
         self.engine.train_batch, self.engine.optimizer_step = self.verl_train_batch, self.verl_optimizer_step
-        self.scope = self.health = None
+        self.scope = self.record = None
+        self.calls, self.recent = 0, []
         config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss = getattr(config, "policy_loss", None)
-        searches = isinstance(policy_loss, BAPOConfig)
-        self.token_dump_dir = getattr(policy_loss, "token_dump_dir", None)
-        if not searches and self.token_dump_dir is None:
+        if isinstance(policy_loss, BAPOConfig):
+            self.scope = self._scope_of(loss_fn.func, config)
+        if self.scope is None:
             super().set_loss_fn(loss_fn)
             return
-        if loss_fn.func is not ppo_loss:
-            raise ValueError(
-                f"actor_rollout_ref.actor.policy_loss._target_={type(policy_loss).__qualname__} is not usable with the "
-                f"loss function {loss_fn.func.__qualname__}: it needs verl's ppo_loss (distillation.enabled=false)."
-            )
-        if searches:
-            refuse_unusable_settings(config, self.model_config)
-            scope = SCOPES[policy_loss.bound_scope]
-            record = self._record_of(policy_loss)
-            self.scope = scope(config, self.engine, get_device_id(), self.device_name, record)
-            self.health = HealthLog(bounds_can_move=not policy_loss.fixed)
+        if policy_loss.record_dir is not None:
+            self.record = Record(policy_loss.record_dir, policy_loss, self.scope.about())
         # An update begins in the engine's ``train_batch``: before it calls that, ``TrainingWorker.train_batch`` has
         # loaded the weights and decided how to split the mini-batch.
         self.engine.train_batch, self.engine.optimizer_step = self._train_engine, self._optimizer_step
@@ -75,66 +71,80 @@ class BAPOTrainingWorker(TrainingWorker):
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
         self.updates_on_batch = pop_mark(data, UPDATES_MADE, 0)
         self.on_policy = pop_mark(data, ON_POLICY_FIRST_UPDATE, False)
-        self.trainer_version = pop_mark(data, TRAINER_VERSION, None)
+        self.step = pop_mark(data, STEP, None)
         if self.scope is not None and self.updates_on_batch == 0:
             self.scope.next_batch()
         output = super().train_mini_batch(data)
-        if self.health is not None and self._is_first_rank_with_outputs():
-            self.health.add(tu.get(output, "metrics"))
+        self.calls += 1
+        if self.calls % EVERY == 0 and self.recent:
+            window = f"the last {EVERY} training calls"
+            found = advise(self.recent, asdict(self.scope.config), window, megatron=self.scope.strategy == "megatron")
+            logger.warning("BAPO: %s", " ".join([found.text, *found.overrides]))
+            self.recent = []
         return output
+
+    def _scope_of(self, function, config) -> BoundScope | None:
+        """Return what measures the updates of a loss; None if it is to be monitored and cannot be."""
+        ours = f"actor_rollout_ref.actor.policy_loss._target_={type(config.policy_loss).__qualname__}"
+        reason = None
+        if function is not ppo_loss:
+            name = getattr(function, "__qualname__", function)
+            reason = f"it needs verl's ppo_loss (distillation.enabled=false), not {name}"
+        scope = scope_of(config.policy_loss)
+        if scope.applied:
+            if reason is not None:
+                raise ValueError(f"{ours} is not usable: {reason}.")
+            refuse_unusable_settings(config, self.model_config)
+        else:
+            reason = reason or why_not_monitored(config)
+            if reason is not None:
+                logger.warning("%s does nothing in this run: %s. Training goes on without the monitor.", ours, reason)
+                return None
+        return scope(config, self.engine, get_device_id(), self.device_name)
 
     def _train_engine(self, data, loss_function):
         """Make one optimizer update with verl's engine."""
         self.logged = {}
-        if self.scope is not None:
-            self.scope.before_update(data, self.updates_on_batch, self.on_policy)
+        self.scope.before_update(data, self.updates_on_batch, self.on_policy)
         output = self.verl_train_batch(data, loss_function)
         if self.engine.is_mp_src_rank_with_outputs():
             # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
             output["metrics"] |= {name: [value] for name, value in self.logged.items()}
         self.on_policy = False
-        self.updates += 1
         self.updates_on_batch += 1
         return output
 
     def _optimizer_step(self):
-        if self.scope is not None:
-            self.logged = self.scope.before_step()
+        measured = self.scope.before_step()
+        self.logged = bounds_metrics(measured.values, self.scope.applied)
+        if self._is_first_rank_with_outputs():
+            self._keep(measured)
         return self.verl_optimizer_step()
 
     def _compute_loss(self, loss_fn, config, model_output, data, dp_group=None):
         """Compute verl's loss of one micro-batch, after putting the bounds into its config, where it reads them."""
-        model_output = detach_unused_entropy(model_output, config)
-        if self.token_dump_dir is not None and self.engine.is_mp_src_rank_with_outputs():
-            from recipe.bapo.micro_batches import dump_micro_batch
-
-            dump_micro_batch(model_output, data, config, self.updates_on_batch, self.trainer_version)
-        if self.scope is not None:
-            find = self.scope.for_micro_batch if torch.is_grad_enabled() else self.scope.for_evaluation
-            config.policy_loss.current_bounds = find(data, model_output["log_probs"].detach())
+        find = self.scope.for_micro_batch if torch.is_grad_enabled() else self.scope.for_evaluation
+        bounds = find(data, model_output["log_probs"].detach())
+        if self.scope.applied:
+            model_output = detach_unused_entropy(model_output, config)
+            config.policy_loss.current_bounds = bounds
         return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
-    def _record_of(self, policy_loss):
-        """Return the function that records an update's bounds, or None if there is no folder for it."""
-        if policy_loss.bounds_record_dir is None:
-            return None
-        from recipe.bapo.records.bounds import BoundsRecord
-
-        record = BoundsRecord(policy_loss.bounds_record_dir, self.rank)
-        return lambda source, values: record.write(self.updates, source, values)
+    def _keep(self, measured):
+        """Record an update, and keep its values for the next advice."""
+        self.recent.append(measured.values | {"applied": float(self.scope.applied)})
+        if self.record is not None:
+            numbers = {"call": self.calls, "update": self.updates_on_batch, "step": self.step}
+            self.record.write(measured.stats, measured.values, **numbers)
 
     def _is_first_rank_with_outputs(self):
         return self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs()
 
 
 def replace_actor_worker_class() -> None:
-    """Replace verl's class attribute ``ActorRolloutRefWorker.actor_worker_cls`` by ``BAPOTrainingWorker``.
+    """Have verl make a ``BAPOTrainingWorker`` for every actor of this process, by setting its class attribute.
 
-    This is a monkey patch, the only one that installs our worker. It is called from the ``__post_init__`` of the
-    configs in ``policy_loss.py`` alone. verl builds the actor's config before it reads the attribute, so from then on
-    every actor of this process gets our worker. Preflight builds the config too, in a process without a worker, so the
-    attribute is also set there, where nobody reads it.
-
+    The configs in ``policy_loss.py`` call this when they are built, which verl does before it reads the attribute.
     Subclasses that verl itself defines (Tinker's) are not checked, because a process may import them without using
     them. If their worker calls the loss, the loss refuses.
 

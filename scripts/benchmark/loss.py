@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bapo import BAPOConfig, find_clip_bounds
+from bapo import BAPOConfig, find_clip_bounds, read_and_validate
 
 TARGET = 1.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,7 +38,8 @@ def make_batch(rows, columns, dtype, device, seed=0):
 def find_bounds_for(policy_loss, batch):
     """Find the batch's bounds and set them in our config, as the worker does. With verl's config, do nothing."""
     if isinstance(policy_loss, BAPOConfig):
-        policy_loss.current_bounds = find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP)
+        values = read_and_validate(*find_clip_bounds(*batch, policy_loss, clip_ratio_c=DUAL_CLIP))
+        policy_loss.current_bounds = values["low"], values["high"]
 
 
 def make_losses(batch) -> dict[str, Callable[[], object]]:

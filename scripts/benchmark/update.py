@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time one optimizer update of the real actor (verl's FSDP2 engine) with each ``bound_scope``.
+"""Time one optimizer update of the real actor (verl's FSDP2 engine) with the monitor and with each ``bound_scope``.
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For each model size this trains on the same mini-batch with verl's ``vanilla`` loss and with BAPO in every scope. The
-losses take turns in one process: a round makes one update with each. An update's time is divided by the time of
-``vanilla`` in the same round. The table shows the median of these ratios, and the range of the middle half of the
-rounds.
+For each model size this trains on the same mini-batch with verl's ``vanilla`` loss, with the same monitored, and with
+BAPO in every scope. The losses take turns in one process: a round makes one update with each. An update's time is
+divided by the time of ``vanilla`` in the same round. The table shows the median of these ratios, and the range of the
+middle half of the rounds. The command fails if even the lower end of the monitor's range is above ``MOST_OF_MONITOR``
+with the largest model.
 """
 
 import argparse
@@ -22,11 +23,15 @@ from tests.support.actor import free_port, make_actor, make_mini_batch
 
 SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers x hidden size
 ROWS, LONGEST, MICRO = 32, 200, 8
-BAPO = {
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "bapo",
-    "actor_rollout_ref.actor.policy_loss._target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+LOSS = "actor_rollout_ref.actor.policy_loss"
+BAPO = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
+# By name: the overrides of verl's own config. ``vanilla`` comes first, and runs in verl's worker.
+LOSSES = {
+    "vanilla": [],
+    "monitor": [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"],
+    **{scope: [*BAPO, f"++{LOSS}.bound_scope={scope}"] for scope in ("mini_batch", "previous_batch", "micro_batch")},
 }
-LOSSES = ("vanilla", "mini_batch", "previous_batch", "micro_batch")  # vanilla comes first, and runs in verl's worker
+MOST_OF_MONITOR = 1.02
 
 
 def seconds_of(call):
@@ -45,10 +50,7 @@ def seconds_of(call):
 
 
 def make_actors(folder, layers, hidden, platform):
-    """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config.
-
-    Those of BAPO get the two lines that switch it on, and ``bound_scope``.
-    """
+    """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config."""
     from scripts.example_task import make_task
 
     task = Path(folder) / f"{layers}x{hidden}"
@@ -59,11 +61,8 @@ def make_actors(folder, layers, hidden, platform):
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={MICRO}",
     ]
     port, actors = free_port(), {}
-    for loss in LOSSES:
-        ours = [f"++{key}={value}" for key, value in BAPO.items()]
-        ours.append(f"++actor_rollout_ref.actor.policy_loss.bound_scope={loss}")
-        overrides = common if loss == "vanilla" else [*common, *ours]
-        actors[loss] = make_actor(overrides, port=port, platform=platform, stock=True)
+    for loss, overrides in LOSSES.items():
+        actors[loss] = make_actor([*common, *overrides], port=port, platform=platform, stock=True)
     return actors
 
 
@@ -77,8 +76,8 @@ def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
             taken = seconds_of(lambda actor=actor: actor.train_batch(data.copy()))
             if number > 0:  # the first round warms up
                 seconds[loss].append(taken)
-    weights = sum(p.numel() for p in actors["vanilla"].engine.module.parameters())
-    return {"weights": weights, "seconds": seconds}
+    parameters = sum(p.numel() for p in actors["vanilla"].engine.module.parameters())
+    return {"parameters": parameters, "seconds": seconds}
 
 
 def ratios_to_vanilla(seconds):
@@ -99,16 +98,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):  # verl prints, too; stdout is for the table
             found = {name: measure(folder, *size, arguments.rounds, arguments.platform) for name, size in SIZES.items()}
-    print(f"| model, layers x hidden | weights | vanilla, s | {' | '.join(LOSSES[1:])} |")
-    print("|---" * (3 + len(LOSSES) - 1) + "|")
+    others = [loss for loss in LOSSES if loss != "vanilla"]
+    print(f"| model, layers x hidden | parameters | vanilla, s | {' | '.join(others)} |")
+    print("|---" * (3 + len(others)) + "|")
     for name, row in found.items():
-        cells = []
-        for loss, ratios in ratios_to_vanilla(row["seconds"]).items():
-            low, _, high = quantiles(ratios, n=4)
-            cells.append(f"{median(ratios):.2f} ({low:.2f} to {high:.2f})" if loss != "vanilla" else "")
-        print(f"| {name} | {row['weights']:,} | {median(row['seconds']['vanilla']):.2f} | {' | '.join(cells[1:])} |")
+        ranges = {loss: quantiles(ratios, n=4) for loss, ratios in ratios_to_vanilla(row["seconds"]).items()}
+        cells = [f"{ranges[loss][1]:.2f} ({ranges[loss][0]:.2f} to {ranges[loss][2]:.2f})" for loss in others]
+        print(f"| {name} | {row['parameters']:,} | {median(row['seconds']['vanilla']):.2f} | {' | '.join(cells)} |")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
+    if ranges["monitor"][0] > MOST_OF_MONITOR:  # of the largest model
+        sys.exit(f"the monitor takes {ranges['monitor'][0]:.3f} of vanilla's time or more in three of four rounds")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,10 @@ def config_of(method: str) -> BAPOConfig:
     """Load the options of a method from its file in configs/method."""
     files = (CONFIGS / f"{name}.yaml" for name in ("bapo", method))  # every other file inherits bapo.yaml
     values = OmegaConf.merge(*map(OmegaConf.load, files))
-    return BAPOConfig(**{key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__})
+    options = {key: value for key, value in values.items() if key in BAPOConfig.__dataclass_fields__}
+    if method == "grpo":  # its file leaves the bounds to verl's loss
+        options |= dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
+    return BAPOConfig(**options)
 
 
 @torch.no_grad()

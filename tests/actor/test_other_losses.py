@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With other losses our worker makes verl's updates bit for bit, also with a dump. Ours skips an unused backward."""
+"""With other losses our worker makes verl's updates bit for bit. Ours skips an unused backward."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,6 @@ import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipe.bapo.records.tokens import TENSORS, about_dump, read_dump
-
 ROWS = 8
 LOSS = "actor_rollout_ref.actor.policy_loss"
 CUT = [
@@ -21,21 +19,14 @@ CUT = [
 OURS = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
 
 
-def train(overrides, task, copies=False, **settings):
-    """Make two updates on one batch with ``train_mini_batch``. Returns the actor, its metrics and its weights.
-
-    ``copies``: act as a rank whose outputs do not count, because another rank of its parallel group has the same ones;
-    the metrics are then None.
-    """
+def train(overrides, task, **settings):
+    """Make two updates on one batch with ``train_mini_batch``. Returns the actor, its metrics and its weights."""
     from verl.utils import tensordict_utils as tu
 
     actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=True)
     data = make_mini_batch(actor, seed=7, rows=ROWS)
-    if copies:
-        actor.engine.is_mp_src_rank_with_outputs = lambda: False
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1, **settings)
-    output = actor.train_mini_batch(data)
-    metrics = None if copies else tu.get(output, "metrics")
+    metrics = tu.get(actor.train_mini_batch(data), "metrics")
     weights = {name: value.full_tensor().clone() for name, value in actor.engine.module.state_dict().items()}
     torch.distributed.destroy_process_group()
     return actor, metrics, weights
@@ -48,11 +39,8 @@ def runs_of_a_loss(rank, loss_mode, task, folder):
     runs = {"verl": train(chosen, task)}
     replace_actor_worker_class()
     runs["our worker"] = train(chosen, task)
-    dump = [f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={folder}/dump"]
-    runs["our worker, dumping"] = train([*chosen, *dump], task)
-    train([*chosen, dump[0], f"+{LOSS}.token_dump_dir={folder}/copies"], task, copies=True)
     workers = {name: isinstance(actor, BAPOTrainingWorker) for name, (actor, _, _) in runs.items()}
-    assert workers == {"verl": False, "our worker": True, "our worker, dumping": True}
+    assert workers == {"verl": False, "our worker": True}
     torch.save({name: weights for name, (_, _, weights) in runs.items()}, f"{folder}/weights.pt")
     metrics = {name: sorted(metrics) for name, (_, metrics, _) in runs.items()}
     Path(folder, "metrics.json").write_text(json.dumps(metrics))
@@ -61,19 +49,10 @@ def runs_of_a_loss(rank, loss_mode, task, folder):
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
 def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mode, task, tmp_path):
     mp.spawn(runs_of_a_loss, args=(loss_mode, str(task), str(tmp_path)))
-    of_verl, *others = torch.load(tmp_path / "weights.pt").values()
-    for weights in others:
-        assert all(torch.equal(weights[name], value) for name, value in of_verl.items())
-    metrics = list(json.loads((tmp_path / "metrics.json").read_text()).values())
-    assert all(keys == metrics[0] for keys in metrics)
-
-    updates = list(read_dump(tmp_path / "dump"))
-    assert [len(micro_batches) for micro_batches in updates] == [2, 2]
-    tokens = [tokens for micro_batches in updates for tokens in micro_batches]
-    assert all(set(TENSORS) <= set(of_micro_batch) for of_micro_batch in tokens)
-    about = about_dump(tmp_path / "dump")
-    assert (about["loss_mode"], about["clip_ratio_low"], "switches" in about) == (loss_mode, "0.2", False)
-    assert not (tmp_path / "copies").exists()
+    of_verl, of_ours = torch.load(tmp_path / "weights.pt").values()
+    assert all(torch.equal(of_ours[name], value) for name, value in of_verl.items())
+    of_verl, of_ours = json.loads((tmp_path / "metrics.json").read_text()).values()
+    assert of_ours == of_verl
 
 
 class SoftmaxBackwards(TorchDispatchMode):

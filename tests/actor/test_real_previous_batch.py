@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch, run_update
-from support.batches import values_of_dump
-from support.updates import COMMON, CUTS, LOSS, RANKS, ROWS, CollectiveCounter, cut_of, read_record
+from support.capture import bounds_of, bounds_used, capture_to, read_updates, values_of_updates
+from support.updates import COMMON, CUTS, LOSS, RANKS, ROWS, CollectiveCounter, cut_of
 
 from bapo import BAPOConfig
-from recipe.bapo.records.tokens import read_dump
 
 SCOPE = f"{LOSS}.bound_scope=previous_batch"
 WHOLE_MINI_BATCH = [name for name in CUTS if name != "micro_batch scope"]
@@ -23,38 +22,37 @@ BAD = ("old_log_prob", "log_prob", "advantages", "advantages of a clipped token"
 def updates_of_rank(rank, size, port, task, folder, engine):
     COMMON.extend(engine)  # of this process, which the test has started
     results = {
-        "again": {name: bounds_of_the_same_update_again(name, rank, size, port, task, folder) for name in CUTS},
-        "batches": three_batches(rank, size, port, task, f"{folder}/batches"),
+        "again": {name: bounds_of_the_same_update_again(name, rank, size, port, task) for name in WHOLE_MINI_BATCH},
         "bad": {name: bad_update(name, rank, size, port, task) for name in BAD},
+        "batches": three_batches(rank, size, port, task, folder),  # the last, because it captures from then on
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
 
 
-def bounds_of_the_same_update_again(name, rank, size, port, task, folder):
-    """Return the bounds of two updates on the same mini-batch, or nothing for the ``micro_batch`` scope.
+def bounds_of_the_same_update_again(name, rank, size, port, task):
+    """Return the bounds of two updates on the same mini-batch.
 
     The first has ``bound_scope=mini_batch``. The second has ``previous_batch``, and the mini-batch is also that of the
     rollout batch before.
     """
     model, found = f"actor_rollout_ref.model.path={task}/model", []
-    if name == "micro_batch scope":
-        return found
     for scope, count in (("mini_batch", 1), ("previous_batch", 2)):
-        record = f"{folder}/{name}/{scope}"
-        options = [f"{LOSS}.bounds_record_dir='{record}'", *cut_of(name, size), f"{LOSS}.bound_scope={scope}"]
-        actor = make_actor([model, *COMMON, *options], rank, size, port)
+        actor = make_actor([model, *COMMON, *cut_of(name, size), f"{LOSS}.bound_scope={scope}"], rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         for _ in range(count):
             actor.updates_on_batch = 0
             run_update(actor, data.copy())
             if scope == "previous_batch":
                 actor.scope.next_batch()
-        found.append([read_record(record, rank)[-1][side] for side in ("low", "high")])
+        found.append([actor.logged[f"actor/bapo/clip_{side}"] for side in ("low", "high")])
     return found
 
 
 def three_batches(rank, size, port, task, folder):
-    """Make updates with ``train_mini_batch`` from verl's config plus our options; count forwards and collectives."""
+    """Make updates with ``train_mini_batch`` from verl's config plus our options; count forwards and collectives.
+
+    They are captured to ``folder``.
+    """
     from verl.utils import tensordict_utils as tu
 
     options = {
@@ -62,8 +60,6 @@ def three_batches(rank, size, port, task, folder):
         "_target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         "bound_scope": "previous_batch",
         "positive_contribution_target": 0.45,
-        "bounds_record_dir": f"'{folder}'",
-        "token_dump_dir": f"'{folder}/dump'",
     }
     actor = make_actor(
         [
@@ -77,6 +73,7 @@ def three_batches(rank, size, port, task, folder):
         stock=True,
     )
     data = [make_mini_batch(actor, seed, ROWS, rank, size, staleness=0.3) for seed in range(BATCHES)]
+    capture_to(folder)
     counter = CollectiveCounter(actor)
     for batch in data:
         tu.assign_non_tensor(batch, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=2)
@@ -86,7 +83,6 @@ def three_batches(rank, size, port, task, folder):
     return {
         "passes": counter.passes,
         "collectives": counter.collectives,
-        "record": read_record(folder, rank),
         "logged": {side: logged[f"actor/bapo/clip_{side}"] for side in ("low", "high")},
     }
 
@@ -149,7 +145,9 @@ def ranks(request, task, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"previous{size}")
     mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
-    return [result | {"folder": folder} for result in results]
+    for rank, result in enumerate(results):
+        result["folder"], result["updates"] = folder, read_updates(folder, rank)
+    return results
 
 
 @pytest.mark.parametrize("name", WHOLE_MINI_BATCH)
@@ -163,30 +161,28 @@ def test_no_forward_and_one_collective_an_update(ranks):
         assert (rank["batches"]["passes"], rank["batches"]["collectives"]) == (0, BATCHES * UPDATES)
 
 
-def test_all_ranks_hold_the_bits_of_a_search_over_the_dumped_tokens_of_the_batch_before(ranks):
-    record = ranks[0]["batches"]["record"]
-    assert all(rank["batches"]["record"] == record for rank in ranks)
-    assert {line["source"] for line in record} == {"previous_batch"} and len(record) == BATCHES * UPDATES
-    dump = ranks[0]["folder"] / "batches" / "dump"
-    assert len(list(read_dump(dump))) == BATCHES * UPDATES
-    found = values_of_dump(dump, BAPOConfig(positive_contribution_target=0.45))
-    used = [[float.fromhex(line[side]) for line in record] for side in ("low", "high")]
-    for side, of_side in zip(("low", "high"), used, strict=True):
-        start = {"low": 0.6, "high": 1.2}[side]
-        assert of_side[:UPDATES] == [start, *found[side][: UPDATES - 1]]  # first batch: the latest search
-        assert of_side[UPDATES:] == found[side][:-UPDATES]
-    assert len(set(zip(*used, strict=True))) > 2  # the searches differ
-    for position, line in enumerate(record):  # rho is measured on this update's tokens
-        start = found["positive_contribution_start"][position]
-        assert float.fromhex(line["positive_contribution_start"]) == pytest.approx(start, abs=1e-9)
+def test_all_ranks_use_what_a_search_found_on_the_batch_before(ranks):
+    updates = ranks[0]["updates"]
+    used = [bounds_of(update) for update in updates]
+    for rank in ranks:
+        assert [update["logged"] for update in rank["updates"]] == [update["logged"] for update in updates]
+        assert [set(bounds_used(update)) for update in rank["updates"]] == [{bounds} for bounds in used]
+    found = values_of_updates(ranks[0]["folder"], BAPOConfig(positive_contribution_target=0.45))
+    assert len(found) == BATCHES * UPDATES
+    searched = [(values["clip_low"], values["clip_high"]) for values in found]
+    assert used[:UPDATES] == [(0.6, 1.2), *searched[: UPDATES - 1]]  # first batch: the latest search
+    assert used[UPDATES:] == searched[:-UPDATES]
+    assert len(set(used)) > 2  # the searches differ
+    for update, values in zip(updates, found, strict=True):  # these are measured on this update's tokens
+        for name in ("positive_contribution_start", "positive_contribution_highest", "length_positive"):
+            assert update["logged"][name] == pytest.approx(values[name], abs=1e-9), name
 
 
 def test_what_verl_gathers_of_the_bounds_is_one_number_for_each_update_and_rank(ranks):
     for rank in ranks:
-        record, logged = rank["batches"]["record"][-UPDATES:], rank["batches"]["logged"]
-        for side in ("low", "high"):
-            expected = [float.fromhex(line[side]) for line in record for _ in ranks]
-            assert logged[side] == expected
+        for side, bounds in rank["batches"]["logged"].items():
+            last = [update["logged"][f"clip_{side}"] for update in rank["updates"][-UPDATES:]]
+            assert bounds == [bound for bound in last for _ in ranks]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -194,5 +190,5 @@ def test_one_bad_value_on_one_rank_raises_on_all_and_changes_nothing(ranks, name
     count = ROWS // len(ranks) // 2 if name == "log_prob" else 1  # one log-prob in each micro-batch of that rank
     for rank in ranks:
         found = rank["bad"][name]
-        assert f"of this mini-batch: {count} in {name.split()[0]}. No clip bounds" in found["error"]
+        assert f"on response tokens: {count} in {name.split()[0]}. No optimizer step" in found["error"]
         assert found["unchanged"]

@@ -3,31 +3,29 @@
 
 import json
 import logging
-import tempfile
 from dataclasses import replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
 from support.actor import free_port, make_actor, make_mini_batch, run_update
-from support.batches import values_of_dump
-from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of, read_record
+from support.capture import bounds_of, bounds_used, capture_to, read_updates, values_of_updates
+from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
 
 from bapo import BAPOConfig
-from recipe.bapo.records.tokens import read_dump
 
 
 def updates_of_rank(rank, size, port, task, folder, engine):
     """Collect all results of a rank, in one process group."""
     COMMON.extend(engine)  # of this process, which the test has started
-    model, ranks, results = f"actor_rollout_ref.model.path={task}/model", (rank, size, port), {}
+    model, ranks = f"actor_rollout_ref.model.path={task}/model", (rank, size, port)
+    results = {"tools": updates_with_tool_tokens(rank, size, port, task)}  # before anything is captured
     for name in CUTS:
-        record = f"{folder}/{name}"
-        files = [f"{LOSS}.bounds_record_dir='{record}'", f"{LOSS}.token_dump_dir='{record}/dump'"]
-        actor = make_actor([model, *COMMON, *files, *cut_of(name, size)], *ranks)
+        capture_to(f"{folder}/{name}")
+        actor = make_actor([model, *COMMON, *cut_of(name, size)], *ranks)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
         counter = CollectiveCounter(actor)
         metrics, gradient = run_update(actor, data)
@@ -37,30 +35,26 @@ def updates_of_rank(rank, size, port, task, folder, engine):
             "loss": metrics["loss"],
             "collectives": counter.collectives,
             "passes": counter.passes,
-            "logged": [metrics[f"actor/bapo/clip_{side}"][rank].values for side in ("low", "high")],
+            "gathered": [metrics[f"actor/bapo/clip_{side}"] for side in ("low", "high")],
         }
     results["marked"] = marked_updates(rank, size, port, task, folder)
-    results["versions"] = dump_of_versions(rank, size, port, task)
-    results["tools"] = updates_with_tool_tokens(rank, size, port, task)
     results["stock"] = stock_updates(rank, size, port, task, folder)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
 
 def stock_updates(rank, size, port, task, folder):
-    """Make updates from verl's own config plus the two lines. Returns recorded bounds and gradients."""
+    """Make updates from verl's own config plus the two lines. Returns the gradients."""
     found = {}
     for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
-        record = f"{folder}/stock/{name}"
+        capture_to(f"{folder}/stock/{name}")
         overrides = [
             f"actor_rollout_ref.model.path={task}/model",
             f"{LOSS}.loss_mode=bapo",
             f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-            f"+{LOSS}.bounds_record_dir='{record}'",
             *(f"++{option}" if "policy_loss" in option else option for option in (*COMMON, *cut_of(name, size))),
         ]
         actor = make_actor(overrides, rank, size, port, stock=True)
-        _, gradient = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
-        found[name] = {"record": read_record(record, rank), "gradient": gradient}
+        _, found[name] = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
     return found
 
 
@@ -70,14 +64,9 @@ def marked_updates(rank, size, port, task, folder):
 
     found = {}
     for name in ("marked", "plain", "marked, one micro-batch"):
-        record = f"{folder}/{name}"
+        capture_to(f"{folder}/{name}")
         micro = ROWS // size // 2 if "one" in name else 2
-        overrides = [
-            f"actor_rollout_ref.model.path={task}/model",
-            *COMMON,
-            f"{MICRO_BATCH}={micro}",
-            f"{LOSS}.bounds_record_dir='{record}'",
-        ]
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, f"{MICRO_BATCH}={micro}"]
         actor = make_actor(overrides, rank, size, port)
         data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
         mark = {"bapo_on_policy_first_update": True} if "marked" in name else {}
@@ -86,7 +75,7 @@ def marked_updates(rank, size, port, task, folder):
         actor.train_mini_batch(data)
         counter.stop()
         found[name] = {
-            "record": read_record(record, rank),
+            "logged": [update["logged"] for update in read_updates(f"{folder}/{name}", rank)],
             "passes": counter.passes,
             "collectives": counter.collectives,
         }
@@ -110,53 +99,25 @@ def updates_with_tool_tokens(rank, size, port, task):
         prompts = [torch.zeros(len(prompt), dtype=torch.long) for prompt in data["prompts"].unbind()]
         masks = [torch.cat(parts) for parts in zip(prompts, rows["response_mask"], strict=True)]
         data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
-        metrics, gradient = run_update(actor, data)
-        names = ("clip_low", "clip_high", "positive_contribution", "positive_token_fraction", "length_positive")
-        values = [metrics[f"actor/bapo/{name}"][rank].values[0].hex() for name in names]
+        _, gradient = run_update(actor, data)
         model_tokens = [
             (int(mask.sum()), advantages[0].item()) for mask, _, advantages in zip(*rows.values(), strict=True)
         ]
-        found.append({"values": values, "gradient": gradient, "model tokens": model_tokens})
+        found.append({"logged": actor.logged, "gradient": gradient, "model tokens": model_tokens})
     return found
 
 
-def dump_of_versions(rank, size, port, task):
-    """Return what a dump of this rank says of versions: two checks by name, and the updates and trainer's versions."""
-    from recipe.bapo.marks import ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
-    from verl.utils import tensordict_utils as tu
-
-    with tempfile.TemporaryDirectory() as folder:
-        dump = f"{LOSS}.token_dump_dir={folder}"
-        actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *COMMON, dump], rank, size, port)
-        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
-        data[ROLLOUT_VERSION] = torch.arange(len(data)) % 3
-        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=1, **{TRAINER_VERSION: 4, UPDATES_MADE: 6})
-        expected = torch.cat([torch.full((len(row),), k % 3.0) for k, row in enumerate(data["response_mask"].unbind())])
-        actor.train_mini_batch(data)
-        files = [load_file(path) for path in sorted(Path(folder).glob(f"rank{rank}-*"))]
-    found = torch.cat([tokens["version"] for tokens in files])
-    return {
-        "versions are the responses'": torch.equal(found.sort().values, expected.sort().values),
-        "of a response all the same": all(
-            part.unique().numel() == 1 for t in files for part in t["version"].split(t["lengths"].tolist())
-        ),
-        "updates": sorted({int(tokens["update"]) for tokens in files}),
-        "trained from": sorted({int(tokens["trainer_version"]) for tokens in files}),
-    }
-
-
 def dropout_update(rank, port, task, folder):
-    """Make one update with dropout. Writes its bounds record to ``folder``, and a dump of the tokens in training."""
+    """Make one update with dropout, captured to ``folder``."""
     actor = make_actor(
         [
             f"actor_rollout_ref.model.path={task}/model",
             *COMMON,
             "+actor_rollout_ref.model.override_config.attention_dropout=0.3",
-            f"{LOSS}.bounds_record_dir={folder}",
-            f"{LOSS}.token_dump_dir={folder}/dump",
         ],
         port=port,
     )
+    capture_to(folder)
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     before = torch.get_rng_state()
     run_update(actor, data)
@@ -166,10 +127,9 @@ def dropout_update(rank, port, task, folder):
 def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
     config = BAPOConfig(positive_contribution_target=0.45)
-    (recorded,) = read_record(tmp_path)
-    assert recorded["source"] == "pass"
-    for key, (value,) in without_lengths(values_of_dump(tmp_path / "dump", config)).items():
-        assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
+    (update,), (found,) = read_updates(tmp_path), values_of_updates(tmp_path, config)
+    assert len(update["micro_batches"]) > 1  # else their training forward is also the search's
+    assert update["logged"] == pytest.approx(found, abs=1e-9)
 
 
 def warnings_of_rollout_batches(rank, port, task, folder):
@@ -196,11 +156,6 @@ def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, 
     assert json.loads((tmp_path / "warned.json").read_text()) == [9, 19]
 
 
-def without_lengths(found):
-    """Leave out the mean lengths, which are wrong here: ``values_of_dump`` makes one row of all responses."""
-    return {key: value for key, value in found.items() if not key.startswith("length_")}
-
-
 @pytest.fixture(scope="module", params=RANKS)
 def ranks(request, task, tmp_path_factory):
     size, engine = request.param
@@ -208,9 +163,9 @@ def ranks(request, task, tmp_path_factory):
     mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
     for rank, result in enumerate(results):
+        result["folder"] = folder
         for name in CUTS:
-            result[name]["record"] = read_record(folder / name, rank)
-            result[name]["dump"] = folder / name / "dump"
+            (result[name]["update"],) = read_updates(folder / name, rank)
     return results
 
 
@@ -220,34 +175,35 @@ def test_every_cut_has_the_same_bounds_loss_and_gradient(ranks):
         "gradient, whole": ["gradient, quarters"],
     }.items():
         whole = ranks[0][kind]
-        assert 0 < float.fromhex(whole["record"][0]["search_steps"])  # the search moved a bound
+        assert whole["update"]["logged"]["search_steps"] > 0  # the search moved a bound
         for name in cuts:
             cut = ranks[0][name]
-            for field in ("low", "high", "search_steps", "saturated"):
-                assert cut["record"][0][field] == whole["record"][0][field], (name, field)
+            for field in ("clip_low", "clip_high", "search_steps", "saturated"):
+                assert cut["update"]["logged"][field] == whole["update"]["logged"][field], (name, field)
             assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6, abs=1e-6)
             torch.testing.assert_close(cut["gradient"], whole["gradient"], rtol=1e-5, atol=1e-5)
 
 
-def test_all_ranks_hold_bit_identical_bounds_and_log_them_with_every_micro_batch(ranks):
+def test_all_ranks_use_and_log_bit_identical_bounds(ranks):
     for name in CUTS:
-        record = ranks[0][name]["record"]
-        assert all(rank[name]["record"] == record for rank in ranks), name
-        used = [{float.fromhex(line[side]) for line in record} for side in ("low", "high")]
-        assert all([set(values) for values in rank[name]["logged"]] == used for rank in ranks), name
+        update = ranks[0][name]["update"]
+        assert all(rank[name]["update"]["logged"] == update["logged"] for rank in ranks), name
+        assert all(rank[name]["gathered"] == [[[bound]] * len(ranks) for bound in bounds_of(update)] for rank in ranks)
+        if name == "micro_batch scope":
+            assert all(bounds_used(rank[name]["update"]) == bounds_used(update) for rank in ranks)
+            assert bounds_of(update) == tuple(map(fmean, zip(*bounds_used(update), strict=True)))
+        else:
+            assert all(set(bounds_used(rank[name]["update"])) == {bounds_of(update)} for rank in ranks), name
 
 
-def test_a_replay_of_the_dumped_tokens_finds_the_same_bounds(ranks):
+def test_a_replay_of_the_captured_tokens_finds_what_was_logged(ranks):
     config = BAPOConfig(positive_contribution_target=0.45)
     for name in CUTS.keys() - {"micro_batch scope"}:
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
-        (recorded,) = ranks[0][name]["record"]
-        dumped = [tokens for micro_batches in read_dump(ranks[0][name]["dump"]) for tokens in micro_batches]
-        assert all(tokens["entropy"].min() > 0 for tokens in dumped)
-        found = values_of_dump(ranks[0][name]["dump"], definition)
-        assert [value.hex() for side in ("low", "high") for value in found[side]] == [recorded["low"], recorded["high"]]
-        for key, (value,) in without_lengths(found).items():
-            assert value == pytest.approx(float.fromhex(recorded[key]), abs=1e-9), key
+        logged = ranks[0][name]["update"]["logged"]
+        (found,) = values_of_updates(ranks[0]["folder"] / name, definition)
+        assert (found["clip_low"], found["clip_high"]) == (logged["clip_low"], logged["clip_high"]), name
+        assert logged == pytest.approx(found, abs=1e-9), name
 
 
 def test_one_collective_and_one_pass_an_update(ranks):
@@ -258,51 +214,40 @@ def test_one_collective_and_one_pass_an_update(ranks):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
         micro_batches = 4 // len(ranks)
         scope = rank["micro_batch scope"]
-        assert (scope["collectives"], scope["passes"], len(scope["record"])) == (micro_batches, 0, micro_batches)
+        assert (scope["collectives"], scope["passes"]) == (micro_batches, 0)
+        assert len(scope["update"]["micro_batches"]) == micro_batches
 
 
 def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks):
-    for rank in ranks:
-        for name, found in rank["stock"].items():
-            assert found["record"] == rank[name]["record"], name
-            torch.testing.assert_close(found["gradient"], rank[name]["gradient"], rtol=1e-5, atol=1e-7)
+    for number, rank in enumerate(ranks):
+        for name, gradient in rank["stock"].items():
+            (update,) = read_updates(rank["folder"] / "stock" / name, number)
+            assert update["logged"] == rank[name]["update"]["logged"], name
+            assert bounds_used(update) == bounds_used(rank[name]["update"]), name
+            torch.testing.assert_close(gradient, rank[name]["gradient"], rtol=1e-5, atol=1e-7)
 
 
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
         marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
-        assert [line["source"] for line in marked["record"]] == ["on_policy", *3 * ["pass"]]
-        assert [line["source"] for line in plain["record"]] == 4 * ["pass"]
-        assert [line["source"] for line in whole["record"]] == ["on_policy", *3 * ["loss"]]
         assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
         assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
-        assert (
-            len({line["positive_contribution_start"] for line in plain["record"]}) == 4
-        )  # each update has its own search
+        starts = [update["positive_contribution_start"] for update in plain["logged"]]
+        assert len(set(starts)) == len(starts) == 4  # each update has its own search
         # Known ratios do not depend on how the mini-batch is split. A forward finds the same except for rounding.
-        assert whole["record"][0] == marked["record"][0]
-        for name in ("low", "high", "search_steps"):
-            assert marked["record"][0][name] == plain["record"][0][name]
-        starts = [float.fromhex(found["record"][0]["positive_contribution_start"]) for found in (marked, plain)]
-        assert starts[0] == pytest.approx(starts[1], rel=1e-5)
+        assert whole["logged"][0] == marked["logged"][0]
+        for name in ("clip_low", "clip_high", "search_steps"):
+            assert marked["logged"][0][name] == plain["logged"][0][name]
+        assert marked["logged"][0]["positive_contribution_start"] == pytest.approx(starts[0], rel=1e-5)
 
 
 def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(ranks):
     for rank in ranks:
         first, second = rank["tools"]
-        assert first["values"] == second["values"] and torch.equal(first["gradient"], second["gradient"])
+        assert first["logged"] == second["logged"] and torch.equal(first["gradient"], second["gradient"])
     of_all = [row for rank in ranks for row in rank["tools"][0]["model tokens"]]
     positive = [tokens for tokens, advantage in of_all if advantage > 0]
-    fraction, length = (float.fromhex(value) for value in ranks[0]["tools"][0]["values"][-2:])
-    assert fraction == pytest.approx(sum(positive) / sum(tokens for tokens, _ in of_all))
-    assert length == pytest.approx(sum(positive) / len(positive))
-
-
-def test_a_dump_says_which_weights_sampled_a_response_and_which_are_trained(ranks):
-    for rank in ranks:
-        assert rank["versions"] == {
-            "versions are the responses'": True,
-            "of a response all the same": True,
-            "updates": [6, 7],
-            "trained from": [4],
-        }
+    logged = ranks[0]["tools"][0]["logged"]
+    fraction = sum(positive) / sum(tokens for tokens, _ in of_all)
+    assert logged["actor/bapo/positive_token_fraction"] == pytest.approx(fraction)
+    assert logged["actor/bapo/length_positive"] == pytest.approx(sum(positive) / len(positive))

@@ -8,7 +8,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HOOK = ("__init__", "policy_loss", "worker", "scopes", "marks", "compatibility", "verl_fixes", "health")
+HOOK = (
+    "__init__",
+    "policy_loss",
+    "worker",
+    "scopes",
+    "marks",
+    "compatibility",
+    "verl_fixes",
+    "advice",
+    "record",
+    "own_clip",
+)
 UPDATE = """
 import sys
 from pathlib import Path

@@ -40,8 +40,8 @@ def updates_of(method, model, port):
     data["advantages"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     metrics, gradient = run_update(actor, data)
     names = {"low": "clip_low", "high": "clip_high", "clipfrac_positive": "clipfrac_positive"}
-    of_worker = {name: number(metrics[f"actor/bapo/{logged}"]) for name, logged in names.items()}
-    of_worker["grad_norm"] = number(metrics["grad_norm"])
+    of_worker = {name: actor.logged[f"actor/bapo/{logged}"] for name, logged in names.items()}
+    of_worker["grad_norm"] = metrics["grad_norm"]
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
@@ -51,12 +51,6 @@ def updates_of(method, model, port):
     mine = clipped * max(1.0, found["grad_norm"])
     difference = (mine - gradient).norm() / gradient.norm()
     return {"worker": of_worker, "loop": of_loop, "difference": difference.item()}
-
-
-def number(metric):
-    """Convert verl's metric to a float. A list has an equal entry for each micro-batch."""
-    metric = metric[0] if isinstance(metric, list) else metric
-    return float(metric.aggregate() if hasattr(metric, "aggregate") else metric)
 
 
 def rollouts_of(data):

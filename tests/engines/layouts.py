@@ -10,6 +10,7 @@ results to ``<layout>/rank<N>.json`` and what it prints to ``<layout>/rank<N>.lo
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -26,8 +27,8 @@ if __name__ == "__main__":  # not when the tests import the names: no other test
 import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from support.actor import free_port, make_actor, make_mini_batch  # noqa: E402
+from support.capture import bounds_of, bounds_used, capture_to, read_updates  # noqa: E402
 from support.megatron import ACTOR, MEGATRON, install_packages, make_megatron_actor  # noqa: E402
-from support.updates import read_record  # noqa: E402
 
 ROWS, BATCHES, LIMIT_S = 16, 3, 1800
 LOSS = f"{ACTOR}.policy_loss"
@@ -59,17 +60,19 @@ LAYOUTS = {
     "2 expert ranks": (2, parallel(expert=2)),
 }
 EXACT_SCOPE = "2 stages, exact scope"
+MONITOR = {
+    "2 stages, verl's loss": [],
+    "2 stages, monitored": [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"],
+}
 
 
-def loss_options(folder, scope="previous_batch"):
-    """Return the overrides that add BAPO to verl's own config, with a target, a bounds record and a token dump."""
+def loss_options(scope="previous_batch"):
+    """Return the overrides that add BAPO to verl's own config, with a target."""
     values = {
         "loss_mode": "bapo",
         "_target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         "bound_scope": scope,
         **LOSS_OPTIONS,
-        "bounds_record_dir": f"'{folder}/record'",
-        "token_dump_dir": f"'{folder}/dump'",
     }
     return [f"++{LOSS}.{name}={value}" for name, value in values.items()]
 
@@ -107,26 +110,36 @@ def make_reference(rank, size, port, folder, name):
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
-    actor = make_actor([*options, *loss_options(folder / name)], rank, size, port, stock=True)
+    actor = make_actor([*options, *loss_options()], rank, size, port, stock=True)
     for number in range(BATCHES):
         torch.save(make_mini_batch(actor, seed=number + 1, rows=ROWS), folder / name / f"batch{number}.pt")
-    return {"updates": make_updates(actor, folder / name)}
+    return {"updates": make_updates(actor, folder / name, folder / name)}
 
 
 def make_layout(rank, size, port, folder, name):
     """Make the updates of a rank in a layout. Returns their results, and those of ``bad_update``."""
     inputs = folder / reference_of(name)
-    overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *LAYOUTS[name][1], *loss_options(folder / name)]
+    overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *LAYOUTS[name][1], *loss_options()]
     config_name = "bapo_trainer" if "our config" in name else "ppo_megatron_trainer"
     actor = make_megatron_actor(overrides, rank, size, port, config_name)
-    return {"updates": make_updates(actor, inputs), "bad": bad_update(actor, inputs)}
+    return {"updates": make_updates(actor, inputs, folder / name), "bad": bad_update(actor, inputs)}
+
+
+def make_with_verls_loss(rank, size, port, folder, name):
+    """Make the updates of a rank with verl's ``vanilla`` loss, monitored or not. Returns a hash of its weights, too."""
+    overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2), *MONITOR[name]]
+    actor = make_megatron_actor(overrides, rank, size, port)
+    updates = make_updates(actor, folder / "FSDP", folder / name)
+    bytes_of = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in state_of(actor) if tensor.numel()]
+    state = hashlib.sha256(b"".join(bytes_of)).hexdigest()
+    return {"updates": updates, "state": state}
 
 
 def refuse_exact_scope(rank, size, port, folder, name):
     """Make an actor with the default scope on a rank, and return the error that it raises."""
     overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2)]
     try:
-        make_megatron_actor([*overrides, *loss_options(folder / name, "mini_batch")], rank, size, port)
+        make_megatron_actor([*overrides, *loss_options("mini_batch")], rank, size, port)
     except ValueError as error:
         return {"error": str(error)}
     return {"error": "none"}
@@ -143,13 +156,17 @@ def batch_of_rank(actor, folder, number):
     return data
 
 
-def make_updates(actor, folder):
-    """Make one update on each batch. Returns the loss and gradient norm of each; None on ranks without outputs."""
+def make_updates(actor, inputs, folder):
+    """Make one update on each batch, captured to a folder.
+
+    Returns the loss and gradient norm of each; None on ranks without outputs.
+    """
     from verl.utils import tensordict_utils as tu
 
+    capture_to(folder / "capture")
     updates = []
     for number in range(BATCHES):
-        output = actor.train_mini_batch(batch_of_rank(actor, folder, number))
+        output = actor.train_mini_batch(batch_of_rank(actor, inputs, number))
         metrics = None if output is None else tu.get(output, "metrics")
         updates.append(metrics and {name: metrics[name][0] for name in ("loss", "grad_norm")})
     return updates
@@ -160,7 +177,7 @@ def bad_update(actor, folder):
 
     Returns the error that it raised, and whether weights and optimizer of this rank are unchanged.
     """
-    data, before, actor.token_dump_dir = batch_of_rank(actor, folder, 0), state_of(actor), None
+    data, before = batch_of_rank(actor, folder, 0), state_of(actor)
     if actor.engine.get_data_parallel_rank() == actor.engine.get_data_parallel_size() - 1:
         rows = [row.clone() for row in data["advantages"].unbind()]
         rows[1][1] = torch.inf
@@ -220,16 +237,23 @@ def run_ranks(function, folder, name, size) -> list[dict]:
 
 
 def results_of(folder, name, ranks) -> dict:
-    """Return bounds, rho, loss and gradient norm of each update, and whether these are bit-identical on all ranks."""
-    records = [read_record(folder / name / "record", rank)[:BATCHES] for rank in range(len(ranks))]
+    """Return bounds, rho, loss and gradient norm of each update, and whether these are bit-identical on all ranks.
+
+    The bounds that each loss got have to be those that its rank logged.
+    """
+    captured = [read_updates(folder / name / "capture", rank)[:BATCHES] for rank in range(len(ranks))]
+    logged = [[update["logged"] for update in of_rank] for of_rank in captured]
+    used = all(set(bounds_used(update)) <= {bounds_of(update)} for of_rank in captured for update in of_rank)
     sources = [rank["updates"] for rank in ranks if rank["updates"][0] is not None]
     return {
         "ranks": len(ranks),
         "updates": [
-            {value: float.fromhex(line[value]) for value in ("low", "high", "positive_contribution")} | source
-            for line, source in zip(records[0], sources[0], strict=True)
+            {value: line[value] for value in ("clip_low", "clip_high", "positive_contribution")} | source
+            for line, source in zip(logged[0], sources[0], strict=True)
         ],
-        "equal": all(record == records[0] for record in records) and all(source == sources[0] for source in sources),
+        "equal": used
+        and all(of_rank == logged[0] for of_rank in logged)
+        and all(source == sources[0] for source in sources),
         "bad": [rank["bad"] for rank in ranks if "bad" in rank],
     }
 
@@ -255,13 +279,18 @@ def run_layouts(folder: Path, word: str = "") -> dict:
         run_reference(EXACT_SCOPE)  # it writes the model
         results[EXACT_SCOPE] = run_ranks(refuse_exact_scope, folder, EXACT_SCOPE, 2)
         print(f"\n{EXACT_SCOPE}: {results[EXACT_SCOPE][0]['error']}")
+    for name in MONITOR:
+        if word in name:
+            run_reference(name)
+            results[name] = run_ranks(make_with_verls_loss, folder, name, 2)
+            print(f"\n{name}: weights and optimizer {[rank['state'][:12] for rank in results[name]]}")
     (folder / "results.json").write_text(json.dumps(results))
     return results
 
 
 def print_rows(name, result):
     for number, row in enumerate(result["updates"]):
-        bounds = f"({row['low']:g}, {row['high']:g})"
+        bounds = f"({row['clip_low']:g}, {row['clip_high']:g})"
         values = f"{row['positive_contribution']:.9f} | {row['loss']:.7f} | {row['grad_norm']:.6f}"
         print(f"| {name} | {result['ranks']} | {number} | {bounds} | {values} | {result['equal']} |", flush=True)
 

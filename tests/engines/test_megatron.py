@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines.layouts import BATCHES, EXACT_SCOPE, LAYOUTS, LOSS_OPTIONS, reference_of
-from support.batches import values_of_dump
+from engines.layouts import BATCHES, EXACT_SCOPE, LAYOUTS, LOSS_OPTIONS, MONITOR, reference_of
+from support.capture import bounds_of, read_updates, tokens_of_updates, values_of_updates
 from support.megatron import install_packages
+from support.oracle import sequential_search
 
 from bapo import BAPOConfig
 
@@ -42,7 +43,7 @@ def results(folder):
 def test_a_layout_makes_the_updates_that_fsdp_makes(results, name):
     expected, found = results[reference_of(name)]["updates"], results[name]["updates"]
     for update, (row, reference) in enumerate(zip(found, expected, strict=True)):
-        assert (row["low"], row["high"]) == (reference["low"], reference["high"]), update
+        assert (row["clip_low"], row["clip_high"]) == (reference["clip_low"], reference["clip_high"]), update
         assert row["positive_contribution"] == pytest.approx(reference["positive_contribution"], rel=1e-5)
         for value in ("loss", "grad_norm"):
             assert row[value] == pytest.approx(reference[value], rel=1e-4), (update, value)
@@ -51,7 +52,7 @@ def test_a_layout_makes_the_updates_that_fsdp_makes(results, name):
 def test_the_updates_use_different_bounds(results):
     """Check that the updates differ, because otherwise the comparison would show little."""
     rows = results["FSDP"]["updates"]
-    assert len({(row["low"], row["high"]) for row in rows}) == BATCHES
+    assert len({(row["clip_low"], row["clip_high"]) for row in rows}) == BATCHES
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -64,19 +65,29 @@ def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(re
     """Check the count, too. If all ranks added their tokens, it would double, and the bounds would not show that."""
     assert len(results[name]["bad"]) == LAYOUTS[name][0]
     for rank in results[name]["bad"]:
-        assert "of this mini-batch: 1 in advantages. No clip bounds" in rank["error"]
+        assert "on response tokens: 1 in advantages. No optimizer step" in rank["error"]
         assert rank["unchanged"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_dump_has_each_token_once(folder, results, name):
-    found = values_of_dump(folder / name / "dump", BAPOConfig(**LOSS_OPTIONS))
+def test_each_update_searches_on_the_captured_tokens(folder, results, name):
+    found = values_of_updates(folder / name / "capture", BAPOConfig(**LOSS_OPTIONS))
     rows = results[name]["updates"]
-    for side in ("low", "high"):
-        assert found[side][: BATCHES - 1] == [row[side] for row in rows[1:]]
+    for side in ("clip_low", "clip_high"):
+        assert [values[side] for values in found[: BATCHES - 1]] == [row[side] for row in rows[1:]]
 
 
 def test_the_exact_scope_is_refused_on_every_rank(results):
     assert len(results[EXACT_SCOPE]) == 2
     for rank in results[EXACT_SCOPE]:
         assert "bound_scope=mini_batch is not usable with strategy=megatron: set it to previous_batch" in rank["error"]
+
+
+def test_the_monitor_leaves_every_ranks_weights_and_sees_each_token_once(folder, results):
+    of_verl, monitored = (results[name] for name in MONITOR)
+    assert monitored == of_verl  # loss, gradient norm, and the hash of weights and optimizer
+    capture = folder / "2 stages, monitored" / "capture"
+    literal = [sequential_search(*tokens, BAPOConfig(), 3.0)[:2] for tokens in tokens_of_updates(capture)]
+    for rank in range(2):  # the first stage never calls the loss
+        assert [bounds_of(update) for update in read_updates(capture, rank)] == literal
+    assert len(literal) == BATCHES

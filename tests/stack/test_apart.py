@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.stack_runs import ROOT, SHORT_STEPS
+from support.stack_runs import ROOT, SHORT_STEPS, updates_of
 
 from recipe.bapo.records.metrics import read_metrics
 
@@ -117,7 +117,7 @@ def test_two_runs_at_once_keep_weights_records_and_samples_apart(shared_folder):
         assert len(steps) == 2
         # A server's samples have the probabilities that its own trainer computes, so both have the same weights.
         assert all(data["training/rollout_probs_diff_mean"] < 0.01 for data in steps)
-        records[name] = (folder / "bounds" / "rank0.jsonl").read_text().splitlines()
+        records[name] = [update.values["positive_contribution"] for update in updates_of(folder)]
         samples[name] = [path.read_text() for path in sorted((folder / "samples").glob("*.jsonl"))]
         assert len(records[name]) == 2 * 8 and len(samples[name]) == 2
     assert not set(records["a"]) & set(records["b"]) and not set(samples["a"]) & set(samples["b"])

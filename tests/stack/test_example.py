@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's example on the real stack: Ray, verl's trainer, FSDP2 over gloo and vLLM servers."""
 
-import json
 import re
 from statistics import fmean as mean
 
 import pytest
 from support.metrics import METRICS
-from support.stack_runs import explain, run_example
+from support.stack_runs import explain, run_example, updates_of
 
 from recipe.bapo.records.metrics import read_metrics, validation_reward
 
@@ -36,13 +35,12 @@ def test_the_example_learns(example):
 
 def test_the_bounds_stay_in_their_ranges_and_move(example):
     _, output, steps, _ = example
-    lines = [json.loads(line) for line in (output / "bounds" / "rank0.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines] == list(range(10 * 24))  # 24 updates per rollout batch
-    assert [line["source"] for line in lines] == (
-        ["on_policy"] + 23 * ["pass"]
-    ) * 10  # the worker gets the trainer's mark
-    low = [float.fromhex(line["low"]) for line in lines]
-    high = [float.fromhex(line["high"]) for line in lines]
+    updates = updates_of(output)
+    assert [update.numbers["step"] for update in updates] == [step for step in range(1, 11) for _ in range(24)]
+    assert [update.numbers["update"] for update in updates] == 10 * list(range(24))  # 24 updates per rollout batch
+    # The worker gets the trainer's mark, by which every ratio of the first update is taken as 1.
+    assert {update.values["effective_sample_size"] for update in updates[::24]} == {1}
+    low, high = ([update.values[side] for update in updates] for side in ("low", "high"))
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
     assert len(set(high)) > 1 and len(set(low)) > 1
     for step, data in enumerate(steps):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Install the package with each of its extras in an empty environment, and run commands there. Minutes each."""
 
-import json
 import os
 import subprocess
 import sys
@@ -53,20 +52,10 @@ def test_verls_extra_brings_what_recipe_and_checks_import(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_for_trl_dumps_what_the_report_reads(tmp_path):
+def test_the_report_runs_where_neither_verl_nor_ray_is_installed(tmp_path):
     python = install(tmp_path / "venv", "[report]")
     assert "imported" in run(python, "-c", IMPORT_ALL, "recipe.bapo.report", cwd=tmp_path)
-    example, model = ROOT / "docs/examples/trl_dump.py", ROOT / "recipe/bapo/example/files/model"
-    (trl,) = {word for word in example.read_text().split() if word.startswith("trl==")}
-    subprocess.run([Path(sys.executable).with_name("uv"), "pip", "install", "-q", "--python", python, trl], check=True)
-    run(python, example, model, "dump", cwd=tmp_path, HF_HUB_OFFLINE="1")
-    said = run(python.with_name("bapo-report"), "dump", "--html", "a.html", "--json", "report.json", cwd=tmp_path)
-    assert (tmp_path / "a.html").stat().st_size > 10_000
-    assert said.startswith("This run's own loss ([0.8, 1.2]) leaves")
-    report = json.loads((tmp_path / "report.json").read_text())
-    first, second = report["by_update"]  # two optimizer steps on one rollout batch, of two micro-batches each
-    assert first["tokens"] == second["tokens"] > 0
-    assert first["effective_sample_size"] == pytest.approx(1) and second["effective_sample_size"] < 0.999
-    assert report["methods"][0]["method"] == "this run's own" and "GSPO" in {row["method"] for row in report["methods"]}
+    said = run(python.with_name("bapo-report"), ROOT / "docs/examples", "--out", "report.png", cwd=tmp_path)
+    assert "4. What next?" in said and (tmp_path / "report.png").stat().st_size > 10_000
     listed = subprocess.run([python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
     assert not {"verl", "ray"} & {line.split()[0] for line in listed.splitlines()}

@@ -1,84 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stale data, evaluation and verl's own entry point on the real stack. Minutes each."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 
 import pytest
-from support.batches import batches_of_dump, values_of_dump
+from support.capture import (
+    bounds_of,
+    bounds_used,
+    environment_of_capture,
+    read_updates,
+    tokens_of_updates,
+    values_of_updates,
+)
 from support.metrics import METRICS
 from support.oracle import sequential_search
-from support.stack_runs import ROOT, explain, removing_what_others_leave, run_example
+from support.stack_runs import ROOT, explain, removing_what_others_leave, run_example, updates_of
 
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
-from recipe.bapo.report.facts import report_on
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
-README, YOUR_OWN_RUN = ((ROOT / page).read_text() for page in ("README.md", "docs/your_own_run.md"))
-SEARCHED = ("low", "high", "positive_contribution", "saturated")
+README, YOUR_OWN_RUN, MONITOR_PAGE = (
+    (ROOT / page).read_text() for page in ("README.md", "docs/your_own_run.md", "docs/monitor.md")
+)
+CAPTURE = "actor_rollout_ref.model.external_lib=support.capture"
 
 
 def run_regime(tmp_path, config, steps, *overrides):
-    """Run some steps of a file of configs/experiment and check what holds in all. Returns metrics and records."""
+    """Run some steps of a file of configs/experiment and check what holds in all. Returns metrics and updates."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
     method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
-    run = run_example(tmp_path / "run", *method, *length, *overrides, CONFIG=config)
+    capture = environment_of_capture(tmp_path / "capture")
+    run = run_example(tmp_path / "run", *method, *length, CAPTURE, *overrides, CONFIG=config, **capture)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     data = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert len(data) == steps
     for metrics in data:
         assert metrics["actor/entropy"] > 0 and metrics["actor/grad_norm"] > 0
         assert set(metrics) >= METRICS
-    records = [json.loads(line) for line in (tmp_path / "run" / "bounds" / "rank0.jsonl").read_text().splitlines()]
-    found = [{name: float.fromhex(record[name]) for name in SEARCHED} for record in records]
-    assert len({search["positive_contribution"] for search in found}) > steps  # each update has its own data
-    for search in found:
-        if search["saturated"]:  # with so few updates, all searches may be saturated
-            assert (search["low"], search["high"]) == (0.9, 3.0), search
+    updates = read_updates(tmp_path / "capture")
+    rho = [update["logged"]["positive_contribution"] for update in updates]
+    assert len(set(rho)) > steps  # each update has its own data
+    for update, contribution in zip(updates, rho, strict=True):
+        if update["logged"]["saturated"]:  # with so few updates, all searches may be saturated
+            assert bounds_of(update) == (0.9, 3.0), update["logged"]
         else:  # rho is 0 if all advantages are 0: a mini-batch may be one group whose answers are all wrong
-            assert search["positive_contribution"] > 0.4 - 1e-6 or search["positive_contribution"] == 0, search
-    return data, records
+            assert contribution > 0.4 - 1e-6 or contribution == 0, update["logged"]
+    return data, updates
 
 
 def test_sample_replay_at_staleness_32(tmp_path):
-    dump = tmp_path / "dump"
-    data, records = run_regime(
-        tmp_path, "replay", 2, "staleness=32", f"actor_rollout_ref.actor.policy_loss.token_dump_dir={dump}"
-    )
-    assert len(records) == 2 * 32
+    data, updates = run_regime(tmp_path, "replay", 2, "staleness=32")
+    assert len(updates) == 2 * 32
     assert all(metrics["actor/bapo/clipfrac_negative"] > 0 for metrics in data)
-    # The report on the dump agrees with the run, except for updates at ratio 1: there the training forward's log-probs
-    # differ from the recomputed ones in their last bits, which may decide a tie.
+    # A search on the captured tokens agrees with the run, except for the first update on a batch. It takes every ratio
+    # as 1, but the training forward's log-probs differ from the old ones in their last bits, which may decide a tie.
     definition = BAPOConfig(contribution="gradient", positive_contribution_target=0.4)
-    found = values_of_dump(dump, definition)
-    assert len(found["low"]) == 64
-    for update, record in enumerate(records):
-        if record["source"] != "on_policy":
-            assert (found["low"][update].hex(), found["high"][update].hex()) == (record["low"], record["high"])
-        for key in ("positive_contribution_start", "positive_token_fraction"):
-            assert found[key][update] == pytest.approx(float.fromhex(record[key]), abs=1e-5), key
+    found = values_of_updates(tmp_path / "capture", definition)
+    for number, (update, values) in enumerate(zip(updates, found, strict=True)):
+        if number % 32 > 0:
+            assert bounds_of(update) == (values["clip_low"], values["clip_high"])
+        for name in ("positive_contribution_start", "positive_token_fraction", "length_positive"):
+            assert update["logged"][name] == pytest.approx(values[name], abs=1e-5), name
 
 
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
-    dump = tmp_path / "dump"
-    data, _ = run_regime(tmp_path, "partial_rollout", 3, f"actor_rollout_ref.actor.policy_loss.token_dump_dir={dump}")
+    data, _ = run_regime(tmp_path, "partial_rollout", 3)
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
-    oldest = max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data)
-    assert oldest > 0
-    ages = [row["age"] for row in report_on(dump)["by_age"]]
-    assert ages[0] == 0 and ages[-1] == oldest  # the oldest token of the dump is as old as in verl's metrics
+    assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
 
 
 @pytest.mark.slow
 def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
-    data, records = run_regime(tmp_path, "separate_async", 3)
-    # Each step makes parameter_sync_step = 4 updates.
-    assert len(records) == 3 * 4 and {line["source"] for line in records} == {"pass"}
+    data, updates = run_regime(tmp_path, "separate_async", 3)
+    assert len(updates) == 3 * 4  # each step makes parameter_sync_step = 4
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
     # A small KL shows that the servers received the weights: they start with random ones (load_format=dummy).
     assert all(abs(metrics["actor/ppo_kl"]) < 0.5 for metrics in data)
@@ -93,13 +92,13 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     for kind, figure in (("core", "mean"), ("aux", "std")):
         name = f"val-{kind}/bapo/guess/{variable}/{figure}@4"
         assert 0 < metrics[name] < 1 and re.search(rf"^  {name} +{metrics[name]:.4f}$", run.stdout, re.M)
-    assert not (tmp_path / "run" / "bounds").exists()
+    assert not any(name.startswith("actor/") for name in metrics)
 
 
 def run_verls_own(tmp_path, task, *overrides, **environment):
     """Run two steps of verl's own entry point, with the package installed. Returns the metrics of the steps.
 
-    Each step has two mini-batches of 16 sequences, in micro-batches of 4.
+    Each step has two mini-batches of 16 sequences, in micro-batches of 4. The updates are captured.
     """
     with removing_what_others_leave() as folders:
         run = subprocess.run(
@@ -129,6 +128,7 @@ def run_verls_own(tmp_path, task, *overrides, **environment):
                 "trainer.logger=[file]",
                 f"trainer.default_local_dir={tmp_path}/checkpoints",
                 f"hydra.run.dir={tmp_path}/hydra",
+                CAPTURE,
                 *overrides,
             ],
             cwd=tmp_path,
@@ -136,6 +136,7 @@ def run_verls_own(tmp_path, task, *overrides, **environment):
                 **os.environ,
                 **cpu_environment(),
                 **folders,
+                **environment_of_capture(tmp_path / "capture"),
                 "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl",
                 **environment,
             },
@@ -151,40 +152,49 @@ def run_verls_own(tmp_path, task, *overrides, **environment):
 TWO_LINES = (f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig")
 
 
+def read_same_updates(tmp_path, ranks):
+    """Return the captured updates of rank 0, after checking that all ranks have logged the same."""
+    updates = read_updates(tmp_path / "capture")
+    for rank in range(1, ranks):
+        of_rank = read_updates(tmp_path / "capture", rank)
+        assert [update["logged"] for update in of_rank] == [update["logged"] for update in updates]
+    return updates
+
+
 def check_exact_bounds(tmp_path, data, ranks=1):
     """Check that each update's bounds come from one search on its mini-batch, and that all ranks have the same."""
     assert all(set(metrics) >= METRICS for metrics in data)
-    records = [(tmp_path / "bounds" / f"rank{rank}.jsonl").read_text() for rank in range(ranks)]
-    assert all(record == records[0] for record in records)
-    lines = [json.loads(line) for line in records[0].splitlines()]
-    assert [line["update"] for line in lines] == list(range(4)) and {line["source"] for line in lines} == {"pass"}
-    for step, metrics in enumerate(data):  # verl logs the mean over the updates of a step
-        bounds = [float.fromhex(line["high"]) for line in lines[2 * step : 2 * step + 2]]
-        assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(bounds) / 2)
+    updates = read_same_updates(tmp_path, ranks)
+    assert len(updates) == 4
+    for update, values in zip(updates, values_of_updates(tmp_path / "capture", BAPOConfig()), strict=True):
+        assert bounds_of(update) == (values["clip_low"], values["clip_high"])
+    check_means(data, [bounds_of(update) for update in updates])
+
+
+def check_means(data, used):
+    """Check that verl logs the mean of the bounds over the updates of a step."""
+    updates = len(used) // len(data)
+    for step, metrics in enumerate(data):
+        highs = [high for _, high in used[step * updates : (step + 1) * updates]]
+        assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(highs) / updates)
 
 
 def check_bounds_of_the_batch_before(tmp_path, data, updates, on_a_batch, ranks=1):
-    """Check that each update uses the result of a literal search on the same update of the previous rollout batch.
-
-    Returns the bounds ``(low, high)`` of each update.
-    """
+    """Check that each update uses the result of a literal search on the same update of the previous rollout batch."""
     assert all(set(metrics) >= METRICS for metrics in data)
-    records = [(tmp_path / "bounds" / f"rank{rank}.jsonl").read_text() for rank in range(ranks)]
-    assert all(record == records[0] for record in records)
-    lines = [json.loads(line) for line in records[0].splitlines()]
-    assert len(lines) == updates and {line["source"] for line in lines} == {"previous_batch"}
-    searched = [sequential_search(*batch, BAPOConfig(), 3.0)[:2] for batch in batches_of_dump(tmp_path / "dump")]
-    assert len(searched) == updates
-    used = [(float.fromhex(line["low"]), float.fromhex(line["high"])) for line in lines]
+    used = [bounds_of(update) for update in read_same_updates(tmp_path, ranks)]
+    tokens = tokens_of_updates(tmp_path / "capture")
+    searched = [sequential_search(*of_update, BAPOConfig(), 3.0)[:2] for of_update in tokens]
+    assert len(used) == len(searched) == updates
     # Updates on the first batch use the result of the latest search, and the very first one the start of the ranges.
     assert used == [(0.6, 1.2), *searched[: on_a_batch - 1], *searched[: updates - on_a_batch]]
-    return used
+    check_means(data, used)
 
 
 def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
     lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", README, re.M)
     assert tuple(lines) == TWO_LINES
-    check_exact_bounds(tmp_path, run_verls_own(tmp_path, task, *lines, f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"))
+    check_exact_bounds(tmp_path, run_verls_own(tmp_path, task, *lines))
 
 
 def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp_path, task):
@@ -196,20 +206,13 @@ def test_a_third_line_takes_the_bounds_of_the_batch_before_without_a_forward(tmp
         task,
         *TWO_LINES,
         *lines,
-        f"+{LOSS}.bounds_record_dir={tmp_path}/bounds",
-        f"+{LOSS}.token_dump_dir={tmp_path}/dump",
         "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.model.external_lib=tests.support.count_forwards",
+        "actor_rollout_ref.model.external_lib=[support.capture,support.count_forwards]",
         FORWARDS_FILE=str(passes),
-        PYTHONPATH=str(ROOT),
     )
     # In each of two steps verl recomputes the old log-probs, and then makes four updates.
     assert passes.read_text().split() == ["infer", *4 * ["train"]] * 2
-    assert all(set(metrics) >= METRICS for metrics in data)
-    used = check_bounds_of_the_batch_before(tmp_path, data, updates=8, on_a_batch=4)
-    for step, metrics in enumerate(data):
-        highs = [high for _, high in used[4 * step : 4 * step + 4]]
-        assert metrics["actor/bapo/clip_high"] == pytest.approx(sum(highs) / 4)
+    check_bounds_of_the_batch_before(tmp_path, data, updates=8, on_a_batch=4)
 
 
 ASYNCHRONOUS = {
@@ -235,26 +238,47 @@ DYNAMIC = [
     ids=["dynamic batches", "two ranks", *ASYNCHRONOUS],
 )
 def test_the_two_lines_are_exact_with(ranks, overrides, tmp_path, task):
-    record = f"+{LOSS}.bounds_record_dir={tmp_path}/bounds"
-    data = run_verls_own(tmp_path, task, *TWO_LINES, record, f"trainer.n_gpus_per_node={ranks}", *overrides)
+    data = run_verls_own(tmp_path, task, *TWO_LINES, f"trainer.n_gpus_per_node={ranks}", *overrides)
     check_exact_bounds(tmp_path, data, ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, on_a_batch", [("colocate_async", 2), ("separate_async", 1)])
 def test_the_third_line_takes_the_bounds_of_the_batch_before_with(mode, on_a_batch, tmp_path, task):
-    folders = (f"+{LOSS}.bounds_record_dir={tmp_path}/bounds", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
     scope = f"+{LOSS}.bound_scope=previous_batch"
-    data = run_verls_own(tmp_path, task, *TWO_LINES, scope, *folders, *ASYNCHRONOUS[mode])
+    data = run_verls_own(tmp_path, task, *TWO_LINES, scope, *ASYNCHRONOUS[mode])
     # In separate_async each step has two local steps. Each is a call with one update, so it counts as its own batch.
     check_bounds_of_the_batch_before(tmp_path, data, updates=4, on_a_batch=on_a_batch)
 
 
+def check_monitored(tmp_path, data, updates):
+    """Check the logged means and the record against a literal search on the captured tokens of each update."""
+    literal = [sequential_search(*tokens, BAPOConfig(), 3.0) for tokens in tokens_of_updates(tmp_path / "capture")]
+    recorded = updates_of(tmp_path / "record")
+    assert len(recorded) == len(literal) == updates
+    for found, (low, high, rho, start, *_) in zip(recorded, literal, strict=True):
+        assert (found.values["low"], found.values["high"]) == (low, high)
+        assert found.values["positive_contribution"] == pytest.approx(rho)
+        assert found.values["positive_contribution_start"] == pytest.approx(start)
+    check_means(data, [bounds[:2] for bounds in literal])
+    for metrics in data:
+        assert set(metrics) >= METRICS - {"actor/bapo/entropy_covariance"}
+        assert metrics["actor/bapo/applied"] == 0
+    assert all(set(bounds_used(update)) == {None} for update in read_updates(tmp_path / "capture"))
+
+
+MONITOR = f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"
+
+
+def test_one_line_monitors_a_run_of_verls(tmp_path, task):
+    (line,) = re.findall(r"^ +(actor_rollout_ref\.actor\.policy_loss\._target_\S+)", MONITOR_PAGE, re.M)
+    assert line == MONITOR
+    options = (f"+{LOSS}.record_dir={tmp_path}/record", "actor_rollout_ref.actor.ppo_epochs=2")
+    check_monitored(tmp_path, run_verls_own(tmp_path, task, line, *options), updates=8)
+
+
 @pytest.mark.slow
-def test_two_lines_dump_the_tokens_of_any_loss(tmp_path, task):
-    dump = (f"{LOSS}._target_=recipe.bapo.policy_loss.DumpConfig", f"+{LOSS}.token_dump_dir={tmp_path}/dump")
-    data = run_verls_own(tmp_path, task, f"{LOSS}.loss_mode=gspo", *dump)
-    assert not any(key.startswith("actor/bapo/") for metrics in data for key in metrics)
-    report = report_on(tmp_path / "dump")
-    assert (report["dump"]["updates"], report["dump"]["loss_mode"]) == (4, "gspo")
-    assert "GSPO" in {row["method"] for row in report["methods"]}
+@pytest.mark.parametrize("mode", ASYNCHRONOUS)
+def test_one_line_monitors_a_run_of_verls_with(mode, tmp_path, task):
+    record = f"+{LOSS}.record_dir={tmp_path}/record"
+    check_monitored(tmp_path, run_verls_own(tmp_path, task, MONITOR, record, *ASYNCHRONOUS[mode]), updates=4)

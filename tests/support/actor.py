@@ -51,7 +51,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
         config = compose_stock_config([f"+platform={platform}", *STOCK, *common, *overrides])
     else:
         groups = [f"experiment={experiment}", "size=cpu", f"platform={platform}"]
-        no_record = "actor_rollout_ref.actor.policy_loss.bounds_record_dir=null"
+        no_record = "actor_rollout_ref.actor.policy_loss.record_dir=null"
         config = compose_config([*groups, *common, no_record, *overrides], ROOT / "configs")
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role=role)
     worker.init_model()

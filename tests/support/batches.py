@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_and_validate
-from recipe.bapo.records.tokens import TENSORS, read_dump
 
 
 @st.composite
@@ -115,16 +114,3 @@ def searches(draw):
 def values_found(*batch_and_config, **settings):
     """Call ``find_clip_bounds`` with these arguments, and return bounds and diagnostics as numbers by name."""
     return read_and_validate(*find_clip_bounds(*batch_and_config, **settings))
-
-
-def batches_of_dump(dump):
-    """Yield each update of a dump as one row: old log-probs, log-probs, advantages and a mask of ones."""
-    for micro_batches in read_dump(dump):
-        rows = [torch.cat([tokens[name] for tokens in micro_batches])[None] for name in TENSORS]
-        yield *rows, torch.ones_like(rows[0])
-
-
-def values_of_dump(dump, config):
-    """Return ``values_found`` of each update of a dump."""
-    found = [values_found(*batch, config, clip_ratio_c=3.0) for batch in batches_of_dump(dump)]
-    return {name: [values[name] for values in found] for name in found[0]}

@@ -81,13 +81,13 @@ def _end(process):
         return process.wait()
 
 
-def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entropy=False, repeats=0):
+def run(overrides, platform, rank, size, port, rows=16, longest=20, entropy=False, repeats=0):
     """Make one update, then ``repeats`` more that are timed.
 
     Returns:
         A dictionary with these keys:
 
-        - ``record``: the lines of the bounds record after the first update.
+        - ``logged``: the bounds of the first update and their metrics. With ``bound_scope=micro_batch`` they are means.
         - ``log_probs``: the dtype of the log-probs.
         - ``weights``: the number of weights.
         - ``peak_gibibytes``: the peak memory of the updates; 0 on a CPU.
@@ -96,14 +96,7 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
     """
     from tests.support.actor import make_actor, make_mini_batch
 
-    record = folder / "bounds"
-    actor = make_actor(
-        [*overrides, f"actor_rollout_ref.actor.policy_loss.bounds_record_dir='{record}'"],
-        rank,
-        size,
-        port,
-        platform=platform,
-    )
+    actor = make_actor(overrides, rank, size, port, platform=platform)
     from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
 
     on_gpu, infer, dtypes = platform != "cpu", actor.infer_batch, []
@@ -120,7 +113,7 @@ def run(overrides, platform, rank, size, port, folder, rows=16, longest=20, entr
         torch.cuda.reset_peak_memory_stats()
     actor.train_batch(data)
     seen = {
-        "record": [json.loads(line) for line in (record / f"rank{rank}.jsonl").read_text().splitlines()],
+        "logged": actor.logged,
         "log_probs": dtypes[0],
         "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
     }
@@ -147,6 +140,6 @@ def seconds_of_updates(actor, data, rounds):
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    seen = run(**json.loads(file.read_text()), folder=file.parent)
+    seen = run(**json.loads(file.read_text()))
     file.write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics that the loss returns on every call."""
+"""The metrics that every update logs."""
 
 METRICS = {
     "actor/pg_clipfrac",
@@ -9,6 +9,7 @@ METRICS = {
     "actor/bapo/clip_high",
     "actor/bapo/positive_contribution",
     "actor/bapo/positive_contribution_start",
+    "actor/bapo/positive_contribution_highest",
     "actor/bapo/search_steps",
     "actor/bapo/saturated",
     "actor/bapo/met_at_start",

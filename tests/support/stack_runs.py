@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from recipe.bapo.launch.cleanup import remove
+from recipe.bapo.record import read_record
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"
@@ -53,6 +54,11 @@ def log_of(output, lines=40):
 def explain(run, output):
     """Return what helps to understand why a run failed."""
     return f"{run.stdout}\n{run.stderr}\n{log_of(output)}"
+
+
+def updates_of(output):
+    """Return the updates in the record of a run that was started once."""
+    return [update for path in output.glob("record-*.jsonl") for update in read_record(path).updates]
 
 
 def free_ports(count):

@@ -80,7 +80,7 @@ class StandInEngine:
         return "data-parallel group"
 
 
-def make_worker(config, monkeypatch, rank=0, model_config=None):
+def make_worker(config, monkeypatch, model_config=None):
     """Make a ``BAPOTrainingWorker`` on a stand-in engine, and set verl's loss with an ``ActorConfig``."""
     from recipe.bapo.worker import BAPOTrainingWorker
     from verl.workers.engine_workers import TrainingWorker
@@ -89,7 +89,6 @@ def make_worker(config, monkeypatch, rank=0, model_config=None):
         worker.engine, worker.model_config, worker.device_name = StandInEngine(), model_config, "cpu"
 
     monkeypatch.setattr(TrainingWorker, "__init__", init)
-    monkeypatch.setattr(TrainingWorker, "rank", rank, raising=False)
     monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
     # verl's loop over the updates on a rollout batch does nothing here, because tests make the updates one by one.

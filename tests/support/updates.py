@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Help with updates of the real actor worker: ways to split a mini-batch, the bounds record, a count of forwards."""
-
-import json
-from pathlib import Path
+"""Help with updates of the real actor worker: ways to split a mini-batch, and a count of forwards."""
 
 import pytest
 import torch
@@ -35,11 +32,6 @@ COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch
 def cut_of(name, size):
     """Return the overrides for a way to split, on each of ``size`` ranks."""
     return [part.format(whole=ROWS // size, half=ROWS // size // 2) for part in CUTS[name]]
-
-
-def read_record(folder, rank=0):
-    """Read the bounds record of a rank."""
-    return [json.loads(line) for line in Path(folder, f"rank{rank}.jsonl").read_text().splitlines()]
 
 
 class CollectiveCounter:

@@ -93,7 +93,6 @@ def failures(task, files):
         # Folders.
         ("run_dir=null", "run_dir=None is not usable: set it to a folder (OUTPUT_DIR)"),
         ("run_dir=/proc/nope", "run_dir (OUTPUT_DIR)=/proc/nope is not usable: [Errno 2]"),
-        (f"{ACTOR}.policy_loss.token_dump_dir={{files}}/dump", "/dump holds an earlier dump: remove it"),
         # Reward and data.
         ("reward.custom_reward_function.path=/no/such.py", "custom_reward_function.path=/no/such.py and name="),
         ("reward.reward_manager.name=nope", "reward.reward_manager.name=nope is not usable"),

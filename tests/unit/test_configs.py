@@ -11,7 +11,7 @@ from support.configs import ROOT, compose_in_groups
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
 from recipe.bapo.checks.config import check_batches, check_ratio
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -33,9 +33,10 @@ def inputs(monkeypatch):
 
 def test_the_trainer_config_shows_every_option_with_its_default():
     config = OmegaConf.load(ROOT / "recipe/bapo/config/bapo_trainer.yaml")
-    shown = dict(config.actor_rollout_ref.actor.policy_loss)
+    shown = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
     assert shown.pop("_target_") == f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}"
     defaults = BAPOPolicyLossConfig()
+    assert shown.pop("record_dir") == "${run_dir}" and defaults.record_dir is None
     assert shown == {name: getattr(defaults, name) for name in shown}
     assert set(BAPOConfig.__dataclass_fields__) <= set(shown)
 
@@ -50,7 +51,7 @@ def test_rays_settings_of_a_platform_are_literal(platform):
 def check(config):
     OmegaConf.resolve(config)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert isinstance(actor.policy_loss, BAPOPolicyLossConfig)
+    assert isinstance(actor.policy_loss, (BAPOPolicyLossConfig, MonitorConfig))
     omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     check_batches(config)
     return actor.policy_loss
@@ -64,7 +65,7 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
     config = compose_in_groups(f"experiment={name}", f"size={size}")
     loss = check(config)
     assert config.trainer.device == "cuda"
-    assert loss.bounds_record_dir == (f"{config.run_dir}/bounds" if "cpu" in size else None)
+    assert loss.record_dir == config.run_dir
     assert config.trainer.experiment_name.startswith(name)
 
 
@@ -78,6 +79,7 @@ def documented_methods():
     found = {}
     for row in rows:
         name, target, lower, upper, *others = (cell.strip().strip("`") for cell in row.strip("|").split("|"))
+        name = name.removesuffix("` (monitored)")
         found[name] = {"positive_contribution_target": float(target)}
         for side, cell in (("lower", lower), ("upper", upper)):
             start, *rest = re.findall(r"[\d.]+", cell)
@@ -102,25 +104,26 @@ def test_a_method_is_what_the_table_says_under_every_size(method, size):
 def test_methods_set_options_of_the_search_alone_and_all_of_them():
     assert documented_methods().keys() == set(METHODS)
     options = {*BAPOConfig.__dataclass_fields__, "loss_mode"}
+    monitor = {"_target_"}
     for method in METHODS:
         text = (ROOT / f"configs/method/{method}.yaml").read_text()
         assert text.startswith("# @package actor_rollout_ref.actor.policy_loss\n")
         shown = set(OmegaConf.create(text))
-        assert shown == options if method == "bapo" else shown <= {*options, "defaults"}
+        assert shown == options if method == "bapo" else shown <= {*options, *monitor, "defaults"}
 
 
 def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
     on_cpu, on_gpu = (check(compose_in_groups("experiment=example", f"size={size}")) for size in ("cpu_example", "gpu"))
-    assert replace(on_cpu, bounds_record_dir=None) == loss_of("cpu_example")
-    assert on_gpu == loss_of("bapo") == BAPOPolicyLossConfig()
+    assert on_cpu == loss_of("cpu_example")
+    assert replace(on_gpu, record_dir=None) == BAPOPolicyLossConfig() and on_gpu == loss_of("bapo")
 
 
 def test_another_method_on_the_command_line_wins_over_the_experiments():
     paper, grpo = (compose_in_groups("experiment=paper_7b", "size=gpu", f"method={name}") for name in ("bapo", "grpo"))
-    assert check(grpo).ratio_upper_max == 1.2
+    assert check(grpo).loss_mode == "vanilla"
     assert grpo.actor_rollout_ref.actor.clip_ratio_c > 1e6  # from the experiment, whatever the method
     grpo.actor_rollout_ref.actor.policy_loss = paper.actor_rollout_ref.actor.policy_loss
-    assert grpo == paper  # they differ only in the bounds and the target
+    assert grpo == paper  # they differ only in the loss
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu_without_flash_attn"])

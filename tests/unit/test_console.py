@@ -4,10 +4,11 @@
 import json
 import re
 import sys
+from dataclasses import asdict
 
 import pytest
 
-from recipe.bapo.health import WINDOW, health_warnings
+from bapo import BAPOConfig
 from recipe.bapo.launch.console import StepPrinter, first_error, step_line, summary
 from recipe.bapo.records import keep_earlier
 from recipe.bapo.records.metrics import read_metrics
@@ -130,64 +131,37 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
     assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items() if "best" not in name]
 
 
-SATURATED = {"bapo/saturated": 1.0, "bapo/positive_contribution": 0.448}
-MET_AT_START = {"bapo/met_at_start": 0.96, "bapo/positive_contribution_start": 0.446, "pg_clipfrac": 0.01}
-MET_AT_START |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
+SATURATED = {"saturated": 1.0, "met_at_start": 0.0, "met_by_moving": 0.0, "positive_contribution_highest": 0.448}
+OPTIONS = asdict(BAPOConfig())
 
 
-def steps_with(data):
-    """Make steps with these metrics of the actor. Some have half of rho, but too few to move its median."""
-    low = {name: value / 2 if "positive_contribution" in name else value for name, value in data.items()}
-    return [{f"actor/{name}": value for name, value in step.items()} for step in [low] * 3 + [data] * (WINDOW - 3)]
-
-
-@pytest.mark.parametrize(
-    "data, said",
-    [
-        (SATURATED, "They reached 0.448: positive_contribution_target=0.44 is in reach"),  # not rounded up
-        (MET_AT_START, "search was 0.446: with positive_contribution_target=0.45 bounds"),  # not rounded down
-        (MET_AT_START | {"bapo/met_at_start": 0.94}, None),
-        (MET_AT_START | {"pg_clipfrac": 0.0}, None),  # the data are fresh
-    ],
-)
-def test_what_deserves_a_warning(data, said):
-    assert health_warnings(steps_with(data), bounds_can_move=False) == []  # there is no search
-    warnings = health_warnings(steps_with(data), bounds_can_move=True)
-    assert len(warnings) == bool(said) and all(said in text for text in warnings)
-
-
-def test_tokens_that_were_left_out_are_warned_of():
-    (warning,) = health_warnings(steps_with({"bapo/masked_token_fraction": 2e-4}), bounds_can_move=False)
-    assert "0.0002 of the tokens in the last 10 steps had no usable old log-prob" in warning
-
-
-def test_one_step_in_which_the_target_was_in_reach_is_enough_for_no_warning():
-    steps = steps_with(SATURATED)
-    assert health_warnings(steps, bounds_can_move=True)
-    steps[4]["actor/bapo/saturated"] = 0.9
-    assert health_warnings(steps, bounds_can_move=True) == []
-
-
-def test_each_step_is_a_line_and_warnings_come_once_in_a_while(tmp_path, capsys):
-    printer = StepPrinter(tmp_path, total=25, bounds_can_move=True)
+def test_each_step_is_a_line_and_advice_comes_once_in_a_while(tmp_path, capsys):
+    printer = StepPrinter(tmp_path, total=25, options=OPTIONS)
     printer.print_new()  # before the file exists
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 26):
-            line = record(step, **step_data(step, 0.5) | {"actor/bapo/saturated": 1.0})
+            searched = {f"actor/bapo/{name}": value for name, value in SATURATED.items()}
+            line = record(step, **step_data(step, 0.5) | searched | {"actor/bapo/applied": float(step > 10)})
             for part in (line[:20], line[20:]):
                 file.write(part)
                 file.flush()
                 printer.print_new()
-    lines = [line[:7] for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
     steps = [f"step {step:>2}" for step in range(1, 26)]
-    assert lines == [*steps[:10], "Warning", *steps[10:20], "Warning", *steps[20:]]
+    of_monitor, of_bapo = [line for line in lines if line.startswith("BAPO:")]
+    assert "in 100% of the updates of the last 10 steps the search was saturated" in of_monitor
+    assert of_monitor.replace("would act", "acts") == of_bapo
+    overrides = [line.split("=")[0].split(".")[-1] for line in lines if line.startswith("    ")]
+    target = "positive_contribution_target"
+    assert overrides == ["_target_", "loss_mode", target, "bound_scope", "clip_ratio_c", target]
+    assert [line[:7] for line in lines if line[:4] not in ("BAPO", "    ")] == steps
 
 
 def test_a_terminal_has_a_progress_bar_and_a_file_has_none(tmp_path, capsys, monkeypatch):
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         (tmp_path / "metrics.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
-        printer = StepPrinter(tmp_path, total=25, bounds_can_move=True)
+        printer = StepPrinter(tmp_path, total=25, options=OPTIONS)
         printer.print_new()
         printer.close()
         assert ("training:   8%" in capsys.readouterr().err) == terminal

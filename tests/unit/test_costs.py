@@ -50,8 +50,8 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss, expected", [("vanilla", 3), ("bapo", 1)])
-def test_an_update_costs_one_host_read_and_vanilla_three(loss, expected):
+@pytest.mark.parametrize("loss, expected", [("vanilla", 3), ("bapo", 2)])
+def test_an_update_costs_two_host_reads_and_vanilla_three(loss, expected):
     batch, reads = make_batch(4, 100, torch.float32, "cpu"), mock.Mock(return_value=None)
 
     def count_calls(function):

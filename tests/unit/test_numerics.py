@@ -66,7 +66,7 @@ def test_bad_tokens_are_named_and_counted(batch, index, random, value, config):
         batch[index][row, column] = value
     found = find_clip_bounds(*batch, config, clip_ratio_c=DUAL_CLIP)
     name = ("old_log_prob", "log_prob", "advantages")[index]
-    with pytest.raises(ValueError, match=rf": {len(bad)} in {name}\. No clip bounds were found"):
+    with pytest.raises(ValueError, match=rf": {len(bad)} in {name}\. No optimizer step was made"):
         read_and_validate(*found)
 
 
@@ -89,10 +89,10 @@ def test_a_few_unusable_old_log_probs_count_as_masked(value):
     assert (masked_values, masked_loss) == (values, loss) and torch.equal(masked_gradient, gradient)
     assert gradient.any() and share == 1 / tokens
     log_prob[0, 0] = math.nan  # its gradient would be NaN, although the loss leaves the token out
-    with pytest.raises(ValueError, match="1 in log_prob. No clip bounds were found"):
+    with pytest.raises(ValueError, match="1 in log_prob. No optimizer step was made"):
         read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
     log_prob[0, 0], old[1:4, 0] = 0.0, value
-    with pytest.raises(ValueError, match="4 in old_log_prob. No clip bounds were found .* bypass_mode=true"):
+    with pytest.raises(ValueError, match="4 in old_log_prob. No optimizer step was made.* bypass_mode=true"):
         read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "command, message",
     [
-        (["-m", "recipe.bapo.report", "/no/dump"], "/no/dump holds no .safetensors file"),
+        (["-m", "recipe.bapo.report", "/no/run"], "No such file or directory: '/no/run'"),
         (
             ["scripts/cluster/job.py", "stop", "job"],
             "RAY_ADDRESS=file:///no/cluster accepts no jobs: set it to http://HEAD:8265",

@@ -38,10 +38,11 @@ def test_the_direction_of_imports():
             imports.setdefault(room, set()).add(found)
     ours = {room: found & rooms - {room} for room, found in imports.items()}
     assert not ours["records"] and not ours["config"] and not ours["example"]
-    assert not ours["health"] and not imports["health"] & {"verl", "torch"}
+    assert not ours["advice"] and not imports["advice"] & {"verl", "torch"}
+    assert not ours["record"] and not imports["record"] & {"verl", "ray"}
     # The parent of a run starts main_bapo as a command. Checks and trainer use its locks, its clean-up and its pipe.
     assert not imports["launch"] & {"verl", "torch", "hydra", "vllm"} and ours["launch"] <= {
-        "health",
+        "advice",
         "plot",
         "records",
     }

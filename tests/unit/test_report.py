@@ -1,284 +1,296 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clip report shows planted facts exactly, in the JSON and on the page."""
+"""The report on records: its figures by their definitions, which starts make a run, and what the command prints."""
 
-import json
 import re
+import subprocess
 import sys
-from math import log
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
-from markupsafe import escape
-from safetensors.torch import load_file, save_file
+from matplotlib import image
+from support.oracle import contribution, ratios, response_tokens, sequential_search, share
+from support.records import OWN_CLIP, make_tokens, measure, write_start
 
-from bapo import BAPOConfig
-from recipe.bapo.report.__main__ import main, page
-from recipe.bapo.report.facts import report_on
-from recipe.bapo.report.verdict import staleness
+from bapo import BAPOConfig, find_clip_bounds
+from recipe.bapo.own_clip import OwnClip
+from recipe.bapo.record import Record
+from recipe.bapo.report.__main__ import BOUNDS, TARGETS, main
+from recipe.bapo.report.findings import clipped, ends_of_search, fixed_bounds, read_runs
+from recipe.bapo.report.picture import picture
 
-# One update by hand: (tokens, probability under the old policy, ratio, advantage). Sizes of the gradient r*|A|:
-#   A > 0: 10 * 1.0 * 1 = 10, 4 * 1.25 * 1 = 5, 2 * 2.5 * 1 = 5: together 20, 16 tokens
-#   A < 0: 8 * 0.5 * 1 = 4, 4 * 1.0 * 1 = 4, 3 * 4.0 * 1 = 12, 1 * 20 * 1 = 20: together 40, 16 tokens
-#   A = 0: 8 tokens
-PLANTED = [
-    (10, 0.5, 1.0, 1.0),
-    (4, 0.25, 1.25, 1.0),
-    (2, 0.125, 2.5, 1.0),
-    (8, 0.5, 0.5, -1.0),
-    (4, 0.5, 1.0, -1.0),
-    (3, 0.125, 4.0, -1.0),
-    (1, 0.0625, 20.0, -1.0),
-    (8, 0.5, 1.0, 0.0),
+ROOT = Path(__file__).parents[2]
+CONFIGS = [
+    BAPOConfig(),
+    BAPOConfig(0.37, token_weight="uniform", search_order="lower_first"),
+    BAPOConfig(0.5, contribution="gradient", ratio_lower_max=0.8, ratio_lower_step=0.05, ratio_upper_max=2.0),
 ]
-LENGTHS = [10, 6, 12, 4, 8]  # the responses have A > 0, A > 0, A < 0, A < 0, A = 0
 
 
-def plant(folder, updates=(0, 1), **metadata):
-    old = torch.cat([torch.full((n,), log(p), dtype=torch.float64) for n, p, _, _ in PLANTED])
-    ratio = torch.cat([torch.full((n,), r, dtype=torch.float64) for n, _, r, _ in PLANTED])
-    advantages = torch.cat([torch.full((n,), a) for n, _, _, a in PLANTED])
-    for number, update in enumerate(updates):
-        # All ratios of the first update are 1.
-        log_prob = old + (ratio.log() if update else 0)
-        tensors = {"old_log_prob": old.float(), "log_prob": log_prob.float(), "advantages": advantages}
-        tensors |= {"lengths": torch.tensor(LENGTHS, dtype=torch.int32), "update": torch.tensor([update])}
-        save_file(tensors, folder / f"rank0-{number:06d}.safetensors", metadata={"clip_ratio_c": "3.0", **metadata})
-    return folder
+def steps_of(run):
+    return [(update.numbers["step"], update.numbers["update"]) for update in run.recorded]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """Make the report on the second update alone."""
-    return report_on(plant(tmp_path_factory.mktemp("planted"), updates=[1]))
+def clipped_by(batches, rule):
+    """Count the tokens of each sign that a rule for ratio and advantage clips, one token at a time."""
+    counts = {True: [0, 0], False: [0, 0]}
+    for batch in batches:
+        ratio, advantages, *_ = response_tokens(*batch)
+        for r, a in zip(ratio.tolist(), advantages.tolist(), strict=True):
+            counts[a > 0][0] += rule(r, a)
+            counts[a > 0][1] += 1
+    return [share(*counts[positive]) for positive in (True, False)]
 
 
-def method(report, name):
-    return next(row for row in report["methods"] if row["method"] == name)
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "uniform", "gradient"])
+@pytest.mark.parametrize("measure_of", ["value", "gradient"])
+def test_searches_for_every_target_are_those_of_the_literal_loop(tmp_path, config, measure_of):
+    _, batches = write_start(tmp_path, steps=range(1, 5), config=config)
+    (run,) = read_runs(tmp_path)
+    found = ends_of_search(run, measure_of, [*TARGETS, 0.42])
+    for target, ends in found.items():
+        literal = torch.zeros(3)
+        for batch in batches:
+            searched = replace(config, positive_contribution_target=target, contribution=measure_of)
+            *_, steps, saturated = sequential_search(*batch, searched, clip_ratio_c=3.0)
+            literal[2 if saturated else min(steps, 1)] += 1
+            bounds, _ = find_clip_bounds(*batch, searched, clip_ratio_c=3.0)
+            assert [bounds.met_at_start, bounds.met_by_moving, bounds.saturated].index(True) == (
+                2 if saturated else min(steps, 1)
+            )
+        assert ends == pytest.approx((literal / len(batches)).tolist())
+    assert any(ends[1] > 0 for ends in found.values()) and any(ends[2] > 0 for ends in found.values())
 
 
-def close(value):
-    return pytest.approx(value, rel=1e-6, abs=1e-9)
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=["default", "uniform"])
+@pytest.mark.parametrize("low, high", BOUNDS)
+def test_fixed_bounds_are_measured_by_their_definition(tmp_path, config, low, high):
+    _, batches = write_start(tmp_path, steps=range(1, 5), config=config)
+    (run,) = read_runs(tmp_path)
+    found = fixed_bounds(run, low, high)
+    assert [found.positive, found.negative] == pytest.approx(
+        clipped_by(batches, lambda r, a: r >= high if a > 0 else r <= low)
+    )
+    for measure_of, rho in found.rho.items():
+        literal = []
+        for batch in batches:
+            ratio, advantages, old, _ = response_tokens(*batch)
+            weight = old.exp() if config.token_weight == "rollout_prob" else torch.ones_like(old)
+            p, n = contribution(ratio, advantages, weight, low, high, measure_of, 3.0)
+            literal.append(p / (p + n))
+        assert rho == pytest.approx(median(literal))
 
 
-def test_shares_of_tokens_and_gradient(report):
-    assert report["dump"]["tokens"] == 40
-    assert report["signs"] == {
-        "positive": {"tokens": close(16 / 40), "gradient": close(20 / 60)},
-        "negative": {"tokens": close(16 / 40), "gradient": close(40 / 60)},
-    }
-    ratios = torch.cat([torch.full((n,), r, dtype=torch.float64) for n, _, r, _ in PLANTED])
-    assert report["unbounded"] == {
-        "clipped_by_grpo": close(14 / 32),
-        "effective_sample_size": close((ratios.sum() ** 2 / (40 * (ratios**2).sum())).item()),
-        "negative_above_3": close(4 / 16),
-        "gradient_above_3": close(32 / 60),
-        "largest_ratio": close(20),
-    }
+def test_bounds_that_the_search_never_tries_are_not_measured(tmp_path):
+    write_start(tmp_path, steps=[1], config=BAPOConfig(ratio_lower_max=0.7))
+    (run,) = read_runs(tmp_path)
+    assert fixed_bounds(run, 0.8, 1.2) is None and fixed_bounds(run, 0.6, 1.28) is None
+    assert fixed_bounds(run, 0.6, 1.2) is not None
 
 
-def test_the_advantage_is_in_the_size_of_a_gradient(tmp_path):
-    # r*|A| of 15, 2 and 8; GRPO's upper bound takes the first, the dual clip the last.
-    log_prob, advantages = torch.tensor([log(5), 0.0, log(4)]) - 9, torch.tensor([3.0, -2.0, -2.0])
-    tensors = {"old_log_prob": torch.full((3,), -9.0), "log_prob": log_prob, "advantages": advantages}
-    save_file(tensors, tmp_path / "a.safetensors")
-    found = report_on(tmp_path)
-    assert found["signs"]["positive"]["gradient"] == close(15 / 25)
-    assert found["unbounded"]["gradient_above_3"] == close(8 / 25)
-    assert found["unbounded"]["largest_ratio"] == close(4)  # only tokens with A < 0 count
-    assert method(found, "GRPO")["gradient_left"]["all"] == close(2 / 25)
-    names = [row["method"] for row in found["methods"]]
-    assert "GSPO" not in names and "SAPO" in names  # GSPO needs to know where responses begin
+def test_what_the_runs_loss_clips_is_counted_by_sign_and_position(tmp_path):
+    _, batches = write_start(tmp_path, steps=range(1, 5))
+    (run,) = read_runs(tmp_path)
+
+    def rule(r, a):
+        return r > OWN_CLIP.high if a > 0 else r < OWN_CLIP.low or r > OWN_CLIP.dual_clip
+
+    assert clipped(run, run.updates, by_bapo=False) == pytest.approx(clipped_by(batches, rule))
+    places = run.by_position()
+    assert list(places) == [1, 2] and clipped(run, places[1], by_bapo=False) == (0, 0)
+    assert clipped(run, places[2], by_bapo=False) == pytest.approx(clipped_by(batches[1::2], rule))
+    unit, steps = run.by_step()
+    assert unit == "training step" and list(steps) == [1, 2, 3, 4]
+    assert clipped(run, steps[3], by_bapo=False) == pytest.approx(clipped_by(batches[4:6], rule))
 
 
-# For A > 0, then for A < 0: the number of tokens without a gradient, and the sum of r*|A| of the others. The dual clip
-# at 3 takes the gradient of four tokens, whose r*|A| add up to 32.
-BY_HAND = {
-    "GRPO": (6, 10, 12, 4),
-    "upper bound alone": (0, 20, 12, 4),
-    # The means of log r: A > 0: 0 and (4 log 1.25 + 2 log 2.5) / 6. A < 0: 8 log 0.5 / 12, (3 log 4 + log 20) / 4.
-    "GSPO": (6, 10, 12, 4 * 20**0.25 * 4**0.75),
-}
+def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
+    _, batches = write_start(tmp_path, steps=range(1, 5), applied=True)
+    (run,) = read_runs(tmp_path)
+    counts = {True: [0.0, 0], False: [0.0, 0]}
+    for batch in batches:
+        low, high, *_ = sequential_search(*batch, BAPOConfig(), clip_ratio_c=3.0)
+        advantages, ratio = batch[2][batch[3]], ratios(*batch[:2])[batch[3]].double()
+        for positive, hit in ((True, ratio >= high), (False, ratio <= low)):
+            of_sign = (advantages > 0) == positive
+            counts[positive][0] += int((hit & of_sign).sum())
+            counts[positive][1] += int(of_sign.sum())
+    expected = [share(*counts[positive]) for positive in (True, False)]
+    assert clipped(run, run.updates, by_bapo=False) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_what_each_method_leaves(report, name):
-    tokens, size, negative_tokens, negative_size = BY_HAND[name]
-    row = method(report, name)
-    without = {"positive": close(tokens / 16), "negative": close(negative_tokens / 16)}
-    assert row["without_gradient"] == {**without, "all": close((tokens + negative_tokens) / 32)}
-    left = {"positive": close(size / 20), "negative": close(negative_size / 40)}
-    assert row["gradient_left"] == {**left, "all": close((size + negative_size) / 60)}
-
-
-def test_which_targets_are_in_reach_by_hand(tmp_path):
-    # value: P = 10 + 4 * min(1.25, c_high) + 2 * min(2.5, c_high), N = 8 * c_low + 4 + 12 + 20. gradient: P = 10,
-    # 15 from c_high = 1.3, 20 from 2.55; N = 4 + 12: r = 0.5 is below c_low, r = 20 above the dump's dual clip.
-    ratio, advantages = (torch.cat([torch.full((row[0],), row[k]) for row in PLANTED]) for k in (2, 3))
-    tensors = {"old_log_prob": torch.full_like(ratio, -1.0), "log_prob": ratio.log() - 1, "advantages": advantages}
-    save_file(tensors, tmp_path / "rank0-000000.safetensors", metadata={"clip_ratio_c": "5.0"})
-    value, gradient = report_on(tmp_path)["rho"]
-    before = {"before": 17.2 / 58, "lowest": 17.2 / 58, "highest": 20 / 60.8}
-    assert {key: value[key] for key in before} == close(before)
-    before = {"before": 10 / 26, "lowest": 10 / 26, "highest": 20 / 36}
-    assert {key: gradient[key] for key in before} == close(before)
-    expected = {0.29: (1, 0, 0), 0.3: (0, 1, 0), 0.32: (0, 1, 0), 0.33: (0, 0, 1)}
-    expected_of_gradient = {0.38: (1, 0, 0), 0.39: (0, 1, 0), 0.55: (0, 1, 0), 0.56: (0, 0, 1)}
-    for rho, ends in ((value, expected), (gradient, expected_of_gradient)):
-        at = {target: rho["target"].index(target) for target in ends}
-        keys = ("already_met", "met_by_moving", "out_of_reach")
-        assert {target: tuple(rho[key][at[target]] for key in keys) for target in ends} == ends
-
-
-def test_by_update_and_is_it_the_staleness(tmp_path):
-    report = report_on(plant(tmp_path))
-    first, second = report["by_update"]
-    assert (first["update"], first["tokens"], first["clipped_by_grpo"]) == (1, 40, 0)
-    assert first["effective_sample_size"] == close(1) and second["effective_sample_size"] < 0.9
-    assert (second["clipped_by_grpo"], second["negative_above_3"]) == (close(14 / 32), close(4 / 16))
-    said = "[0.8, 1.2] clips 0 % of the tokens at update 1, 44 % at update 2: it grows with staleness."
-    assert report["staleness"] == said
-    assert report["by_age"] is None
-    assert report["unbounded"]["largest_ratio"] == close(20)  # over both updates
-
-
-GROWS, FLAT, NOTHING = (0.1, 0.3), (0.1, 0.15), (0.0, 0.0005)
-SAID = ["30 % at update 2: it grows", "15 % at age 2: staleness is not the main cause", "hardly anything is clipped"]
+def test_a_resumed_start_replaces_the_updates_from_its_step_on(tmp_path):
+    write_start(tmp_path, steps=[1, 2, 3])
+    write_start(tmp_path, steps=[3, 4])
+    write_start(tmp_path, steps=[2, 3])  # from the checkpoint of step 1
+    (run,) = read_runs(tmp_path)
+    assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)] and len(run.starts) == 3
+    assert run.recorded[2].numbers["time"] > run.starts[1].updates[-1].numbers["time"]
 
 
 @pytest.mark.parametrize(
-    "by_age, by_update, said", [(FLAT, GROWS, SAID[0]), (FLAT, FLAT, SAID[1]), (NOTHING, NOTHING, SAID[2])]
-)
-def test_what_is_said_of_staleness(by_age, by_update, said):
-    report = {"by_age": [{"age": k + 1, "clipped_by_grpo": by_age[k]} for k in (0, 1)]}
-    report["by_update"] = [{"update": k + 1, "clipped_by_grpo": by_update[k]} for k in (0, 1)]
-    assert said in staleness(report)
-
-
-def test_the_age_of_the_weights_where_the_files_have_it(tmp_path):
-    tensors = {
-        "old_log_prob": torch.full((3,), -1.0),
-        "log_prob": torch.tensor([-1.0, -1.0, 0.0]),
-        "advantages": torch.tensor([-1.0, -1.0, 1.0]),
-        "version": torch.tensor([7, 7, 3], dtype=torch.int32),
-        "trainer_version": torch.tensor([9]),
-    }
-    save_file(tensors, tmp_path / "a.safetensors")
-    rows = report_on(tmp_path)["by_age"]
-    assert [(row["age"], row["tokens"], row["clipped_by_grpo"]) for row in rows] == [(2, 2, 0.0), (6, 1, 1.0)]
-
-
-def options_of(**changes):
-    return {"switches": json.dumps(vars(BAPOConfig(**changes)))}
-
-
-EPSILONS = {"loss_mode": "vanilla", "clip_ratio_low": "0.2", "clip_ratio_high": "0.2"}
-
-
-def test_the_verdict_is_about_the_search_of_the_run(tmp_path):
-    metadata = options_of(contribution="gradient", token_weight="uniform") | {"bound_scope": "micro_batch"}
-    verdict = report_on(plant(tmp_path, updates=[1], **metadata))["verdict"]
-    assert verdict[0].startswith("This run's own loss (target 0.4, gradient, uniform, c_low 0.6 to 0.9, c_high 1.2 to")
-    assert "leaves 56 % of" in verdict[0]
-    # 10 / 14 = 0.714 before the search, 20 / 24 from c_high = 2.55: every target between them is met by moving.
-    assert "rho (gradient, uniform) is 0.714 before" in verdict[2] and "BAPO can adapt here" in verdict[2]
-    assert "0.77 is met by moving them in the most updates, 100 %" in verdict[2]  # the middle of these targets
-    assert verdict[3].startswith("The run found its bounds per micro-batch")
-
-
-def test_the_row_of_a_run_with_previous_batch_uses_the_bounds_of_the_batch_before(tmp_path):
-    # The target is met at the start in the first update, at ratio 1, and in the second by moving c_high to 1.35.
-    config = BAPOConfig(positive_contribution_target=0.4792, bound_scope="previous_batch")
-    metadata = {"bound_scope": "previous_batch", "switches": json.dumps(vars(config))}
-    report = report_on(plant(tmp_path, updates=[0, 1, 0, 1], **metadata))
-    assert report["verdict"][3].startswith("The run took the bounds of each update from the same update")
-    # Of 16 tokens with A > 0 and 16 with A < 0. In the second update c_high = 1.2 clips 4 + 2 tokens and 1.35 clips 2;
-    # c_low = 0.6 clips 8, and the dual clip 4. No search has been made before the first update.
-    used = [(0, 0), (6, 12), (0, 0), (2, 12)]
-    own = report["methods"][0]["without_gradient"]
-    assert own["positive"] == close(sum(positive for positive, _ in used) / 64)
-    assert own["negative"] == close(sum(negative for _, negative in used) / 64)
-
-
-def test_a_run_without_a_dual_clip_is_not_said_to_have_one(tmp_path):
-    plant(tmp_path, updates=[1], **EPSILONS)
-    for path in tmp_path.iterdir():
-        save_file(load_file(path), path, metadata=EPSILONS)
-    report = report_on(tmp_path)
-    assert [row["settings"] for row in report["methods"][:2]] == ["[0.8, 1.2]", "[0.8, 1.2]"]
-    # With contribution=gradient P = 10, because c_high = 1.2 clips the other six tokens, and N = 4 + 12 + 20: without a
-    # dual clip the tokens with r > 3 count, too.
-    own = options_of(contribution="gradient", token_weight="uniform")
-    for path in tmp_path.iterdir():
-        save_file(load_file(path), path, metadata=own)
-    assert report_on(tmp_path)["rho"][0]["before"] == close(10 / 46)
-
-
-def test_a_target_is_found_where_rho_is_low(tmp_path):
-    tensors = {
-        "old_log_prob": torch.full((40,), -1.0),
-        "log_prob": torch.tensor([1.5] * 2 + [1.0] * 38).log() - 1,
-        "advantages": torch.tensor([1.0] * 2 + [-1.0] * 38),
-    }
-    save_file(tensors, tmp_path / "a.safetensors")
-    # P from 2 * 1.2 to 2 * 1.5, N = 38: rho from 0.0594 to 0.0732
-    assert "0.06 is met by moving them in the most updates, 100 %" in report_on(tmp_path)["verdict"][2]
-
-
-def test_updates_without_a_token_are_left_out(tmp_path):
-    plant(tmp_path, updates=[1])
-    nothing = {name: torch.zeros(0) for name in ("old_log_prob", "log_prob", "advantages")}
-    save_file(nothing, tmp_path / "rank0-000001.safetensors")
-    assert report_on(tmp_path)["dump"]["updates"] == 1
-    (tmp_path / "rank0-000000.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no response token"):
-        report_on(tmp_path)
-
-
-def test_a_dump_with_options_that_this_version_does_not_know_is_named(tmp_path):
-    plant(tmp_path, updates=[1], switches=json.dumps({"target_of_another_version": 0.4}))
-    with pytest.raises(ValueError, match="options of BAPO are of another version: .*target_of_another_version"):
-        report_on(tmp_path)
-
-
-def test_a_file_in_bfloat16_is_summed_in_float32(tmp_path):
-    tensors = {"old_log_prob": torch.full((4000,), -1.0), "log_prob": torch.full((4000,), -0.99)}
-    tensors = {name: tensor.bfloat16() for name, tensor in (tensors | {"advantages": torch.ones(4000)}).items()}
-    save_file(tensors | {"lengths": torch.tensor([4000])}, tmp_path / "a.safetensors")
-    left = method(report_on(tmp_path), "GSPO")["without_gradient"]["all"]
-    assert left == 1.0  # the mean log-ratio of 0.008 is above GSPO's bound, and would be 0 in bfloat16
-
-
-@pytest.mark.parametrize(
-    "updates, said",
+    "second",
     [
-        ([0], "no target is met by moving them: BAPO has nothing to adapt here."),
-        ([0, 1, 0], "is met by moving them in the most updates, 33 %: BAPO can adapt here."),
-        ([0] * 5 + [1], "is met by moving them in the most updates, 17 %: BAPO would mostly be a "),
+        dict(steps=[1, 2]),  # from the beginning
+        dict(steps=[3], config=BAPOConfig(0.45)),
+        dict(steps=[3], loss_mode="cispo"),
+        dict(steps=[None]),  # another trainer
     ],
 )
-def test_the_verdict_without_a_loss_of_its_own(tmp_path, updates, said):
-    clip, _, reach = report_on(plant(tmp_path, updates))["verdict"]
-    assert clip.startswith("GRPO ([0.8, 1.2], dual clip 3) would leave ") and said in reach
+def test_two_runs_in_a_folder_do_not_mix(tmp_path, second):
+    write_start(tmp_path, steps=[1, 2])
+    write_start(tmp_path, **second)
+    assert [len(run.recorded) for run in read_runs(tmp_path)] == [4, 2 * len(second["steps"])]
 
 
-def test_the_pages_numbers_are_the_jsons(tmp_path, monkeypatch, capsys):
-    plant(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path), "--json", str(tmp_path / "report.json")])
+def test_a_resumed_start_finds_its_run_beside_another(tmp_path):
+    write_start(tmp_path, steps=[1, 2])
+    write_start(tmp_path, steps=[1, 2], loss_mode="cispo")
+    write_start(tmp_path, steps=[2, 3])
+    assert [len(run.starts) for run in read_runs(tmp_path)] == [2, 1]
+
+
+def write_broken(folder, batches):
+    """Record updates of these batches, without numbers."""
+    record = Record(folder, BAPOConfig(), {"applied": False})
+    for batch in batches:
+        record.write(*measure(batch, BAPOConfig()))
+
+
+def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypatch, capsys):
+    good, bad, none = make_tokens(1), make_tokens(2), make_tokens(3)
+    bad[1][0] = float("-inf")  # the sums stay finite, since the log-ratio is clamped
+    write_broken(tmp_path, [good, bad, (*none[:2], torch.zeros_like(none[2]), none[3]), good])
+    (run,) = read_runs(tmp_path)
+    assert (len(run.recorded), len(run.invalid), len(run.updates)) == (4, 1, 2)
+    said = report_of(monkeypatch, capsys, tmp_path)
+    assert "1 of the 4 updates had log-probs or advantages that are not finite." in said
+    assert f"{int(run.invalid[0].values['invalid_tokens'])} log-probs or advantages in this run were not" in said
+    assert "nan" not in said
+
+
+def test_a_run_without_any_usable_update_gets_the_advice_alone(tmp_path, monkeypatch, capsys):
+    bad = make_tokens(2)
+    bad[1][0] = float("nan")
+    write_broken(tmp_path, [bad])
+    said = report_of(monkeypatch, capsys, tmp_path)
+    assert "4. What next?\n  In this run no update could be measured." in said and "1. Does" not in said
+    assert not (tmp_path / "report.png").exists()
+
+
+def report_of(monkeypatch, capsys, *arguments):
+    """Run the command, and return what it prints."""
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
     main()
-    report, html = json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
-    assert report == report_on(tmp_path) and html == page(report, tmp_path.name)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == [*report["verdict"], report["staleness"], f"Report: {tmp_path}/report.html"]
-    for rho, *shapes in zip(report["rho"], *(polygons(html, name) for name in ("met", "missed")), strict=True):
-        below = [(target, 1 - share) for target, share in zip(rho["target"], rho["already_met"], strict=True)]
-        above = list(zip(rho["target"], rho["out_of_reach"], strict=True))
-        assert [shape[1:-1] for shape in shapes] == [below, above]
-        assert [(shape[0], shape[-1]) for shape in shapes] == [((0.01, y), (0.99, y)) for y in (1, 0)]
-    assert all(escape(sentence) in html for sentence in report["verdict"])
-    assert len(html) < 3_000_000 and not re.search(r"(src|href)=|@import|url\(|<script", html)
+    return capsys.readouterr().out
 
 
-def polygons(html, name):
-    """Return the points of each drawing with this name."""
-    drawings = re.findall(f'<polygon class="{name}" points="([^"]+)"', html)
-    return [[tuple(map(float, point.split(","))) for point in points.split()] for points in drawings]
+def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
+    path, _ = write_start(tmp_path, steps=range(1, 11), updates=3)
+    said = report_of(monkeypatch, capsys, path)
+    assert said.startswith(
+        f"{path}\n  30 updates in 10 training steps (1 to 10); trained with vanilla, which clips ratios to [0.8, 1.2]; "
+        "BAPO only monitored.\n"
+    )
+    (run,) = read_runs(path)
+    positive, negative = clipped(run, run.updates, by_bapo=False)
+    assert re.search(rf"all updates +{100 * positive:.1f}% +{100 * negative:.1f}%\n", said)
+    assert re.search(r"update 1 on a rollout batch +0.0% +0.0%\n", said) and "training steps 10 to 10" not in said
+    assert "training steps 1 to 3 " in said and "training step 10 " in said
+    ends = ends_of_search(run, "value", [0.4])[0.4]
+    at_start, moved, saturated = (f"{100 * end:.1f}%" for end in ends)
+    assert f"Target 0.4: met at the start in {at_start} of the updates, met by moving bounds in {moved}, " in said
+    assert re.search(rf"target 0.4 \(this run\) +{at_start} +{moved} +{saturated}\n", said)
+    assert said.index("contribution=value") < said.index("contribution=gradient")
+    found = fixed_bounds(run, 0.8, 3.0)
+    rho = rf"{found.rho['value']:.3f} +{found.rho['gradient']:.3f}"
+    row = rf"\[0.8, 3\] +{100 * found.positive:.1f}% +{100 * found.negative:.1f}% +{rho}\n"
+    assert re.search(row, said)
+    assert "policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig\n" in said
+    assert said.endswith(f"Picture: {tmp_path / 'report.png'}\n")
+    assert image.imread(tmp_path / "report.png").shape[0] > 800
+
+
+def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch, capsys):
+    for name, applied in (("grpo", False), ("bapo", True)):
+        write_start(tmp_path / name, steps=[1, 2], applied=applied)
+    out = tmp_path / "both.png"
+    said = report_of(monkeypatch, capsys, tmp_path / "grpo", tmp_path / "bapo", "--out", out)
+    assert said.index(f"{tmp_path / 'grpo'}\n") < said.index(f"{tmp_path / 'bapo'}\n")
+    assert "Would BAPO's bounds move?" in said and "Did BAPO's bounds move?" in said and out.exists()
+    figure = picture({name: read_runs(tmp_path / name)[0] for name in ("grpo", "bapo")})
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "bapo"]
+    assert [len(axis.lines) for axis in figure.axes] == [3, 3, 4, 6, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "about, sentence",
+    [
+        (dict(own_clip=None), "The run's loss does not clip by the ratio of a token"),
+        (dict(own_clip=OwnClip("cap", 0.8, 1.2)), "A > 0 capped   A < 0 capped"),
+        (dict(own_clip=OwnClip("clip", 0.8, 1.28)), "the run's loss, [0.8, 1.28]"),
+        (dict(config=BAPOConfig(ratio_lower_max=0.7)), "not on the run's grid"),
+        (dict(strategy="megatron"), "bound_scope=previous_batch"),
+    ],
+)
+def test_other_losses_and_grids_are_told(tmp_path, monkeypatch, capsys, about, sentence):
+    write_start(tmp_path, steps=range(1, 5), **about)
+    assert sentence in report_of(monkeypatch, capsys, tmp_path)
+
+
+def failure_of(monkeypatch, capsys, *arguments):
+    """Run the command, and return its line of error."""
+    with pytest.raises(SystemExit) as ended:
+        report_of(monkeypatch, capsys, *arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and error.startswith("Error: ") and error.count("\n") == 1
+    return error
+
+
+def test_what_cannot_be_reported_is_named_in_a_line(tmp_path, monkeypatch, capsys):
+    assert "holds no record-*.jsonl: train with record_dir=" in failure_of(monkeypatch, capsys, tmp_path)
+    assert "No such file or directory: '/no/run'" in failure_of(monkeypatch, capsys, "/no/run")
+    (tmp_path / "record-x.jsonl").write_text("x\n")
+    assert "record-x.jsonl is not a record of this version" in failure_of(monkeypatch, capsys, tmp_path)
+    (tmp_path / "record-x.jsonl").write_bytes(b"\xff\n")
+    assert "record-x.jsonl is not a record of this version" in failure_of(monkeypatch, capsys, tmp_path)
+    path, _ = write_start(tmp_path / "run", steps=[1])
+    (tmp_path / "run" / "record-y.jsonl").write_text(path.read_text().splitlines()[0] + "\n")
+    assert "report.png" in report_of(monkeypatch, capsys, tmp_path / "run")
+    path.unlink()
+    assert "holds no complete update yet" in failure_of(monkeypatch, capsys, tmp_path / "run")
+
+
+def test_the_lines_for_another_trainer_run(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/monitor.md").read_text(), re.M | re.S)
+    assert code.count("/absolute/folder") == 1
+    names = {}
+    exec(code.replace("/absolute/folder", str(tmp_path)), names)
+    for step in (1, 2):
+        for update in (0, 1):
+            batch = make_tokens(step, spread=0.5 * update)
+            names["monitor"](list(zip(*(tensor.split(3) for tensor in batch), strict=True)), step, update)
+    (run,) = read_runs(tmp_path)
+    assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    expected = OwnClip("clip", 0.8, 1.28, 3.0)
+    stats, _ = measure(batch, BAPOConfig(), expected)
+    assert run.recorded[-1].stats.sums.own_clipped_positive == stats.sums.own_clipped_positive > 0
+    said = report_of(monkeypatch, capsys, tmp_path)
+    assert "trained with grpo, which clips ratios to [0.8, 1.28]" in said
+
+
+def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monkeypatch, capsys):
+    record = Record(tmp_path, BAPOConfig(), {"own_clip": vars(OWN_CLIP)})
+    old, _, advantages, mask = make_tokens(1)
+    stats, values = measure((old, old, advantages.abs(), mask), BAPOConfig())
+    record.write(stats, values)
+    assert "In this run the loss clipped 0.00% of the tokens with A > 0" in report_of(monkeypatch, capsys, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["recipe.bapo.report.__main__", "recipe.bapo.record", "recipe.bapo.own_clip"])
+def test_report_and_record_need_no_framework(module):
+    code = f"import sys, {module}; print([m for m in ('verl', 'ray', 'hydra', 'tensordict') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"

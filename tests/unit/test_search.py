@@ -21,7 +21,7 @@ from bapo import (
     read_and_validate,
     search_clip_bounds,
 )
-from bapo.search import search_path
+from bapo.search import path_indices
 
 
 def tokens(ratios, advantages):
@@ -81,7 +81,10 @@ def test_the_search_is_algorithm_1_and_its_diagnostics_are_their_definitions(sea
     assert [found.pop(name) for name in ("low", "high")] == [low, high]  # bit for bit
     assert [found.pop(name) for name in ("search_steps", "saturated")] == [steps, saturated]
     expected |= {"positive_contribution": rho, "positive_contribution_start": start, "masked_token_fraction": 0}
-    assert found.pop("searched") == (batch[2][batch[3].bool()] != 0).any()
+    outcomes = [found.pop(name) for name in ("met_at_start", "met_by_moving")]
+    searched = (batch[2][batch[3].bool()] != 0).any()
+    assert outcomes == [searched and steps == 0 and not saturated, searched and steps > 0 and not saturated]
+    assert found.pop("positive_contribution_highest") >= max(rho, start) - 1e-12
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for tensor, copy in zip(batch, before, strict=True):
         torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
@@ -144,12 +147,26 @@ def test_with_grpo_rho_starts_at_one_half_and_falls_when_wrong_answers_are_longe
     assert values_found(old, old, advantages, mask, BAPOConfig())["positive_contribution_start"] == pytest.approx(rho)
 
 
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+def test_the_highest_rho_is_the_largest_of_all_pairs_on_the_path(contribution):
+    config = BAPOConfig(contribution=contribution, positive_contribution_target=0.3)
+    low, high = config.lower.grid(), config.upper.grid()
+    for seed in range(10):
+        ratio, adv, old, _ = oracle.response_tokens(*make_batch(seed, rows=8))
+        rho = []
+        for i, j in zip(*path_indices(config), strict=True):
+            p, n = oracle.contribution(ratio, adv, old.exp(), low[j].item(), high[i].item(), contribution, 3.0)
+            rho.append(p / (p + n))
+        found = values_found(*make_batch(seed, rows=8), config, clip_ratio_c=3.0)
+        assert found["positive_contribution_highest"] == pytest.approx(max(rho), rel=1e-9)
+
+
 @pytest.mark.parametrize("rho0", [0.1, 0.4, 0.9])
 def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
     # Eq. 8 has absolute values of both sums: |P| / |P - N| >= rho0. So P / (P + N) >= rho0 / (1 + 2 * rho0).
     config = BAPOConfig(positive_contribution_target=rho0 / (1 + 2 * rho0), token_weight="uniform")
     high, low = config.upper.grid(), config.lower.grid()
-    path = [(low[j].item(), high[i].item()) for i, j in zip(*search_path(config), strict=True)]
+    path = [(low[j].item(), high[i].item()) for i, j in zip(*path_indices(config), strict=True)]
     steps = []
     for seed in range(40):
         old, log_prob, advantages, mask = make_batch(seed, rows=8)
@@ -194,7 +211,7 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
     if not invalid:
         read_and_validate(*found)
         return
-    with pytest.raises(ValueError, match=r"above 0.5, on response tokens of this mini-batch: 2 in old_log_prob\."):
+    with pytest.raises(ValueError, match=r"above 0.5, on response tokens: 2 in old_log_prob\."):
         read_and_validate(*found)
 
 

@@ -4,12 +4,11 @@
 from types import SimpleNamespace
 
 import pytest
-import transfer_queue as tq
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, ROLLOUT_VERSION, TRAINER_VERSION, UPDATES_MADE
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE
 from recipe.bapo.trainer import _BAPOTrainer
 
 
@@ -18,6 +17,7 @@ class Parent:
 
     def __init__(self, mode, bypass, local_trigger_step):
         self.trainer_mode, self.local_trigger_step, self.parameter_sync_step = mode, local_trigger_step, 4
+        self.global_steps = 6
         self.config = OmegaConf.create(
             {
                 "actor_rollout_ref": {
@@ -66,24 +66,10 @@ def test_the_entropy_is_filled_where_verl_skipped_it():
         assert before["actor/entropy"] == after
 
 
-def test_a_dump_is_told_the_versions_of_the_weights(monkeypatch):
-    put = {}
-
-    def kv_batch_put(keys, partition_id, fields):
-        put.update(zip(keys, fields[ROLLOUT_VERSION], strict=True))
-        return SimpleNamespace(fields=["responses", ROLLOUT_VERSION])
-
-    monkeypatch.setattr(tq, "kv_batch_put", kv_batch_put)
-    trainer = Trainer("separate_async", True, 3)
-    trainer.global_steps = 6
-    tags = [{"min_global_steps": 3, "max_global_steps": 5}, {"min_global_steps": 5, "max_global_steps": 5}]
-    batch = SimpleNamespace(extra_info={}, tags=tags, keys=["a", "b"], partition_id="train")
-    trainer._update_actor(batch, {})
-    assert put == {} and TRAINER_VERSION not in batch.extra_info
-    trainer.config.actor_rollout_ref.actor.policy_loss.token_dump_dir = "dump"
-    trainer._update_actor(batch, {})
-    assert put == {"a": 3, "b": 5} and batch.extra_info[TRAINER_VERSION] == 5  # ages 2 and 0
-    assert ROLLOUT_VERSION in batch.fields
+def test_the_worker_is_told_the_step_and_the_updates_made_before():
+    batch = SimpleNamespace(extra_info={}, tags=[{}, {}])
+    Trainer("separate_async", True, 3)._update_actor(batch, {})
+    assert batch.extra_info[STEP] == 6
     assert batch.extra_info[UPDATES_MADE] == 3 * 2  # after three calls with a mini-batch and two epochs each
 
 

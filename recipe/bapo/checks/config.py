@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from recipe.bapo.checks import CheckWarning, blame_field, innermost, require, require_writable
 from recipe.bapo.checks.config_errors import verls_defaults
 from recipe.bapo.compatibility import refuse_unusable_settings, uses_bypass_mode
-from recipe.bapo.records.tokens import refuse_earlier
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -51,8 +50,8 @@ SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (meth
 # nothing.
 RULES = {
     f"{ACTOR}.policy_loss._target_": (
-        lambda target: str(target).endswith("BAPOPolicyLossConfig"),
-        "recipe.bapo.policy_loss.BAPOPolicyLossConfig; other losses start with verl.trainer.main_ppo",
+        lambda target: str(target).endswith(("BAPOPolicyLossConfig", "MonitorConfig")),
+        "recipe.bapo.policy_loss.BAPOPolicyLossConfig, or MonitorConfig for one of verl's losses",
     ),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": COUNT_OR_NULL,
     f"{ACTOR}.optim.lr": POSITIVE,
@@ -161,11 +160,8 @@ def check_folders(config) -> str:
     loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
     if trainer.save_freq > 0:
         require_writable("trainer.default_local_dir", Path(trainer.default_local_dir))
-    for name in ("bounds_record_dir", "token_dump_dir"):
-        if loss[name]:
-            require_writable(f"{ACTOR}.policy_loss.{name}", Path(loss[name]))
-    if loss.token_dump_dir:
-        refuse_earlier(Path(loss.token_dump_dir))
+    if loss.record_dir:
+        require_writable(f"{ACTOR}.policy_loss.record_dir", Path(loss.record_dir))
     return str(config.run_dir)
 
 
@@ -176,7 +172,9 @@ def check_verls_rules(config) -> str:
     except Exception as error:  # verl asserts, and Hydra wraps what a dataclass raises
         raise ValueError(f"{_field_at_fault(config, innermost(error))}{innermost(error)}") from error
     scope = loss.bound_scope
-    if scope == "mini_batch":
+    if loss.loss_mode != "bapo":
+        scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
+    elif scope == "mini_batch":
         scope += ", with an extra forward in each update that is cut into micro-batches (previous_batch saves it)"
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
@@ -187,7 +185,8 @@ def check_verls_rules(config) -> str:
 
 def _build_as_verl_does(config):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    refuse_unusable_settings(actor, config.actor_rollout_ref.model)
+    if actor.policy_loss.loss_mode == "bapo":
+        refuse_unusable_settings(actor, config.actor_rollout_ref.model)
     for section in (config.actor_rollout_ref.rollout, config.algorithm):
         omega_conf_to_dataclass(section)
     validate_config(config, need_reference_policy(config), need_critic(config))

@@ -31,8 +31,8 @@ def send(kind: str, content=None) -> None:
 
             - ``info``: a text for the console.
             - ``error``: a text that says why training ends.
-            - ``checked``: the checks have passed. The content is the path of the run's config, whether the run joins a
-              cluster, and whether the bounds can move.
+            - ``checked``: the checks have passed. The content is the path of the run's config and whether the run joins
+              a cluster.
             - ``ray``: Ray is up. The content is the id of this job in Ray.
             - ``demands``: the content is a list of texts, the requests that Ray cannot place, and a text that says
               which resources are free.

@@ -148,11 +148,12 @@ class Supervisor:
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
-            path, on_cluster, bounds_can_move = content
+            path, on_cluster = content
             self.config = OmegaConf.load(path)
             run_dir = Path(self.config.run_dir)
             self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
-            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, bounds_can_move)
+            options = self.config.actor_rollout_ref.actor.policy_loss
+            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, options)
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
         elif kind == "demands" and self.watchdog is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print a run for the user: a line per step, warnings, a progress bar in a terminal, and a summary at the end.
+"""Print a run for the user: a line per step, advice, a progress bar in a terminal, and a summary at the end.
 
 All of it is read from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's folder. No program reads it, so
 you may change the texts; the README shows the summary.
@@ -8,6 +8,7 @@ you may change the texts; the README shows the summary.
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,7 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.health import WINDOW, health_warnings
+from recipe.bapo.advice import EVERY, advise
 from recipe.bapo.records import ANSWERS, CONFIG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
@@ -40,12 +41,15 @@ BEFORE_AND_AFTER = {
 
 
 class StepPrinter:
-    """Prints a line for each step of a run of ``total`` steps, and after every ``WINDOW`` steps the warnings."""
+    """Prints a line for each step of a run of ``total`` steps, and after every ``EVERY`` steps what to do next.
 
-    def __init__(self, run_dir: Path, total: int | None, bounds_can_move: bool):
-        self.path, self.total, self.bounds_can_move = run_dir / METRICS, total, bounds_can_move
+    ``options`` are those of the search, by name.
+    """
+
+    def __init__(self, run_dir: Path, total: int | None, options: Mapping):
+        self.path, self.total, self.options = run_dir / METRICS, total, options
         self.offset = 0  # bytes of the metrics file that have been printed
-        self.recent: list[dict[str, float]] = []  # the steps since the last warnings
+        self.recent: list[dict[str, float]] = []  # the steps since the last advice
         self.bar: tqdm | None = None  # made at the first step, minutes after the start
 
     def print_new(self) -> None:
@@ -64,10 +68,19 @@ class StepPrinter:
                 if self.bar is None:  # disable=None shows the bar in a terminal only
                     self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
                 self.bar.update(step - self.bar.n)
-            if len(self.recent) == WINDOW:
-                for warning in health_warnings(self.recent, self.bounds_can_move):
-                    tqdm.write(f"Warning: {warning}")
+            if len(self.recent) == EVERY:
+                self.print_advice()
                 self.recent.clear()
+
+    def print_advice(self) -> None:
+        """Print what to do next, if the last steps measured the search."""
+        prefix = "actor/bapo/"
+        steps = [
+            {name.removeprefix(prefix): data[name] for name in data if name.startswith(prefix)} for data in self.recent
+        ]
+        if any(steps):
+            advice = advise(steps, self.options, f"the last {EVERY} steps")
+            tqdm.write("\n    ".join([f"BAPO: {advice.text}", *advice.overrides]))
 
     def close(self) -> None:
         """Print the last steps, and leave the progress bar as it is."""

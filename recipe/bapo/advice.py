@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do next in a run, in a sentence, judging by the metrics of some updates or steps.
+
+Console, worker and report say it. All thresholds are here, and you may change them and the texts. A search ends in one
+of three ways: the target is *met at the start* (no bound has to move), *met by moving* the bounds, or the search is
+*saturated*: no pair of bounds on its path reaches the target. This module imports neither verl nor torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+EVERY = 10  # steps, or calls of the worker, from one advice to the next
+NEARLY_ALWAYS = 0.95  # share of the updates from which an outcome counts as the only one
+RARELY = 0.1  # share of the updates below which the bounds hardly ever move
+NEARLY_NOTHING = 1e-3  # share of the tokens of a sign: a loss that clips less of both signs hardly clips
+TARGETS = [k / 100 for k in range(1, 100)]  # among which a better target is looked for
+LOSS = "actor_rollout_ref.actor.policy_loss"
+OUTCOMES = ("met_at_start", "met_by_moving", "saturated")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do next.
+
+    Attributes:
+        text: one or more sentences.
+        overrides: lines to paste into the command of the run, if any.
+    """
+
+    text: str
+    overrides: list[str]
+
+
+def advise(updates: Sequence[Mapping[str, float]], options: Mapping, window: str, megatron: bool = False) -> Advice:
+    """Say what to do next.
+
+    Args:
+        updates: the metrics of some updates, or their means over some steps, without ``actor/bapo/``.
+        options: the options of the search, by name.
+        window: what the texts call the updates, such as "the last 10 steps".
+        megatron: whether the run's strategy is Megatron, on which only one scope is possible.
+    """
+    measured = [update for update in updates if not update.get("invalid_tokens")]
+    searched = [update for update in measured if any(update.get(name, 0) for name in OUTCOMES)]
+    if not measured:
+        advice = Advice(f"in {window} no update could be measured.", [])
+    elif not searched:
+        advice = Advice(f"in {window} no token had an advantage: look at the rewards.", [])
+    elif options["ratio_lower_start"] == options["ratio_lower_max"] and (
+        options["ratio_upper_start"] == options["ratio_upper_max"]
+    ):
+        advice = Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
+    else:
+        advice = _judge(searched, options, window, megatron)
+    return Advice(" ".join([advice.text, *_faults(updates, window)]), advice.overrides)
+
+
+def _judge(updates, options, window, megatron):
+    """Judge updates that have searched."""
+    at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
+    applied, target = updates[-1].get("applied", 1.0) == 1, options["positive_contribution_target"]
+    of_run = "clipfrac" if applied else "own_clipfrac"  # absent where the loss does not clip by the ratio
+    own = [fmean(update.get(f"{of_run}_{sign}", 1.0) for update in updates) for sign in ("positive", "negative")]
+    if max(own) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
+        return Advice(
+            f"in {window} the loss clipped {own[0]:.2%} of the tokens with A > 0 and {own[1]:.2%} of those with "
+            "A < 0. Hardly any bound matters here: leave the loss as it is, unless you reuse data more often.",
+            [],
+        )
+    if moved >= RARELY:
+        outcomes = f"met at the start in {at_start:.0%}, by moving bounds in {moved:.0%}, saturated in {saturated:.0%}"
+        if applied:
+            return Advice(f"in {window} the target was {outcomes} of the updates. There is nothing to change.", [])
+        text = f"BAPO would move the bounds: its target {target:g} would be {outcomes} of the updates. Try it."
+        return Advice(f"in {window} {text}", _overrides(target, megatron))
+    text = _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated)
+    better, share = _target_that_moves_bounds(updates, target)
+    if share < RARELY:
+        instead = "Use fixed bounds, which need no search (docs/choosing.md)."
+        if not applied:
+            instead = (
+                "If many tokens with A > 0 are clipped, raise the upper bound alone (docs/choosing.md); otherwise "
+                "leave the loss as it is."
+            )
+        return Advice(
+            f"{text} No target would be met by moving bounds in even {RARELY:.0%} of the updates, because the bounds "
+            f"hardly change rho here. {instead}",
+            [],
+        )
+    text += f" With positive_contribution_target={better:g} bounds would move in about {share:.0%} of the updates."
+    change_target = [f"++{LOSS}.positive_contribution_target={better:g}"]
+    return Advice(text, change_target if applied else _overrides(better, megatron))
+
+
+def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated):
+    """Say how nearly all searches end: at the start of the ranges, at their end, or at one of the two."""
+    target = options["positive_contribution_target"]
+    start = f"[{options['ratio_lower_start']:g}, {options['ratio_upper_start']:g}]"
+    end = f"[{options['ratio_lower_max']:g}, {options['ratio_upper_max']:g}]"
+    acts = "acts" if applied else "would act"
+    if saturated >= NEARLY_ALWAYS:
+        highest = median(update["positive_contribution_highest"] for update in updates)
+        return (
+            f"in {saturated:.0%} of the updates of {window} the search was saturated: no pair of bounds reached the "
+            f"target {target:g}, so BAPO {acts} as fixed bounds {end}. The highest rho was {highest:.3f} (median)."
+        )
+    if at_start >= NEARLY_ALWAYS:
+        rho = median(update["positive_contribution_start"] for update in updates)
+        return (
+            f"in {at_start:.0%} of the updates of {window} the target {target:g} was met at the start, so BAPO {acts} "
+            f"as fixed bounds {start}. rho at the start was {rho:.3f} (median)."
+        )
+    return (
+        f"in {window} the target {target:g} was met at the start in {at_start:.0%} of the updates and the search "
+        f"saturated in {saturated:.0%}, so BAPO {acts} as the bounds {start} in the first and as {end} in the others."
+    )
+
+
+def _target_that_moves_bounds(updates, target):
+    """Return the target that most updates would meet by moving bounds, and their share.
+
+    Of several such targets this is the one that is nearest to ``target``.
+    """
+    rho = [(update["positive_contribution_start"], update["positive_contribution_highest"]) for update in updates]
+    shares = {t: fmean(start < t - 1e-9 and highest >= t - 1e-9 for start, highest in rho) for t in TARGETS}
+    better = max(TARGETS, key=lambda t: (shares[t], -abs(t - target)))
+    return better, shares[better]
+
+
+def _overrides(target, megatron):
+    """Return the overrides that train with BAPO instead of the run's loss."""
+    return [
+        f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+        f"{LOSS}.loss_mode=bapo",
+        f"++{LOSS}.positive_contribution_target={target:g}",
+        f"++{LOSS}.bound_scope={'previous_batch' if megatron else 'mini_batch'}",
+        "actor_rollout_ref.actor.clip_ratio_c=3.0",
+    ]
+
+
+def _faults(updates, window):
+    masked = fmean(update.get("masked_token_fraction", 0.0) for update in updates) if updates else 0.0
+    if masked > 0:
+        yield (
+            f"{100 * masked:.2g}% of the tokens in {window} had no usable old log-prob (NaN, infinite, or above 0.5), "
+            "and the search left them out. With bypass_mode=true these log-probs come from vLLM."
+        )
+    invalid = sum(update.get("invalid_tokens", 0.0) for update in updates)
+    if invalid > 0:
+        yield f"{invalid:.0f} log-probs or advantages in {window} were not finite: the model or the reward is broken."

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the picture of the report: one run, or several in the same panels, a color each."""
+
+from statistics import fmean
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from recipe.bapo.report.findings import Run, clipped, ends_of_search, values
+
+TARGETS = [k / 100 for k in range(10, 91)]
+
+
+@rc_context({"font.size": 12})
+def picture(runs: dict[str, Run]) -> Figure:
+    """Draw runs by name. Each needs at least one update with an advantage."""
+    figure = Figure(figsize=(16, 9.5), layout="constrained")
+    panels = list(figure.subplots(2, 3).flat)
+    for number, run in enumerate(runs.values()):
+        _draw(run, panels, f"C{number}")
+    _explain(panels, list(runs.values()))
+    names = [Patch(color=f"C{number}", label=name) for number, name in enumerate(runs)]
+    figure.legend(handles=names, loc="outside upper center", ncols=2, frameon=False, fontsize=14)
+    return figure
+
+
+def _draw(run, panels, color):
+    """Draw the curves of a run."""
+    positive, negative, position, rho, bounds, targets = panels
+    _, steps = run.by_step()
+    target = run.config.positive_contribution_target
+    for by_bapo, style in ((False, "-"), (True, "--")):
+        shares = [clipped(run, updates, by_bapo) for updates in steps.values()]
+        if shares[0] is not None and not (by_bapo and run.applied):
+            positive.plot(list(steps), [share[0] for share in shares], style, color=color)
+            negative.plot(list(steps), [share[1] for share in shares], style, color=color)
+    places, by_bapo = run.by_position(), clipped(run, run.updates, by_bapo=False) is None
+    for sign, style in enumerate(("o-", "o--")):
+        shares = [clipped(run, updates, by_bapo)[sign] for updates in places.values()]
+        position.plot(list(places), shares, style, color=color)
+    for axis, name, style in (
+        (rho, "positive_contribution_start", "-"),
+        (rho, "positive_contribution_highest", "--"),
+        (bounds, "high", "-"),
+        (bounds, "low", "--"),
+    ):
+        axis.plot(list(steps), [fmean(values(updates, name)) for updates in steps.values()], style, color=color)
+    rho.axhline(target, color=color, linestyle=":")
+    ends = ends_of_search(run, run.config.contribution, TARGETS).values()
+    at_start, met = [end[0] for end in ends], [end[0] + end[1] for end in ends]
+    targets.plot(TARGETS, at_start, "-", color=color)
+    targets.fill_between(TARGETS, at_start, met, color=color, alpha=0.35)
+    targets.axvline(target, color=color, linestyle=":")
+
+
+def _explain(panels, runs):
+    """Add titles, units and legends."""
+    capped = any(run.own_clip and run.own_clip["kind"] == "cap" for run in runs)
+    clips = "clipped or capped" if capped else "clipped"
+    units = {run.by_step()[0] for run in runs}
+    unit = units.pop() if len(units) == 1 else "training step or call"
+    measures = " or ".join(sorted({run.config.contribution for run in runs}))
+    by = [_line("-", "by the run's loss"), _line("--", "by the bounds that BAPO would use")]
+    by = by[:1] if all(run.applied for run in runs) else by
+    explained = [
+        (f"Share of tokens with A > 0 that are {clips}", unit, by),
+        (f"Share of tokens with A < 0 that are {clips}", unit, by),
+        (
+            f"Share {clips}, as a rollout batch is reused",
+            "number of the update on its rollout batch",
+            [_line("-", "of the tokens with A > 0"), _line("--", "of the tokens with A < 0")],
+        ),
+        (
+            "rho: share of the tokens with A > 0 in the loss",
+            unit,
+            [_line("-", "at the start of the search"), _line("--", "highest on its path"), _line(":", "target")],
+        ),
+        ("Bounds that BAPO's search finds", unit, [_line("-", "upper bound"), _line("--", "lower bound")]),
+        (
+            "For which targets would bounds move?",
+            f"target (contribution={measures})",
+            [
+                Patch(color="none", label="above the band: saturated"),
+                Patch(color="0.3", alpha=0.35, label="band: met by moving bounds"),
+                _line("-", "line: met at the start"),
+                _line(":", "the run's target"),
+            ],
+        ),
+    ]
+    for axis, (title, label, handles) in zip(panels, explained, strict=True):
+        axis.set_title(title, loc="left")
+        axis.set_xlabel(label)
+        axis.margins(y=0.2)  # room for the legend
+        axis.legend(handles=handles, framealpha=0.6)
+        axis.grid(alpha=0.25)
+    for axis in panels[:5]:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (*panels[:3], panels[5]):
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.set_ylim(bottom=0)
+    panels[5].set_ylim(top=1.05)
+    panels[5].set_ylabel("share of the updates")
+
+
+def _line(style, label):
+    return Line2D([], [], color="0.3", linestyle=style, label=label)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor on the real actor worker: verl's updates bit for bit, and the bounds of a literal search."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.actor import free_port, make_actor, make_mini_batch
+from support.capture import bounds_of, capture_to, read_updates, tokens_of_updates
+from support.oracle import sequential_search
+from support.updates import DYNAMIC, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter
+
+from bapo import BAPOConfig
+
+OURS = [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig", f"++{LOSS}.positive_contribution_target=0.45"]
+LOSSES = {
+    "vanilla": [],
+    "gspo": ["actor_rollout_ref.actor.clip_ratio_high=0.01", "actor_rollout_ref.actor.clip_ratio_low=0.01"],
+    "cispo": [],
+}
+CUTS = {
+    "halves": [f"{MICRO_BATCH}=4"],
+    "single": [f"{MICRO_BATCH}=1"],
+    "dynamic": [*DYNAMIC, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"],
+}
+
+
+BAD = {"old_log_probs": float("-inf"), "advantages": float("nan"), "none": 0.0}
+
+
+def spoil(data, field):
+    """Set a field of one token to a value that no loss can use."""
+    if field in data:
+        rows = [row.clone() for row in data[field].unbind()]
+        rows[1][1] = BAD[field]
+        data[field] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def train(overrides, task, rank, size, port, engine, bad="none"):
+    """Make two updates on one batch from verl's own config. Returns metrics, weights, and counts of collectives."""
+    from verl.utils import tensordict_utils as tu
+
+    common = [
+        f"actor_rollout_ref.model.path={task}/model",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    ]
+    actor = make_actor([*common, *engine, *overrides], rank, size, port, stock=True)
+    data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+    spoil(data, bad)
+    tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1)
+    counter = CollectiveCounter(actor)
+    output = actor.train_mini_batch(data)
+    counter.stop()
+    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in actor.engine.module.parameters()]
+    return {
+        "metrics": {name: values for name, values in tu.get(output, "metrics").items() if "perf" not in name},
+        "weights": torch.cat([weight.flatten() for weight in weights]),
+        "collectives": counter.collectives,
+        "passes": counter.passes,
+    }
+
+
+def updates_of_rank(rank, size, port, task, folder, engine):
+    results = {}
+    for loss, settings in LOSSES.items():
+        mode = [f"{LOSS}.loss_mode={loss}", f"{MICRO_BATCH}=4", *settings]
+        results[f"{loss}, verl"] = train(mode, task, rank, size, port, engine)
+        results[f"{loss}, monitored"] = train([*mode, *OURS], task, rank, size, port, engine)
+    Path(folder, "file").touch()
+    for bad in BAD:
+        record = f"++{LOSS}.record_dir='{folder}/file/below'"  # cannot be written
+        results[f"{bad} spoilt, verl"] = train([f"{MICRO_BATCH}=4"], task, rank, size, port, engine, bad)
+        results[f"{bad} spoilt, monitored"] = train(
+            [f"{MICRO_BATCH}=4", *OURS, record], task, rank, size, port, engine, bad
+        )
+    for name, cut in CUTS.items():
+        capture_to(f"{folder}/{name}")
+        results[name] = train([*cut, *OURS], task, rank, size, port, engine)
+    torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def ranks(request, task, tmp_path_factory):
+    size, engine = request.param
+    folder = tmp_path_factory.mktemp(f"monitored{size}")
+    mp.spawn(updates_of_rank, args=(size, free_port(), str(task), str(folder), engine), nprocs=size)
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_and_metrics_are_verls_bit_for_bit(ranks, loss):
+    for rank in ranks[1]:
+        of_verl, monitored = rank[f"{loss}, verl"], rank[f"{loss}, monitored"]
+        assert torch.equal(of_verl["weights"], monitored["weights"])
+        own = {name: values for name, values in monitored["metrics"].items() if not name.startswith("actor/bapo/")}
+        assert own == of_verl["metrics"]
+        assert ("actor/bapo/own_clipfrac_positive" in monitored["metrics"]) == (loss == "vanilla")
+        assert ("actor/bapo/own_capfrac_positive" in monitored["metrics"]) == (loss == "cispo")
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_it_cannot_use_leaves_verls_run_as_it_is(ranks, bad):
+    for rank in ranks[1]:
+        of_verl, monitored = (rank[f"{bad} spoilt, {who}"]["weights"] for who in ("verl", "monitored"))
+        torch.testing.assert_close(monitored, of_verl, rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_collective_and_no_forward_more(ranks):
+    for rank in ranks[1]:
+        of_verl, monitored = rank["vanilla, verl"], rank["vanilla, monitored"]
+        assert (of_verl["collectives"], monitored["collectives"]) == (0, 2)  # two updates
+        assert of_verl["passes"] == monitored["passes"] == 0
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_bounds_are_those_of_a_literal_search_over_all_ranks(ranks, cut):
+    folder, results = ranks
+    config = BAPOConfig(positive_contribution_target=0.45)
+    literal = [sequential_search(*tokens, config, 3.0)[:2] for tokens in tokens_of_updates(folder / cut)]
+    for rank in range(len(results)):
+        updates = read_updates(folder / cut, rank)
+        assert [bounds_of(update) for update in updates] == literal
+        assert all(part["bounds"] is None for update in updates for part in update["micro_batches"])
+    assert literal[0] != literal[1] and len(literal) == 2

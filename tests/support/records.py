@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of runs on random tokens."""
+
+from dataclasses import asdict
+
+import torch
+
+from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_scalars, search_clip_bounds
+from recipe.bapo.own_clip import OwnClip
+from recipe.bapo.record import Record
+
+OWN_CLIP = OwnClip("clip", 0.8, 1.2, 3.0)
+
+
+def make_tokens(seed, rows=8, columns=12, spread=0.5):
+    """Make old log-probs, log-probs, advantages and mask, ``(rows, columns)``."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(rows, columns, generator=generator)
+    log_prob = old + spread * torch.randn(rows, columns, generator=generator)
+    advantages = torch.randn(rows, 1, generator=generator).expand(rows, columns)
+    return old, log_prob, advantages, torch.rand(rows, columns, generator=generator) > 0.3
+
+
+def measure(batch, config, own_clip=OWN_CLIP):
+    """Return statistics and values of an update, as the monitor does."""
+    stats = collect_clip_statistics(*batch, config, clip_ratio_c=3.0, own_clip=own_clip)
+    bounds = search_clip_bounds(stats, config)
+    values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)))
+    invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
+    return stats, {"invalid_tokens": invalid} if invalid else values | {"invalid_tokens": 0.0}
+
+
+def write_start(folder, steps, seed=0, config=None, own_clip=OWN_CLIP, applied=False, updates=2, **about):
+    """Record a start of a process that makes these steps, on random tokens. Returns the file and the batches."""
+    config = config or BAPOConfig()
+    own = None if own_clip is None else asdict(own_clip)
+    known = {"applied": applied, "loss_mode": "bapo" if applied else "vanilla", "own_clip": own, **about}
+    record, batches = Record(folder, config, known), []
+    for call, step in enumerate(steps):
+        for update in range(updates):
+            batches.append(make_tokens(1000 * seed + 10 * call + update, spread=0.5 * update))
+            stats, values = measure(batches[-1], config, own_clip)
+            record.write(stats, values, call=call, update=update, step=step)
+    return record.path, batches

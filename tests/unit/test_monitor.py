@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor on a stand-in engine: what it logs, that it changes nothing, and that it never ends a run."""
+
+import json
+import logging
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import oracle
+from support.actor import actor_config
+from support.batches import make_batch
+from support.metrics import METRICS
+from support.stand_in import make_micro_batch, make_worker
+
+import verl  # noqa: F401  loads the plugin
+from bapo import BAPOConfig, collect_clip_statistics
+from recipe.bapo.advice import EVERY
+from recipe.bapo.own_clip import own_clip_of
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from recipe.bapo.record import read_record
+from recipe.bapo.worker import BAPOTrainingWorker
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import PolicyLossConfig
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
+TARGET = 0.47
+OF_THE_LOSS = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower", "actor/bapo/entropy_covariance"}
+
+
+def batch_of_pairs(seed):
+    """Make a batch of twelve responses with alternating advantages of 1 and -1."""
+    old, log_prob, advantages, mask = make_batch(seed, rows=12)
+    return old, log_prob, torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None].expand_as(advantages).clone(), mask
+
+
+def worker_with(monkeypatch, loss=None, **settings):
+    loss = loss or MonitorConfig(positive_contribution_target=TARGET)
+    return make_worker(actor_config(loss, **settings), monkeypatch, MODEL)
+
+
+def update(worker, batch, cut=4):
+    """Make one update of a call of the trainer. Returns the engine's metrics."""
+    parts = [make_micro_batch(*part) for part in zip(*(tensor.split(cut) for tensor in batch), strict=True)]
+    return worker.engine.train_batch(parts, worker.loss_fn)["metrics"]
+
+
+def call(worker, **marks):
+    worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
+
+
+def test_it_logs_what_a_bapo_run_logs_and_what_its_own_loss_clips(monkeypatch):
+    worker = worker_with(monkeypatch, clip_ratio_c=3.0)
+    for seed, cut in ((1, 4), (2, 12), (2, 1)):
+        batch = batch_of_pairs(seed)
+        metrics = update(worker, batch, cut)
+        config = BAPOConfig(positive_contribution_target=TARGET)
+        low, high, rho, start, steps, _ = oracle.sequential_search(*batch, config, 3.0)
+        ratio, advantages, *_ = oracle.response_tokens(*batch)
+        positive, negative = advantages > 0, advantages < 0
+        expected = {
+            "clip_low": low,
+            "clip_high": high,
+            "positive_contribution": rho,
+            "positive_contribution_start": start,
+            "search_steps": steps,
+            "applied": 0,
+            "invalid_tokens": 0,
+            "own_clipfrac_positive": (ratio[positive] > 1.2).double().mean().item(),
+            "own_clipfrac_negative": ((ratio < 0.8) | (ratio > 3))[negative].double().mean().item(),
+            **oracle.diagnostics(*batch, low, high),
+        }
+        for name, value in expected.items():
+            assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
+        assert METRICS - OF_THE_LOSS <= metrics.keys()
+
+
+def test_the_losss_own_metrics_are_verls(monkeypatch):
+    plain, monitored = worker_with(monkeypatch, PolicyLossConfig()), worker_with(monkeypatch)
+    of_verl, found = (update(worker, batch_of_pairs(1)) for worker in (plain, monitored))
+    assert {name: value for name, value in found.items() if "bapo" not in name} == of_verl
+
+
+def test_an_evaluation_is_not_measured(monkeypatch):
+    worker = worker_with(monkeypatch)
+    data, model_output = make_micro_batch(*batch_of_pairs(5))
+    with torch.no_grad():
+        worker.loss_fn(model_output=dict(model_output), data=data)
+    other = worker_with(monkeypatch)
+    assert update(worker, batch_of_pairs(1)) == update(other, batch_of_pairs(1))
+
+
+def test_one_collective_and_one_read_more_an_update(monkeypatch):
+    reads, groups = [], []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or tolist(tensor))
+    worker = worker_with(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
+    parts = [make_micro_batch(*part) for part in zip(*(tensor.split(4) for tensor in batch_of_pairs(1)), strict=True)]
+    reads.clear()
+    worker.engine.train_batch(parts, worker.loss_fn)
+    assert groups == [torch.distributed.group.WORLD] and len(reads) == 1
+
+
+@pytest.mark.parametrize("name, position", [("log_prob", 1), ("advantages", 2)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_input_is_counted_and_warned_of_once(monkeypatch, caplog, tmp_path, name, position, value):
+    loss = MonitorConfig(record_dir=str(tmp_path))
+    worker = worker_with(monkeypatch, loss)
+    bad = [tensor.clone() for tensor in batch_of_pairs(1)]
+    bad[position][4, 3], bad[3][4, 3] = value, True
+    for _ in range(2):
+        metrics = update(worker, bad)
+        assert metrics["actor/bapo/invalid_tokens"] == [1] and "actor/bapo/clip_low" not in metrics
+    assert worker.engine.steps == 2
+    assert caplog.text.count("1 log-probs or advantages of response tokens are not finite") == 1
+    after = update(worker, batch_of_pairs(2))
+    assert after["actor/bapo/clip_low"] == update(worker_with(monkeypatch), batch_of_pairs(2))["actor/bapo/clip_low"]
+    first, *_, last = read_record(next(tmp_path.iterdir())).updates
+    assert first.values == {"invalid_tokens": 1} and last.values["low"] == after["actor/bapo/clip_low"][0]
+
+
+def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, caplog):
+    worker = worker_with(monkeypatch)
+    old, log_prob, advantages, mask = batch_of_pairs(1)
+    old[4], mask[4] = -math.inf, True
+    share = 17 / mask.sum().item()
+    for _ in range(2):
+        metrics = update(worker, (old, log_prob, advantages, mask))
+        assert metrics["actor/bapo/masked_token_fraction"] == [pytest.approx(share)]
+    assert worker.engine.steps == 2
+    assert caplog.text.count("17 response tokens without a usable old log-prob are left out") == 1
+
+
+def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, caplog):
+    worker = worker_with(monkeypatch)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("boom")
+
+    groups = []
+    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.any().item()))
+    for _ in range(2):
+        update(worker, batch_of_pairs(1))
+    assert groups == [False, False] and worker.engine.steps == 2
+    assert caplog.text.count("could not be measured (RuntimeError: boom)") == 1
+
+
+MEGATRON = SimpleNamespace(dynamic_context_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"strategy": "veomni"}, "strategy=veomni was not tried"),
+        ({"strategy": "megatron", "megatron": MEGATRON}, "dynamic_context_parallel=true"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c=1.0 leaves no token"),
+    ],
+)
+def test_where_it_cannot_measure_it_leaves_verls_worker_as_it_is(monkeypatch, caplog, changes, reason):
+    config = actor_config(MonitorConfig())
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    worker = make_worker(config, monkeypatch, model_config=MODEL)
+    assert caplog.text.count("MonitorConfig does nothing in this run") == 1 and reason in caplog.text
+    assert worker.engine.train_batch == worker.verl_train_batch and worker.loss_fn.keywords["config"] is config
+    call(worker)
+
+
+def test_a_loss_that_is_not_ppos_is_not_monitored(monkeypatch, caplog):
+    worker = worker_with(monkeypatch)
+
+    def distillation_ppo_loss(config, model_output, data, dp_group=None):
+        raise AssertionError
+
+    loss_fn = partial(distillation_ppo_loss, config=actor_config(MonitorConfig()))
+    worker.set_loss_fn(loss_fn)
+    assert worker.loss_fn is loss_fn and worker.scope is None
+    assert "it needs verl's ppo_loss (distillation.enabled=false), not" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(monkeypatch, caplog, tmp_path):
+    (tmp_path / "file").touch()
+    worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path / "file" / "folder")))
+    for _ in range(2):
+        update(worker, batch_of_pairs(1))
+    assert caplog.text.count("no record is written from now on") == 1 and worker.engine.steps == 2
+
+
+def test_a_config_that_cannot_be_used_is_refused_when_it_is_built(monkeypatch, caplog):
+    with pytest.raises(ValueError, match="loss_mode=bapo is not usable with MonitorConfig"):
+        MonitorConfig(loss_mode="bapo")
+    with pytest.raises(ValueError, match="ratio_lower_max=1.2 is not usable"):
+        MonitorConfig(ratio_lower_max=1.2)
+    monkeypatch.delattr(ActorRolloutRefWorker, "actor_worker_cls")
+    MonitorConfig()
+    assert (
+        "MonitorConfig does nothing in this run: verl 0.9.1 has no ActorRolloutRefWorker.actor_worker_cls"
+        in caplog.text
+    )
+
+
+def test_it_has_verl_make_our_worker(monkeypatch):
+    monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", TrainingWorker)
+    MonitorConfig(loss_mode="gspo")
+    assert ActorRolloutRefWorker.actor_worker_cls is BAPOTrainingWorker
+
+
+@pytest.mark.parametrize("config", [MonitorConfig, BAPOPolicyLossConfig])
+def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, config):
+    scope = {"bound_scope": "previous_batch"} if config is BAPOPolicyLossConfig else {}
+    worker = worker_with(monkeypatch, config(record_dir=str(tmp_path), **scope), clip_ratio_c=3.0)
+    logged = []
+    for step in (7, 8):
+        call(worker, bapo_step=step)
+        worker.calls = step - 7  # the stand-in's loop over the updates is empty
+        logged += [update(worker, batch_of_pairs(10 * step + k)) for k in range(2)]
+    (path,) = tmp_path.iterdir()
+    start = read_record(path)
+    assert [tuple(u.numbers[name] for name in ("call", "update", "step")) for u in start.updates] == [
+        (0, 0, 7),
+        (0, 1, 7),
+        (1, 0, 8),
+        (1, 1, 8),
+    ]
+    assert start.about["applied"] == (config is BAPOPolicyLossConfig)
+    for found, metrics, seed in zip(start.updates, logged, (70, 71, 80, 81), strict=True):
+        assert found.values["low"] == metrics["actor/bapo/clip_low"][0]
+        own = worker.scope.own_clip
+        expected = collect_clip_statistics(*batch_of_pairs(seed), BAPOConfig(), 3.0, own)
+        for one, other in zip(found.stats.sums, expected.sums, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    if config is MonitorConfig:
+        assert start.about["own_clip"] == {"kind": "clip", "low": 0.8, "high": 1.2, "dual_clip": 3.0}
+    json.loads(path.read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("source, share", [(True, 1), (False, 0)])
+def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, caplog, tmp_path, source, share):
+    for is_source, its_share, said in ((source, share, 0), (True, 0, 2)):
+        worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
+        worker.engine.source, worker.engine.data_parallel_rank = is_source, its_share
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2 * EVERY):
+                call(worker)
+                update(worker, batch_of_pairs(1))
+            call(worker)
+        assert caplog.text.count("BAPO: in") == said
+        assert len(list(tmp_path.iterdir())) == bool(said)
+
+
+LOSSES = ["vanilla", "clip_cov", "cispo", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro"]
+
+
+def tokens_without_gradient(loss_mode, config, batch):
+    """Return which tokens get no gradient from verl's own loss, by autograd."""
+    old, log_prob, advantages, mask = batch
+    leaf = log_prob.clone().requires_grad_()
+    loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
+    return torch.autograd.grad(loss, leaf)[0] == 0
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+@pytest.mark.parametrize("settings", [{}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0}])
+def test_the_own_share_is_autograds_or_absent(monkeypatch, loss_mode, settings):
+    """Of ``clip_cov`` this is the clip of the ratio alone, so its drawn tokens are switched off here."""
+    loss = MonitorConfig(loss_mode=loss_mode, dro_beta=0.1, clip_cov_lb=1e9)
+    config = actor_config(loss, **settings)
+    own = own_clip_of(config)
+    clips = {"vanilla": "clip", "clip_cov": "clip", "bypass_mode": "clip", "cispo": "cap"}
+    assert (own and own.kind) == clips.get(loss_mode)
+    if own is None:
+        return
+    batch = make_batch(3, rows=64, spread=0.8, masked=0.2, zero_advantage=0)
+    old, log_prob, advantages, mask = batch
+    ratio = (log_prob - old).exp()
+    found = own(ratio, advantages) & mask
+    assert 0 < found[advantages > 0].sum() and 0 < found[advantages < 0].sum()
+    if own.kind == "clip":
+        assert torch.equal(found, tokens_without_gradient(loss_mode, config, batch) & mask)
+    else:  # a capped token keeps a gradient, but its weight is a limit and not the ratio
+        leaf = log_prob.clone().requires_grad_()
+        loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
+        weight = -torch.autograd.grad(loss, leaf)[0] / advantages
+        assert torch.equal(found, ((weight - ratio).abs() > 1e-5) & mask)
