@@ -16,6 +16,7 @@ from support.stack_runs import ROOT, Started, log_of, removing_what_others_leave
 
 from recipe.bapo.config import cpu_environment
 from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.report.findings import read_runs
 
 STEPS = 4
 
@@ -109,6 +110,10 @@ def test_the_run_goes_on_where_it_stopped(resumed):
     assert before[:2] == [1, 2] and saved in (2, 3) and after == list(range(saved + 1, STEPS + 1))
     run = resumed.folder / "run"
     assert [step for step, data in read_metrics(run) if "training/global_step" in data] == [1, 2, 3, 4]
+    (recorded,) = read_runs(run)  # the report joins the records of both starts
+    updates = Counter(update.numbers["step"] for update in recorded.recorded)
+    assert list(updates) == [1, 2, 3, 4] and len(set(updates.values())) == 1
+    assert len(list(run.glob("record-*.jsonl"))) == 2
     tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == str(STEPS)
 
