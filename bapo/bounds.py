@@ -55,7 +55,7 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics) -> dict[str,
     """Copy bounds and diagnostics to the host in one transfer, and refuse invalid input.
 
     Returns:
-        Python numbers by field name, without the counts of invalid input.
+        Floats by field name, without the counts of invalid input.
 
     Raises:
         ValueError: log-probs or advantages of response tokens are not finite, or more than ``MAX_MASKED_FRACTION`` of

@@ -51,10 +51,11 @@ class TokenSums(NamedTuple):
         invalid_old_log_probs: number of response tokens without a usable old log-prob (``is_usable``). They enter no
             other sum.
         invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
-            their gradient would be NaN in spite of the mask.
-        invalid_advantages: number of advantages that are not finite.
-        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that a loss of other
-            bounds clips (``own_clip``).
+            the backward of a softmax with a NaN gives NaN even for a gradient of zero.
+        invalid_advantages: number of advantages that are not finite, of tokens with a usable old log-prob.
+        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that the run's own loss, if
+            it is not BAPO's, clips or caps (``own_clip``); 0 without it.
+        uncollected: number of micro-batches whose tokens could not be collected.
     """
 
     positive_weight: Tensor
@@ -77,11 +78,12 @@ class TokenSums(NamedTuple):
     invalid_advantages: Tensor
     own_clipped_positive: Tensor
     own_clipped_negative: Tensor
+    uncollected: Tensor
 
 
 @dataclass(frozen=True)
 class ClipStatistics:
-    """Token sums of a micro-batch. ``+`` and ``all_reduce`` add the sums of micro-batches and of ranks.
+    """Token sums of a micro-batch or an update. ``+`` and ``all_reduce`` add those of micro-batches and of ranks.
 
     Attributes:
         sums: the sums.
@@ -141,8 +143,9 @@ class ClipStatistics:
         Both bounds must be candidates; they and the counts are 0-d float64 tensors.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        right_above, right_below = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]  # of each candidate
-        return torch.where(upper >= high, right_above, 0).sum(), torch.where(lower <= low, right_below, 0).sum()
+        # Of each candidate: the tokens from it to the next higher one (A > 0), and from the next lower one to it (A < 0).
+        from_it, up_to_it = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]
+        return torch.where(upper >= high, from_it, 0).sum(), torch.where(lower <= low, up_to_it, 0).sum()
 
     def _as_vector(self):
         return torch.cat([tensor.flatten() for tensor in self.sums])
@@ -218,8 +221,9 @@ def _sum_tokens(
     weight = size
     if token_weight == "rollout_prob":
         weight = size * torch.where(mask, old_log_prob, 0).double().exp()
-    # The ratios of tokens with A < 0 are negated, so that they lie to the left of 0 and the others to its right. One
-    # search for all tokens takes half the time of one for each sign. Where A = 0 the weight is 0.
+    # The ratios of tokens with A < 0 are negated: the edges are then -dual clip, -c_low from the largest to the smallest,
+    # 0, and c_high from the smallest to the largest. One search for all tokens takes half the time of one for each sign.
+    # Where A = 0 the weight is 0.
     edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
     bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
     sizes = [1, len(lower_edges), len(upper_edges) + 1]  # from left to right: the dual clip, A < 0, A > 0
@@ -254,6 +258,7 @@ def _sum_tokens(
         invalid_advantages=_count(~(size < math.inf)),
         own_clipped_positive=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & positive),
         own_clipped_negative=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & negative),
+        uncollected=ratio.new_zeros(()),
     )
 
 

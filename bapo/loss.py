@@ -21,7 +21,7 @@ class SurrogateLoss:
 
     Attributes:
         loss: carries the graph.
-        pg_clipfrac: fraction of the tokens whose ratio is beyond a bound, as in verl's losses.
+        pg_clipfrac: fraction of the tokens with A > 0 and a ratio above ``high``, or A < 0 and one below ``low``.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: fraction of the tokens whose surrogate is clipped by the dual clip.
         entropy_covariance: see the function of this name; tokens that this loss clips count with A = 0.
@@ -68,7 +68,7 @@ def clipped_surrogate_loss(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    # Masked positions are replaced before exp, not only after it: infinity times 0 would be NaN.
+    # Masked positions get the log-ratio 0: masking the loss alone would leave infinity times 0, a NaN, in the backward.
     mask = response_mask.bool() & is_usable(old_log_prob)
     advantages = torch.where(mask, advantages.detach(), 0)
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The importance ratio and the checks of its inputs, the same in the search and in the loss.
 
-Search, loss and report all take the ratio from here, so that a change of the clamp or of the type changes all of them.
+Search, diagnostics and loss take the ratio from here, so that a change of the clamp or of the type changes all of them.
 Otherwise the search would measure another loss than the one that is minimised.
 """
 

@@ -110,7 +110,7 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
         search_steps=chosen,
         met_at_start=searched & reached[0],
         met_by_moving=searched & met & ~reached[0],
-        saturated=~met,
+        saturated=~met,  # without a token with an advantage P + N is 0, and ``met`` is true
     )
 
 

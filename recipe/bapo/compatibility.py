@@ -56,7 +56,7 @@ def why_not_monitored(actor_config) -> str | None:
         return f"strategy={actor_config.strategy} was not tried"
     if actor_config.strategy == "megatron" and actor_config.megatron.dynamic_context_parallel:
         return "with megatron.dynamic_context_parallel=true only one rank reports its outputs, though each has its own"
-    if not actor_config.clip_ratio_c > 1:
+    if actor_config.clip_ratio_c is not None and not actor_config.clip_ratio_c > 1:
         return f"clip_ratio_c={actor_config.clip_ratio_c} leaves no token with A < 0 and a ratio above 1 to measure"
     return None
 

@@ -14,7 +14,8 @@ class OwnClip:
 
     Attributes:
         kind: ``clip``: a token beyond a limit has no gradient. ``cap``: it keeps one, with the limit as its weight.
-        low, high: the limits. With ``clip`` they hold for tokens with A < 0 and A > 0, with ``cap`` for all.
+        low, high: the limits. With ``clip``, ``low`` holds for tokens with A < 0 and ``high`` for those with A > 0; with
+            ``cap`` both hold for all.
         dual_clip: limit of the ratios of tokens with A < 0.
     """
 
@@ -24,7 +25,7 @@ class OwnClip:
     dual_clip: float = math.inf
 
     def __call__(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Whether the loss clips (or caps) a token, bool, of the tokens with A > 0 or A < 0. Any shape."""
+        """Which tokens the loss clips or caps, bool, meaningless where A = 0. Any shape."""
         below, above = ratio < self.low, ratio > self.high
         if self.kind == "cap":
             return below | above
@@ -47,7 +48,7 @@ def own_clip_of(actor_config) -> OwnClip | None:
         for distance in (actor_config.clip_ratio_low, actor_config.clip_ratio_high)
     )
     if mode == "vanilla" or (mode == "bypass_mode" and loss.rollout_correction.get("loss_type") == "ppo_clip"):
-        return OwnClip("clip", 1 - low, 1 + high, actor_config.clip_ratio_c)
+        return OwnClip("clip", 1 - low, 1 + high, actor_config.clip_ratio_c or math.inf)
     if mode == "clip_cov":
         return OwnClip("clip", 1 - low, 1 + high)
     if mode == "cispo":

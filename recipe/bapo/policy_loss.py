@@ -3,11 +3,12 @@
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
 ``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker
-(``worker.replace_actor_worker_class``). The worker stores the bounds of each update in the config, which verl passes to
-the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test compares the two.
+(``worker.replace_actor_worker_class``). The worker puts the bounds into the config before the loss of each micro-batch, and verl
+passes the config to the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test compares the two.
 """
 
 import logging
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -29,8 +30,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     Args:
         loss_mode: ``bapo``.
-        record_dir: an absolute path: folder in which a file with a line per update is written for
-            ``recipe.bapo.report``. None: no record.
+        record_dir: an absolute path, since a worker's working directory is Ray's: folder in which a file with a line per
+            update is written for ``recipe.bapo.report``. None: no record.
 
     Raises:
         ValueError: an option is not usable; ``BAPOConfig`` says which. (An unknown key raises in verl.)
@@ -46,6 +47,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
+        _check_folder(self.record_dir)
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
@@ -73,6 +75,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
+        _check_folder(self.record_dir)
         if self.loss_mode == "bapo":
             raise ValueError(
                 "loss_mode=bapo is not usable with MonitorConfig, which leaves the loss as it is: set loss_mode to one "
@@ -82,6 +85,11 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
             worker.replace_actor_worker_class()
         except TypeError as error:
             logger.warning("MonitorConfig does nothing in this run: %s Training goes on without the monitor.", error)
+
+
+def _check_folder(record_dir):
+    if record_dir is not None and not (isinstance(record_dir, str) and os.path.isabs(record_dir)):
+        raise ValueError(f"record_dir={record_dir!r} is not usable: name a folder by its absolute path, or null.")
 
 
 @register_policy_loss("bapo")
