@@ -37,8 +37,8 @@ class BoundsHistory:
     def put(self, position: int, found: ClipBounds | None) -> None:
         """Keep what the search found on the tokens of an update, for the next rollout batch.
 
-        None: no token had an advantage, so nothing was found, and the previous batch's bounds at this position, if there
-        are any, are kept for the next one.
+        None: no token had an advantage, so nothing was found. The next batch then gets the previous batch's bounds at
+        this position, if there are any.
         """
         if found is not None:
             self._this_batch[position] = self.latest = found

@@ -53,8 +53,8 @@ class TokenSums(NamedTuple):
         invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
             the backward of a softmax with a NaN gives NaN even for a gradient of zero.
         invalid_advantages: number of advantages that are not finite, of tokens with a usable old log-prob.
-        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that the run's own loss, if
-            it is not BAPO's, clips or caps (``own_clip``); 0 without it.
+        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that the run's own loss,
+            if it is not BAPO's, clips or caps (``own_clip``); 0 without it.
         uncollected: number of micro-batches whose tokens could not be collected.
     """
 
@@ -143,7 +143,7 @@ class ClipStatistics:
         Both bounds must be candidates; they and the counts are 0-d float64 tensors.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        # Of each candidate: the tokens from it to the next higher one (A > 0), and from the next lower one to it (A < 0).
+        # Of each candidate: the tokens from it to the next higher one, and those from the next lower one to it.
         from_it, up_to_it = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]
         return torch.where(upper >= high, from_it, 0).sum(), torch.where(lower <= low, up_to_it, 0).sum()
 
@@ -221,9 +221,9 @@ def _sum_tokens(
     weight = size
     if token_weight == "rollout_prob":
         weight = size * torch.where(mask, old_log_prob, 0).double().exp()
-    # The ratios of tokens with A < 0 are negated: the edges are then -dual clip, -c_low from the largest to the smallest,
-    # 0, and c_high from the smallest to the largest. One search for all tokens takes half the time of one for each sign.
-    # Where A = 0 the weight is 0.
+    # The ratios of tokens with A < 0 are negated: the edges are then -dual clip, -c_low from the largest to the
+    # smallest, 0, and c_high from the smallest to the largest. One search for all tokens takes half the time of one for
+    # each sign. Where A = 0 the weight is 0.
     edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
     bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
     sizes = [1, len(lower_edges), len(upper_edges) + 1]  # from left to right: the dual clip, A < 0, A > 0

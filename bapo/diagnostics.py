@@ -2,9 +2,9 @@
 """Per-update diagnostics: logged metrics that never affect the bounds, and counts of invalid inputs.
 
 They follow from the same sums as the search, so they cost no extra forward pass, collective or host read. To add a
-metric, add a field to ``Diagnostics`` and, if needed, a sum to ``bapo.clip_statistics`` (a new sum makes older records
-of runs unreadable). Apart from the counts of invalid input, each field is logged as ``actor/bapo/<field>``; renaming
-one breaks its readers. No name may contain "min" or "max": verl would log the extreme of such a metric, not its mean.
+metric, add a field to ``Diagnostics`` and, if needed, a sum to ``bapo.clip_statistics`` (older records of runs are then
+unreadable). Apart from the counts of invalid input, each field is logged as ``actor/bapo/<field>``; renaming one breaks
+its readers. No name may contain "min" or "max": verl would log the extreme of such a metric, not its mean.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from bapo.search import ClipBounds
 class Diagnostics:
     """Metrics of the response tokens of one optimizer update: 0-d float64 tensors.
 
-    Except for ``masked_token_fraction``, ``invalid_old_log_probs`` and ``invalid_log_probs`` they count only tokens with
-    a usable old log-prob.
+    Except for ``masked_token_fraction``, ``invalid_old_log_probs`` and ``invalid_log_probs`` they count only tokens
+    with a usable old log-prob.
 
     Attributes:
         positive_token_fraction: fraction of the response tokens with A > 0.
@@ -33,8 +33,8 @@ class Diagnostics:
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
         negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above
             ``UNBOUNDED_RATIO``, which no clip bound limits. verl's dual clip limits them where it is on.
-        masked_token_fraction: fraction of the response tokens that search and loss (in a monitored run the search alone)
-            leave out, because their old log-prob is not usable (``bapo.ratio.is_usable``).
+        masked_token_fraction: fraction of the response tokens that search and loss (in a monitored run the search
+            alone) leave out, because their old log-prob is not usable (``bapo.ratio.is_usable``).
         invalid_old_log_probs: number of these tokens.
         invalid_log_probs, invalid_advantages: numbers of response tokens where these are not finite.
     """

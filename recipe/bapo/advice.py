@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do next in a run, in a sentence, judging by the metrics of some updates or steps.
+"""What to do next in a run, in a sentence, judging by the values of some updates.
 
-Console, worker and report say it. All thresholds are here, and you may change them and the texts. A search ends in one
+The worker's log, the console and the report print it. All thresholds are here, and you may change them and the texts. A
+search ends in one
 of three ways: the target is *met at the start* (no bound has to move), *met by moving* the bounds, or the search is
 *saturated*: no pair of bounds on its path reaches the target. This module imports neither verl nor torch.
 """
@@ -32,16 +33,16 @@ class Advice:
     overrides: list[str]
 
 
-def advise(updates: Sequence[Mapping[str, float]], options: Mapping, window: str, megatron: bool = False) -> Advice:
+def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapping, window: str) -> Advice:
     """Say what to do next.
 
     Args:
-        updates: the metrics of some updates, or their means over some steps, without ``actor/bapo/``.
+        updates: the values of each of some updates, as the record has them.
         options: the options of the search, by name.
-        window: what the texts call the updates, such as "the last 10 steps".
-        megatron: whether the run's strategy is Megatron, on which only one scope is possible.
+        about: what the first line of the record says of the run.
+        window: what the texts call the updates, such as "this run".
     """
-    measured = [update for update in updates if not update.get("invalid_tokens")]
+    measured = [update for update in updates if "met_at_start" in update]
     searched = [update for update in measured if any(update.get(name, 0) for name in OUTCOMES)]
     if not measured:
         advice = Advice(f"in {window} no update could be measured.", [])
@@ -52,15 +53,16 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, window: str
     ):
         advice = Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
     else:
-        advice = _judge(searched, options, window, megatron)
+        advice = _judge(searched, options, about, window)
     return Advice(" ".join([advice.text, *_faults(updates, window)]), advice.overrides)
 
 
-def _judge(updates, options, window, megatron):
+def _judge(updates, options, about, window):
     """Judge updates that have searched."""
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
-    applied, target = updates[-1].get("applied", 1.0) == 1, options["positive_contribution_target"]
-    of_run = "clipfrac" if applied else "own_clipfrac"  # absent where the loss does not clip by the ratio
+    applied, target = about.get("applied", False), options["positive_contribution_target"]
+    of_run = "clipfrac" if applied else "own_clipfrac"
+    # Absent where the loss does not clip by the ratio; it must not count as a loss that clips nothing.
     own = [fmean(update.get(f"{of_run}_{sign}", 1.0) for update in updates) for sign in ("positive", "negative")]
     if max(own) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
         return Advice(
@@ -73,7 +75,7 @@ def _judge(updates, options, window, megatron):
         if applied:
             return Advice(f"in {window} the target was {outcomes} of the updates. There is nothing to change.", [])
         text = f"BAPO would move the bounds: its target {target:g} would be {outcomes} of the updates. Try it."
-        return Advice(f"in {window} {text}", _overrides(target, megatron))
+        return Advice(f"in {window} {text}", _overrides(target, about))
     text = _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated)
     better, share = _target_that_moves_bounds(updates, target)
     if share < RARELY:
@@ -90,7 +92,7 @@ def _judge(updates, options, window, megatron):
         )
     text += f" With positive_contribution_target={better:g} bounds would move in about {share:.0%} of the updates."
     change_target = [f"++{LOSS}.positive_contribution_target={better:g}"]
-    return Advice(text, change_target if applied else _overrides(better, megatron))
+    return Advice(text, change_target if applied else _overrides(better, about))
 
 
 def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated):
@@ -128,14 +130,14 @@ def _target_that_moves_bounds(updates, target):
     return better, shares[better]
 
 
-def _overrides(target, megatron):
+def _overrides(target, about):
     """Return the overrides that train with BAPO instead of the run's loss."""
     return [
         f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         f"{LOSS}.loss_mode=bapo",
         f"++{LOSS}.positive_contribution_target={target:g}",
-        f"++{LOSS}.bound_scope={'previous_batch' if megatron else 'mini_batch'}",
-        "actor_rollout_ref.actor.clip_ratio_c=3.0",
+        f"++{LOSS}.bound_scope={'previous_batch' if about.get('strategy') == 'megatron' else 'mini_batch'}",
+        f"actor_rollout_ref.actor.clip_ratio_c={about.get('clip_ratio_c', 3.0)}",
     ]
 
 

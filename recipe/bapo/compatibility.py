@@ -46,19 +46,23 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
-def why_not_monitored(actor_config) -> str | None:
-    """Return why a run cannot be monitored, or None if it can.
+def refuse_to_monitor(actor_config, model_config) -> None:
+    """Refuse settings under which a run with another loss cannot be measured.
 
     Args:
-        actor_config: verl's ``ActorConfig`` with a ``MonitorConfig``.
+        actor_config, model_config: as above.
+
+    Raises:
+        ValueError: says why. The worker then leaves verl's loss as it is.
     """
     if actor_config.strategy not in ("fsdp", "fsdp2", "megatron"):
-        return f"strategy={actor_config.strategy} was not tried"
+        raise ValueError(f"strategy={actor_config.strategy} was not tried.")
     if actor_config.strategy == "megatron" and actor_config.megatron.dynamic_context_parallel:
-        return "with megatron.dynamic_context_parallel=true only one rank reports its outputs, though each has its own"
+        raise ValueError(
+            "with megatron.dynamic_context_parallel=true each rank has samples of its own, but only one reports."
+        )
     if actor_config.clip_ratio_c is not None and not actor_config.clip_ratio_c > 1:
-        return f"clip_ratio_c={actor_config.clip_ratio_c} leaves no token with A < 0 and a ratio above 1 to measure"
-    return None
+        raise ValueError(f"the search needs a clip_ratio_c above 1 or null, not {actor_config.clip_ratio_c}.")
 
 
 def uses_bypass_mode(config) -> bool:

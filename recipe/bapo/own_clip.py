@@ -14,8 +14,8 @@ class OwnClip:
 
     Attributes:
         kind: ``clip``: a token beyond a limit has no gradient. ``cap``: it keeps one, with the limit as its weight.
-        low, high: the limits. With ``clip``, ``low`` holds for tokens with A < 0 and ``high`` for those with A > 0; with
-            ``cap`` both hold for all.
+        low, high: the limits. With ``clip``, ``low`` holds for tokens with A < 0 and ``high`` for those with A > 0;
+            with ``cap`` both hold for all.
         dual_clip: limit of the ratios of tokens with A < 0.
     """
 

@@ -3,8 +3,9 @@
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
 ``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker
-(``worker.replace_actor_worker_class``). The worker puts the bounds into the config before the loss of each micro-batch, and verl
-passes the config to the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test compares the two.
+(``worker.replace_actor_worker_class``). The worker puts the bounds into the config before the loss of each micro-batch,
+and verl passes the config to the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test
+compares the two.
 """
 
 import logging
@@ -30,8 +31,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     Args:
         loss_mode: ``bapo``.
-        record_dir: an absolute path, since a worker's working directory is Ray's: folder in which a file with a line per
-            update is written for ``recipe.bapo.report``. None: no record.
+        record_dir: an absolute path, since a worker's working directory is Ray's: folder in which a file with a line
+            per update is written for ``recipe.bapo.report``. None: no record.
 
     Raises:
         ValueError: an option is not usable; ``BAPOConfig`` says which. (An unknown key raises in verl.)

@@ -9,7 +9,7 @@ The worker calls them in this order: ``next_batch`` when a rollout batch begins;
 """
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
 import torch
@@ -26,6 +26,7 @@ from bapo import (
     remeasure,
     search_clip_bounds,
 )
+from recipe.bapo import compatibility
 from recipe.bapo.own_clip import OwnClip, own_clip_of
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
@@ -42,7 +43,9 @@ class Measured:
 
     Attributes:
         stats: sums of the tokens, on the host.
-        values: what ``bapo.read_and_validate`` returns.
+        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them; with ``MicroBatch`` means over
+            the micro-batches. ``Monitor`` has ``invalid_tokens`` alone where input was not finite, and nothing where
+            tokens could not be collected.
     """
 
     stats: ClipStatistics
@@ -68,7 +71,8 @@ class BoundScope:
     """
 
     applied = True
-    own_clip: OwnClip | None = None
+    own_clip: OwnClip | None = None  # what another loss than BAPO's clips
+    refuse_unusable_settings = staticmethod(compatibility.refuse_unusable_settings)
 
     def __init__(self, actor_config, engine, device, device_name="cpu"):
         self.config, self.clip_ratio_c = actor_config.policy_loss, actor_config.clip_ratio_c
@@ -93,7 +97,7 @@ class BoundScope:
         Args:
             data: this rank's part of the mini-batch.
             position: number of the update on its rollout batch, from 0.
-            on_policy: whether every ratio is to be taken as 1.
+            on_policy: whether every ratio is to be taken as 1; only ``MiniBatch`` uses it.
         """
 
     def for_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
@@ -104,7 +108,7 @@ class BoundScope:
         """Return the bounds for a loss that is not trained on: a search over the tokens of the micro-batch."""
         return self._search(self._collect(data, log_probs)).bounds
 
-    def before_step(self) -> Measured | None:
+    def before_step(self) -> Measured:
         """Finish the update before the optimizer's step."""
         raise NotImplementedError
 
@@ -130,8 +134,8 @@ class MiniBatch(BoundScope):
 
     def before_update(self, data, position, on_policy):
         self.found: Measured | None = None
-        # If all ratios are 1, use that instead of a real forward. On a tie the forward would round differently, and the
-        # log would depend on how the mini-batch is split.
+        # If all ratios are 1, use that instead of a real forward, which would round differently: where rho equals the
+        # target exactly, the bounds would depend on how the mini-batch is split.
         if on_policy:
             self.found = self._search(self._collect(data.select(*SEARCH_FIELDS).to(self.device)))
         elif not self._is_one_micro_batch(data):
@@ -169,10 +173,9 @@ class MiniBatch(BoundScope):
 
 
 class MicroBatch(BoundScope):
-    """The authors' code: the tokens of the micro-batch alone, from its training forward.
+    """The authors' code: the tokens of the micro-batches that the ranks train on at the same time.
 
-    The micro-batches that the data-parallel ranks train on at the same time share one search. An update has many, so
-    what it logs is their mean.
+    An update has many of these searches, so what it logs is their mean.
     """
 
     def before_update(self, data, position, on_policy):
@@ -188,7 +191,7 @@ class MicroBatch(BoundScope):
         return Measured(sum(others, start=first), means)
 
 
-class _WholeUpdate(BoundScope):
+class _SumsTrainingForwards(BoundScope):
     """Adds up the tokens of an update's training forwards, and reduces them once, before the optimizer's step."""
 
     collected: ClipStatistics | None = None  # of the micro-batches of this update so far
@@ -213,7 +216,7 @@ class _WholeUpdate(BoundScope):
         return stats.all_reduce(torch.distributed.group.WORLD).to("cpu")
 
 
-class PreviousBatch(_WholeUpdate):
+class PreviousBatch(_SumsTrainingForwards):
     """The tokens of the same update on the previous rollout batch, without an extra forward pass.
 
     Right before its optimizer step, when all its training forwards are done, an update searches bounds for the same
@@ -249,14 +252,15 @@ class PreviousBatch(_WholeUpdate):
         return measured
 
 
-class Monitor(_WholeUpdate):
+class Monitor(_SumsTrainingForwards):
     """Measures what BAPO would do in a run with any of verl's losses, and changes nothing: ``MonitorConfig``.
 
-    Nothing here raises. If the tokens of an update cannot be collected on a rank, that is logged once, and the rank
-    takes part in the collective with empty sums.
+    If the tokens of a micro-batch cannot be collected on a rank, that is logged once, the rank still takes part in the
+    collective, and the update counts as not measured.
     """
 
     applied = False
+    refuse_unusable_settings = staticmethod(compatibility.refuse_to_monitor)
 
     def __init__(self, actor_config, *args, **kwargs):
         super().__init__(actor_config, *args, **kwargs)
@@ -270,17 +274,20 @@ class Monitor(_WholeUpdate):
         try:
             self._add(data, log_probs)
         except Exception as error:  # whatever it is, the run goes on
-            self._warn(
-                "collect", f"the tokens of a micro-batch could not be measured ({type(error).__name__}: {error})"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self._warn("collect", f"the tokens of a micro-batch could not be measured ({reason})")
+            nothing = empty_clip_statistics(self.config, self.device)
+            self.collected = replace(nothing, sums=nothing.sums._replace(uncollected=nothing.sums.uncollected + 1))
 
     def for_evaluation(self, data, log_probs):
         return None
 
     def before_step(self):
         stats = self._reduce()
+        if stats.sums.uncollected > 0:
+            return Measured(stats, {})
         bounds = search_clip_bounds(stats, self.config)
-        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)))
+        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._own_shares(stats))
         invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
         if invalid:
             self._warn("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite")
@@ -288,19 +295,18 @@ class Monitor(_WholeUpdate):
         unusable = values.pop("invalid_old_log_probs")  # their share stays, as masked_token_fraction
         if unusable:
             self._warn("masked", f"{unusable:.0f} response tokens without a usable old log-prob are left out")
-        if self.own_clip is not None:
-            values |= self._own_shares(stats)
         return Measured(stats, values | {"invalid_tokens": 0.0})
 
     def _own_shares(self, stats):
         """Return the share of the tokens of each sign that the run's own loss clips or caps."""
-        counts = stats.sums.own_clipped_positive, stats.sums.own_clipped_negative
-        shares = [
-            (count / tokens.clamp(min=1)).item() for count, tokens in zip(counts, stats.tokens_by_sign, strict=True)
-        ]
-        return dict(
-            zip((f"own_{self.own_clip.kind}frac_{sign}" for sign in ("positive", "negative")), shares, strict=True)
-        )
+        if self.own_clip is None:
+            return {}
+        positive, negative = (tokens.clamp(min=1) for tokens in stats.tokens_by_sign)
+        name = f"own_{self.own_clip.kind}frac"
+        return {
+            f"{name}_positive": stats.sums.own_clipped_positive / positive,
+            f"{name}_negative": stats.sums.own_clipped_negative / negative,
+        }
 
     def _warn(self, kind, text):
         if kind not in self.warned:
@@ -311,7 +317,7 @@ class Monitor(_WholeUpdate):
 SCOPES = {"mini_batch": MiniBatch, "previous_batch": PreviousBatch, "micro_batch": MicroBatch}
 
 
-def scope_of(policy_loss) -> type[BoundScope]:
+def scope_class_of(policy_loss) -> type[BoundScope]:
     """Return the class for one of our policy-loss configs."""
     return SCOPES[policy_loss.bound_scope] if policy_loss.loss_mode == "bapo" else Monitor
 
@@ -339,5 +345,5 @@ def bounds_metrics(values: dict[str, float], applied: bool) -> dict[str, float]:
     The bounds are ``clip_low`` and ``clip_high`` there; all other names stay.
     """
     names = {"low": "clip_low", "high": "clip_high"}
-    named = {names.get(name, name): float(value) for name, value in values.items()}
+    named = {names.get(name, name): value for name, value in values.items()}
     return {f"actor/bapo/{name}": value for name, value in {**named, "applied": float(applied)}.items()}

@@ -4,6 +4,7 @@
 verl creates this worker instead of its own ``TrainingWorker`` wherever a config of ``recipe.bapo.policy_loss`` is used,
 in any trainer and with any entry point. How the bounds are found is in ``scopes.py``, the loss that uses them in
 ``policy_loss.py``. With a policy loss that is not ours, the worker does what verl's worker does, bit for bit.
+(Importing this module also applies the fix of ``verl_fixes.py`` for fused kernels.)
 """
 
 import logging
@@ -15,10 +16,9 @@ import torch
 
 from bapo import BAPOConfig
 from recipe.bapo.advice import EVERY, advise
-from recipe.bapo.compatibility import refuse_unusable_settings, why_not_monitored
 from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE, pop_mark
 from recipe.bapo.record import Record
-from recipe.bapo.scopes import BoundScope, bounds_metrics, scope_of
+from recipe.bapo.scopes import BoundScope, bounds_metrics, scope_class_of
 from recipe.bapo.verl_fixes import detach_unused_entropy
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -41,7 +41,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.updates_on_batch = 0  # on the current rollout batch
         self.on_policy = False  # whether every ratio of the next update is to be taken as 1
         self.logged: dict[str, float] = {}  # the bounds of the current update and their metrics
-        self.recent: list[dict[str, float]] = []  # the values of the updates since the last advice
+        self.since_advice: list[dict[str, float]] = []  # the values of the updates since the last advice
 
     def set_loss_fn(self, loss_fn):
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
@@ -52,11 +52,11 @@ class BAPOTrainingWorker(TrainingWorker):
         """
         self.engine.train_batch, self.engine.optimizer_step = self.verl_train_batch, self.verl_optimizer_step
         self.scope = self.record = None
-        self.calls, self.recent = 0, []
+        self.calls, self.since_advice = 0, []
         config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss = getattr(config, "policy_loss", None)
         if isinstance(policy_loss, BAPOConfig):
-            self.scope = self._scope_of(loss_fn.func, config)
+            self.scope = self._make_scope(loss_fn.func, config)
         if self.scope is None:
             super().set_loss_fn(loss_fn)
             return
@@ -76,31 +76,28 @@ class BAPOTrainingWorker(TrainingWorker):
             self.scope.next_batch()
         output = super().train_mini_batch(data)
         self.calls += 1
-        if self.calls % EVERY == 0 and self.recent:
+        if self.calls % EVERY == 0 and self.since_advice:
             window = f"the last {EVERY} training calls"
-            found = advise(self.recent, asdict(self.scope.config), window, megatron=self.scope.strategy == "megatron")
+            found = advise(self.since_advice, asdict(self.scope.config), self.scope.about(), window)
             logger.warning("BAPO: %s", " ".join([found.text, *found.overrides]))
-            self.recent = []
+            self.since_advice = []
         return output
 
-    def _scope_of(self, function, config) -> BoundScope | None:
-        """Return what measures the updates of a loss; None if it is to be monitored and cannot be."""
-        ours = f"actor_rollout_ref.actor.policy_loss._target_={type(config.policy_loss).__qualname__}"
-        reason = None
-        if function is not ppo_loss:
-            name = getattr(function, "__qualname__", function)
-            reason = f"it needs verl's ppo_loss (distillation.enabled=false), not {name}"
-        scope = scope_of(config.policy_loss)
-        if scope.applied:
-            if reason is not None:
-                raise ValueError(f"{ours} is not usable: {reason}.")
-            refuse_unusable_settings(config, self.model_config)
-        else:
-            reason = reason or why_not_monitored(config)
-            if reason is not None:
-                logger.warning("%s does nothing in this run: %s. Training goes on without the monitor.", ours, reason)
-                return None
-        return scope(config, self.engine, get_device_id(), self.device_name)
+    def _make_scope(self, function, config) -> BoundScope | None:
+        """Make what measures the updates of a loss; None if it is to be monitored and cannot be."""
+        cls, scope_class = type(config.policy_loss), scope_class_of(config.policy_loss)
+        ours = f"actor_rollout_ref.actor.policy_loss._target_={cls.__module__}.{cls.__qualname__}"
+        try:
+            if function is not ppo_loss:
+                name = getattr(function, "__qualname__", function)
+                raise ValueError(f"{ours} needs verl's ppo_loss (distillation.enabled=false), not {name}.")
+            scope_class.refuse_unusable_settings(config, self.model_config)
+            return scope_class(config, self.engine, get_device_id(), self.device_name)
+        except Exception as error:
+            if scope_class.applied:
+                raise
+            logger.warning("%s does nothing in this run: %s Training goes on without the monitor.", ours, error)
+            return None
 
     def _train_engine(self, data, loss_function):
         """Make one optimizer update with verl's engine."""
@@ -116,7 +113,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _optimizer_step(self):
         measured = self.scope.before_step()
-        self.logged = bounds_metrics(measured.values, self.scope.applied)
+        self.logged = bounds_metrics(measured.values, self.scope.applied)  # on every rank the same keys
         if self._is_first_rank_with_outputs():
             self._keep(measured)
         return self.verl_optimizer_step()
@@ -132,7 +129,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _keep(self, measured):
         """Record an update, and keep its values for the next advice."""
-        self.recent.append(measured.values | {"applied": float(self.scope.applied)})
+        self.since_advice.append(measured.values)
         if self.record is not None:
             numbers = {"call": self.calls, "update": self.updates_on_batch, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)
@@ -157,7 +154,6 @@ def replace_actor_worker_class() -> None:
             f"verl {version('verl')} has no ActorRolloutRefWorker.actor_worker_cls, by which BAPO's worker is "
             "installed: use verl 0.9.1."
         )
-    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
     for subclass in ActorRolloutRefWorker.__subclasses__():
         own = subclass.actor_worker_cls
         if not issubclass(own, BAPOTrainingWorker) and not subclass.__module__.startswith("verl."):
@@ -165,3 +161,4 @@ def replace_actor_worker_class() -> None:
                 f"{subclass.__qualname__} sets actor_worker_cls={own.__qualname__}, which does not find clip bounds: "
                 "derive that class from recipe.bapo.worker.BAPOTrainingWorker."
             )
+    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker

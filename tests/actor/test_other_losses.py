@@ -109,4 +109,4 @@ def refused_loss_functions(rank, task, folder):
 def test_distillation_is_refused_by_name_and_another_callable_goes_through(task, tmp_path):
     mp.spawn(refused_loss_functions, args=(str(task), str(tmp_path)))
     error = (tmp_path / "error").read_text()
-    assert "_target_=BAPOPolicyLossConfig is not usable with the loss function distillation_ppo_loss" in error
+    assert "BAPOPolicyLossConfig needs verl's ppo_loss (distillation.enabled=false), not distillation_ppo_loss" in error

@@ -18,15 +18,16 @@ SWITCH = [
 ]
 
 
-def update(end, start=0.38, highest=0.42, applied=0.0, **more):
-    """Make the metrics of an update that ends in one of the three ways."""
+def update(end, start=0.38, highest=0.42, **more):
+    """Make the values of an update that ends in one of the three ways."""
     ends = {name: float(name == end) for name in ("met_at_start", "met_by_moving", "saturated")}
     rho = {"positive_contribution_start": start, "positive_contribution_highest": highest}
-    return {**ends, **rho, "applied": applied, **more}
+    return {**ends, **rho, **more}
 
 
-def said(updates, options=OPTIONS, **arguments):
-    return advise(updates, options, "this run", **arguments)
+def said(updates, options=OPTIONS, applied=False, strategy="fsdp2", clip_ratio_c=3.0):
+    about = {"applied": applied, "strategy": strategy, "clip_ratio_c": clip_ratio_c}
+    return advise(updates, options, about, "this run")
 
 
 def test_bounds_that_would_move_are_worth_a_try():
@@ -40,11 +41,16 @@ def test_bounds_that_would_move_are_worth_a_try():
 
 def test_megatron_gets_the_scope_that_it_can_use():
     expected = [line.replace("=mini_batch", "=previous_batch") for line in SWITCH]
-    assert said([update("met_by_moving")], megatron=True).overrides == expected
+    assert said([update("met_by_moving")], strategy="megatron").overrides == expected
+
+
+def test_the_runs_own_dual_clip_stays():
+    expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=10.0") for line in SWITCH]
+    assert said([update("met_by_moving")], clip_ratio_c=10.0).overrides == expected
 
 
 def test_nothing_changes_while_bapo_moves_its_bounds():
-    advice = said([update("met_by_moving", applied=1.0)])
+    advice = said([update("met_by_moving")], applied=True)
     assert advice.text.endswith("saturated in 0% of the updates. There is nothing to change.")
     assert advice.overrides == []
 
@@ -61,8 +67,7 @@ def test_a_target_that_is_always_saturated_is_lowered():
 
 
 def test_a_target_that_is_always_met_at_the_start_is_raised():
-    updates = [update("met_at_start", 0.43, 0.48, applied=1.0), update("met_at_start", 0.45, 0.5, applied=1.0)]
-    advice = said(updates)
+    advice = said([update("met_at_start", 0.43, 0.48), update("met_at_start", 0.45, 0.5)], applied=True)
     assert advice.text == (
         "in 100% of the updates of this run the target 0.4 was met at the start, so BAPO acts as fixed bounds "
         "[0.6, 1.2]. rho at the start was 0.440 (median). With positive_contribution_target=0.46 bounds would move in "
@@ -86,11 +91,12 @@ def test_searches_that_end_at_one_end_or_the_other():
 
 
 @pytest.mark.parametrize(
-    "applied, instead", [(0.0, "raise the upper bound alone (docs/choosing.md); otherwise"), (1.0, "Use fixed bounds")]
+    "applied, instead",
+    [(False, "raise the upper bound alone (docs/choosing.md); otherwise"), (True, "Use fixed bounds")],
 )
 def test_bounds_that_hardly_change_rho_need_no_search(applied, instead):
-    updates = [update("saturated", 0.3941, 0.3945, applied), update("met_at_start", 0.4121, 0.4124, applied)]
-    advice = said(updates)
+    updates = [update("saturated", 0.3941, 0.3945), update("met_at_start", 0.4121, 0.4124)]
+    advice = said(updates, applied=applied)
     assert (
         "No target would be met by moving bounds in even 10% of the updates, because the bounds hardly change rho here."
     ) in advice.text

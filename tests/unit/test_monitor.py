@@ -144,10 +144,11 @@ def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, caplog):
 
     groups = []
     monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.any().item()))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.sum().item()))
     for _ in range(2):
-        update(worker, batch_of_pairs(1))
-    assert groups == [False, False] and worker.engine.steps == 2
+        metrics = update(worker, batch_of_pairs(1))
+        assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied"}  # it counts as not measured
+    assert groups == [1, 1] and worker.engine.steps == 2  # one number says so to all ranks
     assert caplog.text.count("could not be measured (RuntimeError: boom)") == 1
 
 
@@ -158,8 +159,9 @@ MEGATRON = SimpleNamespace(dynamic_context_parallel=True)
     "changes, reason",
     [
         ({"strategy": "veomni"}, "strategy=veomni was not tried"),
-        ({"strategy": "megatron", "megatron": MEGATRON}, "dynamic_context_parallel=true"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c=1.0 leaves no token"),
+        ({"strategy": "megatron", "megatron": MEGATRON}, "dynamic_context_parallel=true each rank"),
+        ({"clip_ratio_c": "three"}, "'>' not supported"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c above 1 or null, not 1.0"),
     ],
 )
 def test_where_it_cannot_measure_it_leaves_verls_worker_as_it_is(monkeypatch, caplog, changes, reason):
@@ -181,7 +183,7 @@ def test_a_loss_that_is_not_ppos_is_not_monitored(monkeypatch, caplog):
     loss_fn = partial(distillation_ppo_loss, config=actor_config(MonitorConfig()))
     worker.set_loss_fn(loss_fn)
     assert worker.loss_fn is loss_fn and worker.scope is None
-    assert "it needs verl's ppo_loss (distillation.enabled=false), not" in caplog.text
+    assert "needs verl's ppo_loss (distillation.enabled=false), not test_a_loss" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_named_once(monkeypatch, caplog, tmp_path):

@@ -42,7 +42,6 @@ def test_the_direction_of_imports():
     assert not ours["record"] and not imports["record"] & {"verl", "ray"}
     # The parent of a run starts main_bapo as a command. Checks and trainer use its locks, its clean-up and its pipe.
     assert not imports["launch"] & {"verl", "torch", "hydra", "vllm"} and ours["launch"] <= {
-        "advice",
         "plot",
         "records",
     }

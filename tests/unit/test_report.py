@@ -166,7 +166,7 @@ def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypa
     (run,) = read_runs(tmp_path)
     assert (len(run.recorded), len(run.invalid), len(run.updates)) == (4, 1, 2)
     said = report_of(monkeypatch, capsys, tmp_path)
-    assert "1 of the 4 updates had log-probs or advantages that are not finite." in said
+    assert "1 of the 4 updates could not be measured, because log-probs or advantages were not finite" in said
     assert f"{int(run.invalid[0].values['invalid_tokens'])} log-probs or advantages in this run were not" in said
     assert "nan" not in said
 

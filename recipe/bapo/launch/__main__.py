@@ -152,8 +152,7 @@ class Supervisor:
             self.config = OmegaConf.load(path)
             run_dir = Path(self.config.run_dir)
             self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
-            options = self.config.actor_rollout_ref.actor.policy_loss
-            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps, options)
+            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps)
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
         elif kind == "demands" and self.watchdog is not None:

@@ -8,7 +8,6 @@ you may change the texts; the README shows the summary.
 import json
 import re
 import textwrap
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -16,8 +15,7 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.advice import EVERY, advise
-from recipe.bapo.records import ANSWERS, CONFIG, METRICS
+from recipe.bapo.records import ANSWERS, CONFIG, LOG, METRICS
 from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
@@ -41,46 +39,35 @@ BEFORE_AND_AFTER = {
 
 
 class StepPrinter:
-    """Prints a line for each step of a run of ``total`` steps, and after every ``EVERY`` steps what to do next.
+    """Prints a line for each step of a run of ``total`` steps, and what the worker says of the search in its log."""
 
-    ``options`` are those of the search, by name.
-    """
-
-    def __init__(self, run_dir: Path, total: int | None, options: Mapping):
-        self.path, self.total, self.options = run_dir / METRICS, total, options
-        self.offset = 0  # bytes of the metrics file that have been printed
-        self.recent: list[dict[str, float]] = []  # the steps since the last advice
+    def __init__(self, run_dir: Path, total: int | None):
+        self.run_dir, self.total = run_dir, total
+        self.offsets = {METRICS: 0, LOG: 0}  # bytes of the run's files that have been read
         self.bar: tqdm | None = None  # made at the first step, minutes after the start
 
     def print_new(self) -> None:
-        """Print the steps that were written since the last call."""
-        if not self.path.exists():
-            return
-        with open(self.path) as file:
-            file.seek(self.offset)
-            text = file.read()
-        complete = text[: text.rfind("\n") + 1]
-        self.offset += len(complete.encode())
-        for step, data in parse_lines(complete):
+        """Print the steps and the advice that were written since the last call."""
+        for step, data in parse_lines(self.read_new(METRICS)):
             tqdm.write(step_line(step, self.total, data))
             if "training/global_step" in data:
-                self.recent.append(data)
                 if self.bar is None:  # disable=None shows the bar in a terminal only
                     self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
                 self.bar.update(step - self.bar.n)
-            if len(self.recent) == EVERY:
-                self.print_advice()
-                self.recent.clear()
+        for said in re.findall(r"\bBAPO(?:'s monitor)?: .+", self.read_new(LOG)):
+            tqdm.write(said)
 
-    def print_advice(self) -> None:
-        """Print what to do next, if the last steps measured the search."""
-        prefix = "actor/bapo/"
-        steps = [
-            {name.removeprefix(prefix): data[name] for name in data if name.startswith(prefix)} for data in self.recent
-        ]
-        if any(steps):
-            advice = advise(steps, self.options, f"the last {EVERY} steps")
-            tqdm.write("\n    ".join([f"BAPO: {advice.text}", *advice.overrides]))
+    def read_new(self, name: str) -> str:
+        """Read the complete lines that were added to a file since the last call."""
+        path = self.run_dir / name
+        if not path.exists():
+            return ""
+        with open(path, "rb") as file:
+            file.seek(self.offsets[name])
+            added = file.read()
+        complete = added[: added.rfind(b"\n") + 1]
+        self.offsets[name] += len(complete)
+        return complete.decode(errors="replace")
 
     def close(self) -> None:
         """Print the last steps, and leave the progress bar as it is."""

@@ -39,15 +39,15 @@ def report(name: str, run: Run) -> Iterator[str]:
     yield f"  {_what_was_recorded(run)}"
     if run.invalid:
         yield (
-            f"  {len(run.invalid)} of the {len(run.recorded)} updates had log-probs or advantages that are not finite. "
-            "They are left out of the figures."
+            f"  {len(run.invalid)} of the {len(run.recorded)} updates could not be measured, because log-probs or "
+            "advantages were not finite (or the log of the run says why not). They are left out of the figures."
         )
     if run.updates:
         yield from ("", "1. Does the run clip?", *_clipping(run))
         yield from ("", f"2. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
         yield from ("", "3. What would fixed bounds clip?", *_bounds(run))
-    updates = [update.values | _own_shares(run, update) | {"applied": float(run.applied)} for update in run.recorded]
-    found = advise(updates, asdict(run.config), "this run", megatron=run.about.get("strategy") == "megatron")
+    updates = [update.values | _own_shares(run, update) for update in run.recorded]
+    found = advise(updates, asdict(run.config), run.about, "this run")
     yield from ("", "4. What next?", f"  {found.text[0].upper()}{found.text[1:]}")
     yield from (f"    {override}" for override in found.overrides)
 

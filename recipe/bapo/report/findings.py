@@ -177,8 +177,8 @@ def values(updates: list[Update], name: str) -> list[float]:
 
 
 def is_valid(update: Update) -> bool:
-    """Whether the log-probs and advantages of an update were finite."""
-    return not update.values.get("invalid_tokens")
+    """Whether an update was measured: log-probs and advantages were finite, and no micro-batch was missed."""
+    return "met_at_start" in update.values
 
 
 def _resumes(start: Start, run: Run) -> bool:
