@@ -5,8 +5,8 @@
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
 #   bash scripts/test.sh all       all of the above, and the study, stale data, resume, cluster and faults on the real stack
 #   bash scripts/test.sh rest      only what `all` adds
-#   bash scripts/test.sh slow      tests that are in none of the above: faults, two ranks, the memory of all GPU configs,
-#                                  Slurm, and a rehearsal of the GPU tests on the CPU
+#   bash scripts/test.sh slow      tests that are in none of the above: faults, two ranks, Slurm, and a rehearsal of the
+#                                  GPU tests on the CPU
 #   bash scripts/test.sh ARGUMENTS pytest with these arguments, such as tests/unit -k search
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,7 +24,6 @@ first() {
 rest() {
     HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis
     pytest -n 2 tests/study
-    pytest tests/memory
     pytest tests/stack --ignore tests/stack/test_example.py
 }
 case ${1:-} in

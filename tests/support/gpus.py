@@ -12,14 +12,12 @@ from recipe.bapo.checks.headers import write_headers
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
     "1.5B": (1536, 28, 8960, 12, 2, 151936, True),
-    "3B": (3072, 28, 8192, 24, 8, 128256, True),
     "7B": (3584, 28, 18944, 28, 4, 152064, False),
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
 
 DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # these show that there is a driver
-# What nvidia-smi answers for an idle H100. For None it answers as for a part of a GPU (MIG): no permission.
-GPU = {"gibibytes": 79.6, "used": 0.0, "capability": "9.0", "mode": "Default"}
+GPU = {"capability": "9.0", "mode": "Default"}  # what nvidia-smi answers for an H100
 NVIDIA_SMI = """#!/bin/sh
 chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
 case "$*" in
@@ -44,11 +42,7 @@ def write_nvidia_smi(folder, gpus=8, **listed):
     rows = []
     for number in range(gpus):
         values = {name: value[number] if isinstance(value, list) else value for name, value in (GPU | listed).items()}
-        memory = [
-            "[Insufficient Permissions]" if values[name] is None else f"{values[name] * 1024:.0f}"
-            for name in ("gibibytes", "used")
-        ]
-        rows.append(", ".join((str(number), *memory, values["capability"], values["mode"])))
+        rows.append(f"{number}, {values['capability']}, {values['mode']}")
     names = [f"GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)" for number in range(gpus)]
     (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
     (folder / "nvidia-smi").chmod(0o755)

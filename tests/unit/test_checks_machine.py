@@ -30,7 +30,6 @@ def test_the_example_passes_and_nothing_is_written(task, tmp_path):
         "64 prompts of 8 responses, staleness 8 (updates on each batch), data-parallel ranks: 1"
     )
     assert lines["data"].detail == "rows: 2,160 for training and 288 for validation"
-    assert lines["memory"].detail == "9.91e-05 billion weights"
     assert not (tmp_path / "run").exists()
 
 
@@ -41,7 +40,7 @@ def test_several_failures_are_all_shown_and_each_once(task):
     failed = {name for name, line in results_of(config).items() if line.status == "failed"}
     assert failed == {"data", "batches", "reward"}
     lines = results_of(composed(task, "actor_rollout_ref.model.path=/no/such/model"))
-    assert [name for name, line in lines.items() if line.status == "failed"] == ["model"] and "memory" not in lines
+    assert [name for name, line in lines.items() if line.status == "failed"] == ["model"] and "data" not in lines
 
 
 def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):

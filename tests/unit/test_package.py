@@ -23,7 +23,7 @@ def imports_of(path):
 
 
 def room_of(module):
-    """Return the package of a module: ``checks`` for ``recipe.bapo.checks.memory``; a flat module is its own."""
+    """Return the package of a module: ``checks`` for ``recipe.bapo.checks.model``; a flat module is its own."""
     return module.removeprefix("recipe.bapo").strip(".").split(".")[0]
 
 

@@ -194,8 +194,8 @@ def language_model(tmp_path):
     (tmp_path / "bin" / "python").chmod(0o755)
     calls, made = tmp_path / "calls", tmp_path / "made"
 
-    def run(*arguments, gpus=1, gibibytes=23.6, **environment):
-        write_nvidia_smi(tmp_path, gpus, gibibytes=gibibytes)
+    def run(*arguments, gpus=1, **environment):
+        write_nvidia_smi(tmp_path, gpus)
         calls.write_text("")
         base = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BAPO_VENV": str(tmp_path), "VERL_PLATFORM": ""}
         base |= {"OUTPUT_DIR": f"{tmp_path}/run", "CALLS": str(calls), "MADE": str(made), "WRONG": ""}

@@ -22,7 +22,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 VERL = "0.9.1"
 OPEN_FILES = 256
 GIB = 1 << 30
-QUERIED = ("index", "memory.total", "memory.used", "compute_cap", "compute_mode")  # of nvidia-smi
+QUERIED = ("index", "compute_cap", "compute_mode")  # of nvidia-smi
 CUDA_BIN = "/usr/local/cuda/bin"
 BACKEND = "actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend"
 STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
@@ -73,8 +73,6 @@ class Gpu(NamedTuple):
     """A GPU as nvidia-smi describes it."""
 
     number: str
-    total: float | None  # GiB; None if the driver does not say, as for a part of a GPU (MIG)
-    used: float | None
     capability: str
     mode: str  # compute mode: which processes may use it
 
@@ -82,9 +80,9 @@ class Gpu(NamedTuple):
 def gpus() -> list[Gpu]:
     """List the GPUs that ``CUDA_VISIBLE_DEVICES`` allows.
 
-    nvidia-smi is asked, because torch would create a CUDA context on each GPU to find out how much memory is in use.
+    nvidia-smi is asked, because torch does not tell the compute mode.
     """
-    query = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         query.append(f"--id={visible}")
@@ -93,14 +91,7 @@ def gpus() -> list[Gpu]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = [line.split(", ") for line in answer.stdout.splitlines()]
-    return [
-        Gpu(number, _gibibytes(total), _gibibytes(used), capability, mode)
-        for number, total, used, capability, mode in (line for line in lines if len(line) == len(QUERIED))
-    ]
-
-
-def _gibibytes(mebibytes):
-    return int(mebibytes) / 1024 if mebibytes.isdigit() else None
+    return [Gpu(*line) for line in lines if len(line) == len(QUERIED)]
 
 
 def gpus_wanted(config) -> int:

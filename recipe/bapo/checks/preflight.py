@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  import it before our modules: it loads our plugin
-from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, memory, model
+from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, model
 from recipe.bapo.checks import config as config_checks
 from recipe.bapo.checks.config_errors import explain, problems
 from recipe.bapo.config import compose_config
@@ -44,7 +44,6 @@ CHECKS = (
     ("ratio", config_checks.check_ratio, ("names",)),
     ("model", model.check_model, ()),
     ("data", inputs.check_files, ("model",)),
-    ("memory", memory.check_memory, ("devices", "model")),
     ("verl's rules", config_checks.check_verls_rules, ("batches",)),
     ("intent", config_checks.check_intent, ("verl's rules",)),
 )
@@ -53,7 +52,6 @@ OF_FSDP = {
     "attention": "whether the attention can be imported",
     "parallelism": "whether the GPUs divide among pipeline, tensor, context and expert ranks",
     "batches": "whether batches divide among data-parallel ranks, and whether a micro-batch holds a sequence",
-    "memory": "whether a GPU has room for the weights, the optimizer and the logits",
 }
 
 
