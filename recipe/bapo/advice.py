@@ -14,6 +14,7 @@ from statistics import fmean, median
 EVERY = 10  # steps, or calls of the worker, from one advice to the next
 NEARLY_ALWAYS = 0.95  # share of the updates from which an outcome counts as the only one
 RARELY = 0.1  # share of the updates below which the bounds hardly ever move
+MANY = 0.01  # share of the tokens with A > 0 from which it is worth a try to clip fewer
 NEARLY_NOTHING = 1e-3  # share of the tokens of a sign: a loss that clips less of both signs hardly clips
 TARGETS = [k / 100 for k in range(1, 100)]  # among which a better target is looked for
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -61,10 +62,10 @@ def _judge(updates, options, about, window):
     """Judge updates that have searched."""
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
     applied, target = about.get("applied", False), options["positive_contribution_target"]
-    of_run = "clipfrac" if applied else "own_clipfrac"
-    # Absent where the loss does not clip by the ratio; it must not count as a loss that clips nothing.
-    own = [fmean(update.get(f"{of_run}_{sign}", 1.0) for update in updates) for sign in ("positive", "negative")]
-    if max(own) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
+    names = [f"{'' if applied else 'own_'}clipfrac_{sign}" for sign in ("positive", "negative")]
+    clips = names[0] in updates[0]  # else the loss does not clip by the ratio
+    own = [fmean(update[name] for update in updates) for name in names] if clips else []
+    if clips and max(own) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
         return Advice(
             f"in {window} the loss clipped {own[0]:.2%} of the tokens with A > 0 and {own[1]:.2%} of those with "
             "A < 0. Hardly any bound matters here: leave the loss as it is, unless you reuse data more often.",
@@ -81,9 +82,11 @@ def _judge(updates, options, about, window):
     if share < RARELY:
         instead = "Use fixed bounds, which need no search (docs/choosing.md)."
         if not applied:
+            instead = "Leave the loss as it is."
+        if not applied and clips and own[0] >= MANY:
             instead = (
-                "If many tokens with A > 0 are clipped, raise the upper bound alone (docs/choosing.md); otherwise "
-                "leave the loss as it is."
+                f"The loss clips {own[0]:.1%} of the tokens with A > 0: to keep these, raise its upper bound alone "
+                "(docs/choosing.md)."
             )
         return Advice(
             f"{text} No target would be met by moving bounds in even {RARELY:.0%} of the updates, because the bounds "
@@ -115,7 +118,7 @@ def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturat
         )
     return (
         f"in {window} the target {target:g} was met at the start in {at_start:.0%} of the updates and the search "
-        f"saturated in {saturated:.0%}, so BAPO {acts} as the bounds {start} in the first and as {end} in the others."
+        f"saturated in {saturated:.0%}, so BAPO {acts} as the bounds {start} where it was met and as {end} where not."
     )
 
 

@@ -85,17 +85,22 @@ def test_searches_that_end_at_one_end_or_the_other():
     text = said(updates).text
     assert text.startswith(
         "in this run the target 0.4 was met at the start in 50% of the updates and the search saturated in 50%, so "
-        "BAPO would act as the bounds [0.6, 1.2] in the first and as [0.9, 3] in the others. With "
+        "BAPO would act as the bounds [0.6, 1.2] where it was met and as [0.9, 3] where not. With "
         "positive_contribution_target="
     )
 
 
 @pytest.mark.parametrize(
-    "applied, instead",
-    [(False, "raise the upper bound alone (docs/choosing.md); otherwise"), (True, "Use fixed bounds")],
+    "applied, clipped, instead",
+    [
+        (False, {}, "Leave the loss as it is."),
+        (False, {"own_clipfrac_positive": 0.009, "own_clipfrac_negative": 0.5}, "Leave the loss as it is."),
+        (False, {"own_clipfrac_positive": 0.021, "own_clipfrac_negative": 0.0}, "clips 2.1% of the tokens with A > 0"),
+        (True, {"clipfrac_positive": 0.021, "clipfrac_negative": 0.0}, "Use fixed bounds"),
+    ],
 )
-def test_bounds_that_hardly_change_rho_need_no_search(applied, instead):
-    updates = [update("saturated", 0.3941, 0.3945), update("met_at_start", 0.4121, 0.4124)]
+def test_bounds_that_hardly_change_rho_need_no_search(applied, clipped, instead):
+    updates = [update("saturated", 0.3941, 0.3945, **clipped), update("met_at_start", 0.4121, 0.4124, **clipped)]
     advice = said(updates, applied=applied)
     assert (
         "No target would be met by moving bounds in even 10% of the updates, because the bounds hardly change rho here."

@@ -201,8 +201,8 @@ def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
     assert "training steps 1 to 3 " in said and "training step 10 " in said
     ends = ends_of_search(run, "value", [0.4])[0.4]
     at_start, moved, saturated = (f"{100 * end:.1f}%" for end in ends)
-    assert f"Target 0.4: met at the start in {at_start} of the updates, met by moving bounds in {moved}, " in said
-    assert re.search(rf"target 0.4 \(this run\) +{at_start} +{moved} +{saturated}\n", said)
+    assert f"the target 0.4: met at the start in {at_start} of the updates, met by moving bounds in {moved}, " in said
+    assert re.search(rf"target 0.4 \(searched for\) +{at_start} +{moved} +{saturated}\n", said)
     assert said.index("contribution=value") < said.index("contribution=gradient")
     found = fixed_bounds(run, 0.8, 3.0)
     rho = rf"{found.rho['value']:.3f} +{found.rho['gradient']:.3f}"

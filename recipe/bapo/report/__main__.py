@@ -98,8 +98,8 @@ def _searches(run):
         sum(values(run.updates, name)) / len(run.updates) for name in ("met_at_start", "met_by_moving", "saturated")
     ]
     yield (
-        f"  Target {target:g}: met at the start in {_percent(ends[0])} of the updates, met by moving bounds in "
-        f"{_percent(ends[1])}, saturated in {_percent(ends[2])}."
+        f"  Searching for the target {target:g}: met at the start in {_percent(ends[0])} of the updates, met by moving "
+        f"bounds in {_percent(ends[1])}, saturated in {_percent(ends[2])}."
     )
     for name, key in (
         ("rho at the start of the search", "positive_contribution_start"),
@@ -111,7 +111,7 @@ def _searches(run):
     for contribution in sorted(CONTRIBUTIONS, key=lambda one: one != run.config.contribution):
         rows = [(f"contribution={contribution}", "met at the start", "met by moving", "saturated")]
         for one, shares in ends_of_search(run, contribution, sorted({*TARGETS, target})).items():
-            rows.append((f"target {one:g}{' (this run)' if one == target else ''}", *map(_percent, shares)))
+            rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(_percent, shares)))
         yield from _table(rows)
 
 
@@ -124,7 +124,7 @@ def _bounds(run):
         rho = ("-", "-") if found is None else _rho(found.rho)
         rows.append((f"the run's loss, [{low:g}, {high:g}]", *_shares(run, run.updates, by_bapo=False), *rho))
     rho = {run.config.contribution: median(values(run.updates, "positive_contribution"))}
-    rows.append(("BAPO's moving bounds", *_shares(run, run.updates, by_bapo=True), *_rho(rho)))
+    rows.append(("the bounds that BAPO's search finds", *_shares(run, run.updates, by_bapo=True), *_rho(rho)))
     for low, high in BOUNDS:
         found = fixed_bounds(run, low, high)
         row = (
