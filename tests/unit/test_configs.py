@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compose every yaml, instantiate its loss config, and check it with verl's own rules."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ def test_the_trainer_config_shows_every_option_with_its_default():
     shown = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
     assert shown.pop("_target_") == f"{BAPOPolicyLossConfig.__module__}.{BAPOPolicyLossConfig.__name__}"
     defaults = BAPOPolicyLossConfig()
-    assert shown.pop("record_dir") == "${run_dir}" and defaults.record_dir is None
+    assert shown.pop("record_dir") == "${bapo.absolute:${run_dir}}" and defaults.record_dir is None
     assert shown == {name: getattr(defaults, name) for name in shown}
     assert set(BAPOConfig.__dataclass_fields__) <= set(shown)
 
@@ -65,7 +66,7 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
     config = compose_in_groups(f"experiment={name}", f"size={size}")
     loss = check(config)
     assert config.trainer.device == "cuda"
-    assert loss.record_dir == config.run_dir
+    assert loss.record_dir == os.path.abspath(config.run_dir)
     assert config.trainer.experiment_name.startswith(name)
 
 
