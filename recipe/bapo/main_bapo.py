@@ -20,9 +20,10 @@ from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.checks.config_errors import ERRORS, explain
 from recipe.bapo.checks.preflight import run_checks, table
+from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.launch import demands, send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
-from recipe.bapo.launch.locks import claim_cluster, claim_machine, joins_a_cluster
+from recipe.bapo.launch.locks import claim_cluster, claim_machine
 from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo

@@ -15,7 +15,8 @@ from ray._private.utils import get_num_cpus
 
 from recipe.bapo.checks import CheckWarning, blame_field, require
 from recipe.bapo.checks.config import pools_of
-from recipe.bapo.launch.locks import check_ray_address, claim_machine, joins_a_cluster
+from recipe.bapo.config import joins_a_cluster
+from recipe.bapo.launch.locks import check_ray_address, claim_machine
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.ppo.utils import need_reference_policy
 

@@ -31,6 +31,11 @@ def cpu_environment() -> dict[str, str]:
     return {str(name): str(value) for name, value in settings.ray_kwargs.ray_init.runtime_env.env_vars.items()}
 
 
+def joins_a_cluster(config: DictConfig) -> bool:
+    """Whether the run uses a Ray that is already running; otherwise it starts its own."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
+
+
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:
     """Return the number of prompts per update with which a rollout batch gives ``staleness`` updates.
 

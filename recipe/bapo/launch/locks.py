@@ -18,11 +18,6 @@ from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
 FIRST_JOB = "01000000"  # every Ray gives its first job this number
 
 
-def joins_a_cluster(config) -> bool:
-    """Whether the run uses a Ray that is already running; otherwise it starts its own."""
-    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
-
-
 def check_ray_address(address: str) -> None:
     """Check that something listens at a Ray address, because Ray itself would silently retry for two minutes.
 
