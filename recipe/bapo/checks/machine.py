@@ -27,7 +27,7 @@ QUERIED = ("index", "compute_cap", "compute_mode")  # of nvidia-smi
 CUDA_BIN = "/usr/local/cuda/bin"
 BACKEND = "actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend"
 STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
-CPUS_OF_A_GPU_THAT_SAMPLES = 2  # verl/workers/rollout/replica.py:205
+CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 
 
 def on_cpu(config) -> bool:
@@ -193,7 +193,7 @@ def cpu_demands(config) -> dict[str, int]:
     if queue.storage_backend == "SimpleStorage":
         demands["its storage units"] = queue.SimpleStorage.num_data_storage_units
     for verb, nodes, gpus in pools_of(config):
-        each = CPUS_OF_A_GPU_THAT_SAMPLES if verb == "sample" else ResourcePoolManager.max_colocate_count
+        each = CPUS_PER_ROLLOUT_GPU if verb == "sample" else ResourcePoolManager.max_colocate_count
         demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
     if reward.reward_manager.name == "remote":  # each worker starts as many workers again
         demands["reward workers"] = reward.num_workers**2
