@@ -130,7 +130,7 @@ def make_with_verls_loss(rank, size, port, folder, name):
     overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2), *MONITOR[name]]
     actor = make_megatron_actor(overrides, rank, size, port)
     updates = make_updates(actor, folder / "FSDP", folder / name)
-    bytes_of = [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in state_of(actor) if tensor.numel()]
+    bytes_of = [tensor.flatten().view(torch.uint8).numpy().tobytes() for tensor in state_of(actor) if tensor.numel()]
     state = hashlib.sha256(b"".join(bytes_of)).hexdigest()
     return {"updates": updates, "state": state}
 
