@@ -21,7 +21,7 @@ from omegaconf import OmegaConf, open_dict
 from recipe.bapo.checks.config_errors import ERRORS, explain
 from recipe.bapo.checks.preflight import run_checks, table
 from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.launch import ray_status, send, wait_for_final_check
+from recipe.bapo.launch import demands, send, wait_for_final_check
 from recipe.bapo.launch.cleanup import remove_on_every_node
 from recipe.bapo.launch.locks import claim_cluster, claim_machine
 from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
@@ -106,9 +106,8 @@ def train(config) -> None:
     """Call verl's entry point with our task runner."""
 
     def start(**options):  # verl calls this once Ray is up
-        context = ray.get_runtime_context()
-        send("ray", context.get_job_id())
-        ray_status.follow(context.gcs_address, Path(config.run_dir) / METRICS)
+        send("ray", ray.get_runtime_context().get_job_id())
+        demands.follow(Path(config.run_dir) / METRICS, lambda *found: send("demands", found))
         return ray.remote(RecordingTaskRunner).options(**options).remote()
 
     # The two methods of a Ray class that verl calls.

@@ -86,6 +86,8 @@ RULES = {
         f"here: {', '.join(Tracking.supported_backend)}",
     ),
     "watchdog.max_silence_s": SECONDS,
+    "watchdog.pending_notice_s": SECONDS,
+    "watchdog.max_pending_s": SECONDS,
     "watchdog.max_sync_s": SECONDS,
     "watchdog.max_exit_s": SECONDS,
     "watchdog.grace_s": SECONDS,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervise a run from its parent process: start it, show it, watch it, keep it apart from other runs, clean up.
 
-``__main__`` is the command and the supervisor. ``watchdog`` detects a run that hangs. ``ray_status`` shows what Ray
-cannot place. ``cleanup`` ends processes and removes leftovers. ``console`` prints for the user. ``locks`` refuses a
-second run if two would disturb each other. The parent imports neither verl nor torch, so that it starts at once and
-does not die of what kills training.
+``__main__`` is the command and the supervisor. ``watchdog`` detects a run that hangs. ``demands`` asks Ray what it
+waits for. ``cleanup`` ends processes and removes leftovers. ``console`` prints for the user. ``locks`` refuses a second
+run if two would disturb each other. The parent imports neither verl nor torch, so that it starts at once and does
+not die of what kills training.
 
 This module is training's end of the pipe to its parent. We use a pipe instead of a file, because a file in the run's
 folder could not be written when its disk is full. ``Supervisor.handle_message`` handles every kind of message.
@@ -34,6 +34,8 @@ def send(kind: str, content=None) -> None:
             - ``checked``: the checks have passed. The content is the path of the run's config and whether the run joins
               a cluster.
             - ``ray``: Ray is up. The content is the id of this job in Ray.
+            - ``demands``: the content is a list of texts, the requests that Ray cannot place, and a text that says
+              which resources are free.
             - ``trained``: training is done, and the process is about to end.
         content: as described above; None for ``trained``.
     """
