@@ -85,8 +85,8 @@ def _judge(updates, options, about, window):
             instead = "Leave the loss as it is."
         if not applied and clips and own[0] >= MANY:
             instead = (
-                f"The loss clips {own[0]:.1%} of the tokens with A > 0: to keep these, raise its upper bound alone "
-                "(docs/choosing.md)."
+                f"In the mean of the updates the loss clips {own[0]:.1%} of the tokens with A > 0: to keep these, "
+                "raise its upper bound alone (docs/choosing.md)."
             )
         return Advice(
             f"{text} No target would be met by moving bounds in even {RARELY:.0%} of the updates, because the bounds "

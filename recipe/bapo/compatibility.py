@@ -47,13 +47,14 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
 
 
 def refuse_to_monitor(actor_config, model_config) -> None:
-    """Refuse settings under which a run with another loss cannot be measured.
+    """Refuse settings under which a run with another loss than BAPO's cannot be measured.
 
     Args:
-        actor_config, model_config: as above.
+        actor_config: verl's ``ActorConfig`` with a ``MonitorConfig``.
+        model_config: not looked at; the worker calls ``refuse_unusable_settings`` with the same arguments.
 
     Raises:
-        ValueError: says why. The worker then leaves verl's loss as it is.
+        ValueError: says why. The worker logs it and leaves verl's loss as it is.
     """
     if actor_config.strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ValueError(f"strategy={actor_config.strategy} was not tried.")

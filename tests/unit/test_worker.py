@@ -254,6 +254,7 @@ def test_a_loss_that_is_only_evaluated_does_not_enter_the_statistics(monkeypatch
     data, model_output = make_micro_batch(*make_batch(5))
     with torch.no_grad():
         worker.loss_fn(model_output=dict(model_output), data=data)
+    assert worker.scope.collected is None
     for seed in (2, 3):
         assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
 

@@ -30,7 +30,8 @@ from recipe.bapo.report.picture import picture
 
 TARGETS = [k / 100 for k in range(30, 61, 5)]
 BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]
-PARTS, POSITIONS = 4, 8  # at most so many rows for the time, and for the position on a rollout batch
+# What is clipped is reported in at most this many rows for stretches of training, and for updates on a rollout batch.
+STRETCHES, POSITIONS = 4, 8
 
 
 def report(name: str, run: Run) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _clipping(run):
             )
     unit, steps = run.by_step()
     if len(steps) > 1:
-        for label, updates in _parts(steps, PARTS):
+        for label, updates in _parts(steps, STRETCHES):
             rows.append((f"{unit}{'s' if ' to ' in label else ''} {label}", *_shares(run, updates, by_bapo)))
     yield from _table(rows)
 

@@ -29,7 +29,7 @@ def picture(runs: dict[str, Run]) -> Figure:
 
 def _draw(run, panels, color):
     """Draw the curves of a run."""
-    positive, negative, position, rho, bounds, targets = panels
+    positive, negative, position, rho, ends, targets = panels
     _, steps = run.by_step()
     target = run.config.positive_contribution_target
     for by_bapo, style in ((False, "-"), (True, "--")):
@@ -44,13 +44,13 @@ def _draw(run, panels, color):
     for axis, name, style in (
         (rho, "positive_contribution_start", "-"),
         (rho, "positive_contribution_highest", "--"),
-        (bounds, "high", "-"),
-        (bounds, "low", "--"),
+        (ends, "met_at_start", "-"),
+        (ends, "saturated", "--"),
     ):
         axis.plot(list(steps), [fmean(values(updates, name)) for updates in steps.values()], style, color=color)
     rho.axhline(target, color=color, linestyle=":")
-    ends = ends_of_search(run, run.config.contribution, TARGETS).values()
-    at_start, met = [end[0] for end in ends], [end[0] + end[1] for end in ends]
+    shares = ends_of_search(run, run.config.contribution, TARGETS).values()
+    at_start, met = [share[0] for share in shares], [share[0] + share[1] for share in shares]
     targets.plot(TARGETS, at_start, "-", color=color)
     targets.fill_between(TARGETS, at_start, met, color=color, alpha=0.35)
     targets.axvline(target, color=color, linestyle=":")
@@ -78,15 +78,23 @@ def _explain(panels, runs):
             unit,
             [_line("-", "at the start of the search"), _line("--", "highest on its path"), _line(":", "target")],
         ),
-        ("Bounds that BAPO's search finds", unit, [_line("-", "upper bound"), _line("--", "lower bound")]),
+        (
+            "How BAPO's searches end, share of updates",
+            unit,
+            [
+                _line("-", "met at the start: bounds do not move"),
+                _line("--", "saturated: bounds at their end"),
+                Patch(color="none", label="the rest: met by moving bounds"),
+            ],
+        ),
         (
             "For which targets would bounds move?",
             f"target (contribution={measures})",
             [
-                Patch(color="none", label="above the band: saturated"),
-                Patch(color="0.3", alpha=0.35, label="band: met by moving bounds"),
+                Patch(color="none", label="above: saturated"),
+                Patch(color="0.3", alpha=0.35, label="band: met by moving"),
                 _line("-", "line: met at the start"),
-                _line(":", "the run's target"),
+                _line(":", "the target"),
             ],
         ),
     ]
@@ -98,9 +106,11 @@ def _explain(panels, runs):
         axis.grid(alpha=0.25)
     for axis in panels[:5]:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis in (*panels[:3], panels[5]):
+    for axis in (*panels[:3], *panels[4:]):
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.set_ylim(bottom=0)
+    panels[4].set_ylim(top=1.6)  # room for the legend
+    panels[4].set_yticks([0, 0.25, 0.5, 0.75, 1])
     panels[5].set_ylim(top=1.05)
     panels[5].set_ylabel("share of the updates")
 
