@@ -2,9 +2,9 @@
 """What to do next in a run, in a sentence, judging by the values of some updates.
 
 The worker's log, the console and the report print it. All thresholds are here, and you may change them and the texts. A
-search ends in one
-of three ways: the target is *met at the start* (no bound has to move), *met by moving* the bounds, or the search is
-*saturated*: no pair of bounds on its path reaches the target. This module imports neither verl nor torch.
+search ends in one of three ways: the target is *met at the start* (no bound has to move), *met by moving* the bounds,
+or the search is *saturated*: no pair of bounds on its path reaches the target. This module imports neither verl nor
+torch.
 """
 
 from collections.abc import Mapping, Sequence

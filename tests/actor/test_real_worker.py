@@ -146,7 +146,7 @@ def warnings_of_rollout_batches(rank, port, task, folder):
     warned = []
     for number in range(20):
         actor.train_mini_batch(data.copy())
-        warned += [number for said in messages.buffer if "the target was met at the start" in said.getMessage()]
+        warned += [number for said in messages.buffer if "was met at the start" in said.getMessage()]
         messages.flush()
     (Path(folder) / "warned.json").write_text(json.dumps(warned))
 

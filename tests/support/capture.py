@@ -104,7 +104,9 @@ def values_of_updates(folder, config) -> list[dict[str, float]]:
     found = [
         read_and_validate(*find_clip_bounds(*tokens, config, clip_ratio_c=3.0)) for tokens in tokens_of_updates(folder)
     ]
-    return [{"clip_low": values.pop("low"), "clip_high": values.pop("high"), **values} for values in found]
+    return [
+        {"clip_low": values.pop("low"), "clip_high": values.pop("high"), "applied": 1.0, **values} for values in found
+    ]
 
 
 if "CAPTURE_FOLDER" in os.environ:
