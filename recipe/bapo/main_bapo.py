@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
-This is verl's entry point with our checks in front. ``python -m recipe.bapo.launch`` takes the same arguments; it
+This is verl's entry point with our checks in front. ``python -m recipe.bapo.run`` takes the same arguments; it
 starts this command as a child, shows its progress and cleans up after it.
 """
 
@@ -18,13 +18,14 @@ import hydra
 import ray
 from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.checks.config_errors import ERRORS, explain
-from recipe.bapo.checks.preflight import run_checks, table
 from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.launch import demands, send, wait_for_final_check
-from recipe.bapo.launch.cleanup import remove_on_every_node
-from recipe.bapo.launch.locks import claim_cluster, claim_machine
-from recipe.bapo.records import CONFIG, LOG, METRICS, keep_earlier
+from recipe.bapo.run import demands
+from recipe.bapo.run.cleanup import remove_on_every_node
+from recipe.bapo.run.files import CONFIG, LOG, METRICS, keep_earlier
+from recipe.bapo.run.locks import claim_cluster, claim_machine
+from recipe.bapo.run.messages import send, wait_for_final_check
+from recipe.bapo.run.preflight.config_errors import ERRORS, explain
+from recipe.bapo.run.preflight.preflight import run_checks, table
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
 

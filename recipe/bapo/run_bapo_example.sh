@@ -186,7 +186,7 @@ if [ -n "$language_model" ] && [ "${VERL_PLATFORM:-}" = cpu ]; then
 fi
 given=()
 for argument in "$@"; do [ "$argument" = --preflight ] || given+=("$argument"); done
-checks=("$python" -m recipe.bapo.checks "${arguments[@]}" "${given[@]}")
+checks=("$python" -m recipe.bapo.run.preflight "${arguments[@]}" "${given[@]}")
 use() { export MODEL_PATH=$1/model TRAIN_FILE=$1/train.parquet TEST_FILE=$1/test.parquet; }
 if [ -n "$language_model" ]; then
     make=("$python" -m recipe.bapo.language_model)
@@ -206,7 +206,7 @@ if [ -n "$language_model" ]; then
     use "$folder"
 fi
 [ -z "$preflight" ] || exec "${checks[@]}"
-train=("$python" -m recipe.bapo.launch "${arguments[@]}" "${given[@]}")
+train=("$python" -m recipe.bapo.run "${arguments[@]}" "${given[@]}")
 if [[ ${RAY_ADDRESS:-} == http* ]]; then
     [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ] || export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
     exec "$python" scripts/cluster/job.py submit "$(basename "$OUTPUT_DIR")-$(date +%H%M%S)" "${train[@]}"

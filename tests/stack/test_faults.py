@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.stack_runs import ROOT, SCRIPT, SHORT_STEPS, Started, environment_of, updates_of
 
-from recipe.bapo.launch.cleanup import vllm_processes
+from recipe.bapo.run.cleanup import vllm_processes
 
 WITHIN = 75  # seconds from the fault to the end of the run
 SHORT = (
@@ -39,7 +39,7 @@ class BrokenExtension(CPUWorkerExtension):
 WITHOUT_CHECKS = """
 import sys
 if "recipe.bapo.main_bapo" in sys.orig_argv:
-    from recipe.bapo.checks import preflight
+    from recipe.bapo.run.preflight import preflight
     preflight.CHECKS = ()
 """
 

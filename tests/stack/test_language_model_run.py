@@ -8,7 +8,7 @@ import pytest
 from support.stack_runs import ROOT, explain, run_example
 
 from recipe.bapo.language_model import source
-from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.run.metrics import read_metrics
 
 SMALL = (
     "data.train_batch_size=8",

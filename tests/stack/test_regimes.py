@@ -21,7 +21,7 @@ from support.stack_runs import ROOT, explain, removing_what_others_leave, run_ex
 
 from bapo import BAPOConfig
 from recipe.bapo.config import cpu_environment
-from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.run.metrics import read_metrics
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 README, YOUR_OWN_RUN, MONITOR_PAGE = (

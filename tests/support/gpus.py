@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from recipe.bapo.checks import machine
-from recipe.bapo.checks.headers import write_headers
+from recipe.bapo.run.preflight import machine
+from recipe.bapo.run.preflight.headers import write_headers
 
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from recipe.bapo.launch.cleanup import remove
 from recipe.bapo.record import read_record
+from recipe.bapo.run.cleanup import remove
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"

@@ -9,10 +9,10 @@ import pytest
 from support.configs import ROOT, composed
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.checks import CheckWarning, config_errors
-from recipe.bapo.checks.config import check_batches, check_intent, check_names, check_ratio, check_values
-from recipe.bapo.checks.preflight import run_checks, run_preflight
 from recipe.bapo.config import compose_config
+from recipe.bapo.run.preflight import CheckWarning, config_errors
+from recipe.bapo.run.preflight.config import check_batches, check_intent, check_names, check_ratio, check_values
+from recipe.bapo.run.preflight.preflight import run_checks, run_preflight
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"

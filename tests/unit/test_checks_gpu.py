@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups
 from support.gpus import SHAPES, hide_nvcc, pretend_gpus, write_model
 
-from recipe.bapo.checks import CheckWarning, machine, model, preflight
-from recipe.bapo.checks import config as checks
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
-from recipe.bapo.launch import locks
+from recipe.bapo.run import locks
+from recipe.bapo.run.preflight import CheckWarning, machine, model, preflight
+from recipe.bapo.run.preflight import config as checks
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.configs import composed
 
-from recipe.bapo.checks import CheckWarning
-from recipe.bapo.checks.inputs import check_checkpoint, check_files
-from recipe.bapo.checks.model import check_model
 from recipe.bapo.main_bapo import choose_cluster
+from recipe.bapo.run.preflight import CheckWarning
+from recipe.bapo.run.preflight.inputs import check_checkpoint, check_files
+from recipe.bapo.run.preflight.model import check_model
 
 
 def check_train_data(config):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from support.configs import composed
 
-from recipe.bapo.checks import CheckWarning, __main__, machine, preflight
-from recipe.bapo.launch import locks
+from recipe.bapo.run import locks
+from recipe.bapo.run.preflight import CheckWarning, __main__, machine, preflight
 
 
 @pytest.fixture(autouse=True)

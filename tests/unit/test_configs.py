@@ -11,8 +11,8 @@ from support.configs import ROOT, compose_in_groups
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
-from recipe.bapo.checks.config import check_batches, check_ratio
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from recipe.bapo.run.preflight.config import check_batches, check_ratio
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 

@@ -17,11 +17,11 @@ from support.configs import compose_in_groups
 from support.gpus import pretend_gpus
 from transformers import AutoConfig, AutoTokenizer
 
-from recipe.bapo.checks import preflight
 from recipe.bapo.language_model import cache, source, task
 from recipe.bapo.language_model.__main__ import write_stand_ins
 from recipe.bapo.language_model.shape import write_shape
-from recipe.bapo.launch import locks
+from recipe.bapo.run import locks
+from recipe.bapo.run.preflight import preflight
 
 NUMBERS, SORTED = [64, 79, 25], "25 64 79"
 

@@ -16,13 +16,13 @@ import psutil
 import pytest
 from support.configs import composed
 
-from recipe.bapo.launch import cleanup
-from recipe.bapo.launch.__main__ import MAX_TEMP_LENGTH, scratch_folder
+from recipe.bapo.run import cleanup
+from recipe.bapo.run.__main__ import MAX_TEMP_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import sys, time
-from recipe.bapo.launch import __main__ as launch, cleanup
+from recipe.bapo.run import __main__ as launch, cleanup
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
 {before}
 sys.exit(launch.main([]))
@@ -30,7 +30,7 @@ sys.exit(launch.main([]))
 TRAINING = """
 import json, os, subprocess, sys, time
 from pathlib import Path
-from recipe.bapo.launch import send, wait_for_final_check
+from recipe.bapo.run.messages import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
 def train(cluster=False, run_dir=folder, **limits):
     print("ERROR in no worker")
@@ -206,7 +206,7 @@ def test_a_training_process_that_is_killed_is_named(launch):
 
 def test_the_watchdogs_reason_ends_the_run_and_stacks_are_written(launch):
     before = """
-from recipe.bapo.launch import watchdog
+from recipe.bapo.run import watchdog
 watchdog.INTERVAL, watchdog.Watchdog.silence = 0.2, lambda self: "it hangs"
 """
     run = launch("train()\ntime.sleep(60)", before=before)
@@ -218,7 +218,7 @@ watchdog.INTERVAL, watchdog.Watchdog.silence = 0.2, lambda self: "it hangs"
 def test_a_failure_is_explained_while_training_still_lives(launch):
     """The watchdog checks which of vLLM's processes has died; all of them end with the training process."""
     before = """
-from recipe.bapo.launch.watchdog import Watchdog
+from recipe.bapo.run.watchdog import Watchdog
 def dead_server(self):
     time.sleep(1)
     lives = any(cleanup.descendants().values())

@@ -23,28 +23,28 @@ def imports_of(path):
 
 
 def room_of(module):
-    """Return the package of a module: ``checks`` for ``recipe.bapo.checks.model``; a flat module is its own."""
-    return module.removeprefix("recipe.bapo").strip(".").split(".")[0]
+    """Return the room of a module: ``config`` for ``recipe.bapo.config.resolvers``; of ``run`` each file is a room."""
+    first, *below = module.removeprefix("recipe.bapo").strip(".").split(".")
+    return f"run.{below[0]}" if first == "run" and below else first
 
 
 def test_the_direction_of_imports():
     folder = ROOT / "recipe" / "bapo"
-    rooms = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()} - {"__init__"}
-    imports = {room: set() for room in rooms}
+    imports = {}
     for path in folder.rglob("*.py"):
-        room = path.relative_to(folder).with_suffix("").parts[0]
+        room = room_of(".".join(path.relative_to(folder).with_suffix("").parts))
         for module in imports_of(path):
             found = room_of(module) if module.startswith("recipe.bapo.") else module.split(".")[0]
             imports.setdefault(room, set()).add(found)
-    ours = {room: found & rooms - {room} for room, found in imports.items()}
-    assert not ours["records"] and not ours["config"] and not ours["example"]
+    ours = {room: found & imports.keys() - {room} for room, found in imports.items()}
+    assert not ours["run.files"] and not ours["config"] and not ours["example"]
     assert not ours["advice"] and not imports["advice"] & {"verl", "torch"}
     assert not ours["record"] and not imports["record"] & {"verl", "ray"}
-    # The parent of a run starts main_bapo as a command. Checks and trainer use its locks, its clean-up and its pipe.
-    assert not imports["launch"] & {"verl", "torch", "hydra", "vllm"} and ours["launch"] <= {
-        "plot",
-        "records",
-    }
+    # The parent of a run starts main_bapo as a command.
+    parent = {"run.__main__", "run.watchdog", "run.console", "run.cleanup", "run.messages", "run.files", "run.metrics"}
+    assert ours["run.__main__"] <= parent and all(
+        not imports[room] & {"verl", "torch", "hydra", "vllm"} and ours[room] <= parent for room in parent
+    )
     assert list(TopologicalSorter(ours).static_order())  # raises a CycleError if there is a cycle
 
 
@@ -53,7 +53,7 @@ def test_bapo_imports_torch_and_the_standard_library_alone():
     assert modules - set(sys.stdlib_module_names) == {"torch", "bapo"}
 
 
-@pytest.mark.parametrize("module", ["bapo", "recipe.bapo.launch.__main__"])
+@pytest.mark.parametrize("module", ["bapo", "recipe.bapo.run.__main__"])
 def test_importing_it_loads_no_framework(module):
     code = f"import sys, {module}; print([m for m in ('verl', 'ray', 'hydra', 'vllm') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -137,7 +137,7 @@ def test_a_run_on_gpus_leaves_the_platform_to_verl_and_splits_the_gpus(tmp_path,
         chosen = {name: str(value) for name, value in (files | environment | config).items()}
         run = run_script("trainer.total_epochs=1", VERL_PLATFORM="nvidia", **chosen)
         start = run.stdout.splitlines()[-1]
-        assert run.returncode == 0 and start.startswith(f"unset {gpus} -m recipe.bapo.launch"), run.stdout + run.stderr
+        assert run.returncode == 0 and start.startswith(f"unset {gpus} -m recipe.bapo.run"), run.stdout + run.stderr
         assert " size=gpu " in start and start.endswith(" trainer.total_epochs=1")
 
 
@@ -180,7 +180,7 @@ case "$*" in
 *language_model*--where) [ ! -e "$MADE" ] || echo "$MADE" ;;
 *language_model*--shape*) ;;
 *"-m recipe.bapo.language_model") mkdir "$MADE"; echo "$MADE" ;;
-*recipe.bapo.checks*) echo "ok       values           usable"; [ -z "$WRONG" ] || { echo "$WRONG"; exit 1; } ;;
+*recipe.bapo.run.preflight*) echo "ok       values           usable"; [ -z "$WRONG" ] || { echo "$WRONG"; exit 1; } ;;
 "-c import"*) exit 1 ;;
 esac
 """
@@ -212,9 +212,9 @@ def test_a_small_gpu_machine_with_no_variable_set_makes_the_language_model_once_
     where, shape, checks, make, launch = calls
     assert where.endswith("-m recipe.bapo.language_model --where")
     stand_ins = shape.split()[-1]
-    assert checks.startswith(f"{stand_ins}/model -m recipe.bapo.checks ") and not os.path.exists(stand_ins)
+    assert checks.startswith(f"{stand_ins}/model -m recipe.bapo.run.preflight ") and not os.path.exists(stand_ins)
     assert make.split()[-1] == "recipe.bapo.language_model"
-    assert launch.startswith(f"{made}/model -m recipe.bapo.launch ")
+    assert launch.startswith(f"{made}/model -m recipe.bapo.run ")
     for argument in ("experiment=language_model", "size=language_model_gpu", "trainer.n_gpus_per_node=1"):
         assert argument in launch.split()
     # Without flash-attn a micro-batch would be one sequence, and these are short.
@@ -222,7 +222,7 @@ def test_a_small_gpu_machine_with_no_variable_set_makes_the_language_model_once_
     assert "OMP_NUM_THREADS" not in launch
     run, calls = language_model()  # it is there
     modules = [call.partition("-m recipe.bapo.")[2].split()[0] for call in calls]
-    assert modules == ["language_model", "launch"], run.stderr
+    assert modules == ["language_model", "run"], run.stderr
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_preflight_makes_nothing_and_what_it_finds_is_found_before_the_model_is_
     wrong = "failed   verl's rules     some.key=7 is not usable: set it to 8."
     for arguments in (("--preflight",), ()):
         run, calls = language_model(*arguments, WRONG=wrong)
-        assert run.returncode == 1 and "recipe.bapo.checks" in calls[-1] and not (tmp_path / "made").exists()
+        assert run.returncode == 1 and "recipe.bapo.run.preflight" in calls[-1] and not (tmp_path / "made").exists()
         assert (wrong in run.stdout) == bool(arguments)
     assert run.stderr.splitlines()[-1] == "Error: some.key=7 is not usable: set it to 8."
     run, calls = language_model("--preflight", "--json")

@@ -16,9 +16,9 @@ import pytest
 from omegaconf import OmegaConf
 from support.commands import until
 
-from recipe.bapo.checks.machine import check_other_runs
-from recipe.bapo.launch import cleanup, demands, locks, watchdog
-from recipe.bapo.launch.watchdog import Watchdog
+from recipe.bapo.run import cleanup, demands, locks, watchdog
+from recipe.bapo.run.preflight.machine import check_other_runs
+from recipe.bapo.run.watchdog import Watchdog
 
 
 def watch(folder, on_cluster=False, **limits):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from recipe.bapo.checks.headers import write_headers
 from recipe.bapo.language_model.source import CHAT_TEMPLATE, CONFIG, END, PADDING, START
+from recipe.bapo.run.preflight.headers import write_headers
 
 
 def write_shape(folder: Path, vocabulary: int | None = None) -> None:

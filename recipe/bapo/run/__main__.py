@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with BAPO and clean up after it: ``python -m recipe.bapo.launch [arguments of recipe.bapo.main_bapo]``.
+"""Train with BAPO and clean up after it: ``python -m recipe.bapo.run [arguments of recipe.bapo.main_bapo]``.
 
 This process starts training as its child. It shows a line per step and a summary, and ends a run that hangs. However
 training ends, it kills the remaining processes and removes the files that they would leave behind. The run's folder is
@@ -22,9 +22,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.launch import PIPE, cleanup, console
-from recipe.bapo.launch.watchdog import Watchdog
-from recipe.bapo.records import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
+from recipe.bapo.run import cleanup, console
+from recipe.bapo.run.files import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
+from recipe.bapo.run.messages import PIPE
+from recipe.bapo.run.watchdog import Watchdog
 
 # Unbuffered (-u), so that the log has the last lines of a killed process.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
             run_dir = Path(run.config.run_dir)  # the command line may set another folder than OUTPUT_DIR
             print(console.summary(run_dir))
             if not run.config.trainer.val_only:
-                subprocess.run([sys.executable, "-m", "recipe.bapo.plot", run_dir], stderr=subprocess.STDOUT)
+                subprocess.run([sys.executable, "-m", "recipe.bapo.run.picture", run_dir], stderr=subprocess.STDOUT)
     return code
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the dynamics of one run, or of several in the same panels.
 
-    .venv/bin/python -m recipe.bapo.plot runs/a                              # runs/a/dynamics.png
-    .venv/bin/python -m recipe.bapo.plot runs/grpo runs/bapo --out compare.png
+    .venv/bin/python -m recipe.bapo.run.picture runs/a                              # runs/a/dynamics.png
+    .venv/bin/python -m recipe.bapo.run.picture runs/grpo runs/bapo --out compare.png
 
 The launcher draws a run's picture when the run ends. To change the panels, change ``PANELS``.
 """
@@ -14,8 +14,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipe.bapo.records import PICTURE
-from recipe.bapo.records.metrics import read_metrics
+from recipe.bapo.run.files import PICTURE
+from recipe.bapo.run.metrics import read_metrics
 
 # Each panel by its title: its metrics, and how the legend names them. The second curve of a panel is dashed.
 PANELS = {

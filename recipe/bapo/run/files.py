@@ -7,7 +7,7 @@ Users' scripts read ``metrics.jsonl``. Every package of the recipe may import th
 import os
 from pathlib import Path
 
-METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.records.metrics reads it
+METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.run.metrics reads it
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config of the run
 ANSWERS = "validation"  # folder of the answers of each validation, if trainer.validation_data_dir names it

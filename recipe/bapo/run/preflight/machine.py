@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from ray._private.utils import get_num_cpus
 
-from recipe.bapo.checks import CheckWarning, blame_field, require
-from recipe.bapo.checks.config import pools_of
 from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.launch.locks import check_ray_address, claim_machine
+from recipe.bapo.run.locks import check_ray_address, claim_machine
+from recipe.bapo.run.preflight import CheckWarning, blame_field, require
+from recipe.bapo.run.preflight.config import pools_of
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.ppo.utils import need_reference_policy
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervise a run from its parent process: start it, show it, watch it, keep it apart from other runs, clean up.
+"""Training's end of the pipe to its parent process.
 
-``__main__`` is the command and the supervisor. ``watchdog`` detects a run that hangs. ``demands`` asks Ray what it
-waits for. ``cleanup`` ends processes and removes leftovers. ``console`` prints for the user. ``locks`` refuses a second
-run if two would disturb each other. The parent imports neither verl nor torch, so that it starts at once and does
-not die of what kills training.
-
-This module is training's end of the pipe to its parent. We use a pipe instead of a file, because a file in the run's
-folder could not be written when its disk is full. ``Supervisor.handle_message`` handles every kind of message.
+We use a pipe instead of a file, because a file in the run's folder could not be written when its disk is full.
+``Supervisor.handle_message`` handles every kind of message.
 """
 
 import os

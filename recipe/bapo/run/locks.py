@@ -13,7 +13,7 @@ import socket
 import time
 from contextlib import suppress
 
-from recipe.bapo.launch.cleanup import SOCKETS, vllm_processes
+from recipe.bapo.run.cleanup import SOCKETS, vllm_processes
 
 FIRST_JOB = "01000000"  # every Ray gives its first job this number
 

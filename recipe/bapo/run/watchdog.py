@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from recipe.bapo.launch import cleanup
-from recipe.bapo.records import METRICS, STACKS
+from recipe.bapo.run import cleanup
+from recipe.bapo.run.files import METRICS, STACKS
 
 INTERVAL = 2.0  # seconds between two checks
 
@@ -33,7 +33,7 @@ class Watchdog:
         self.last_check = time.monotonic()
         self.reason: str | None = None
         self.job: str | None = None  # the run's job id in Ray, once Ray is up
-        self.demands: list[str] = []  # what Ray cannot place, from recipe.bapo.launch.demands
+        self.demands: list[str] = []  # what Ray cannot place, from recipe.bapo.run.demands
         self.resources = ""  # the free resources of Ray
         self.demands_since = 0.0  # when the demands last changed, by the monotonic clock
         self.demands_told = False

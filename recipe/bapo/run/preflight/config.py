@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from recipe.bapo.checks import CheckWarning, blame_field, innermost, require, require_writable
-from recipe.bapo.checks.config_errors import verls_defaults
 from recipe.bapo.compatibility import refuse_unusable_settings, uses_bypass_mode
+from recipe.bapo.run.preflight import CheckWarning, blame_field, innermost, require, require_writable
+from recipe.bapo.run.preflight.config_errors import verls_defaults
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run all checks of a config in order, and format their results.
 
-``python -m recipe.bapo.checks`` and ``main_bapo`` call this module. A new check needs an entry in ``CHECKS``. Do not
-rename a check: its name is in the JSON that users' scripts read.
+``python -m recipe.bapo.run.preflight`` and ``main_bapo`` call this module. A new check needs an entry in ``CHECKS``.
 """
 
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  import it before our modules: it loads our plugin
-from recipe.bapo.checks import CheckWarning, innermost, inputs, machine, model
-from recipe.bapo.checks import config as config_checks
-from recipe.bapo.checks.config_errors import explain, problems
 from recipe.bapo.config import compose_config
+from recipe.bapo.run.preflight import CheckWarning, innermost, inputs, machine, model
+from recipe.bapo.run.preflight import config as config_checks
+from recipe.bapo.run.preflight.config_errors import explain, problems
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
 

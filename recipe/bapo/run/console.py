@@ -15,8 +15,8 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.records import ANSWERS, CONFIG, LOG, METRICS
-from recipe.bapo.records.metrics import parse_lines, read_metrics, validation_reward
+from recipe.bapo.run.files import ANSWERS, CONFIG, LOG, METRICS
+from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
 IN_A_LINE = {

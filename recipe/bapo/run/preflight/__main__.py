@@ -2,7 +2,7 @@
 """Check a config, the files it names and this machine, and print a table or JSON. No run is started. Exit code 0 or 1.
 
     bash recipe/bapo/run_bapo_example.sh --preflight [--json] [key=value ...]
-    python -m recipe.bapo.checks [--json] [--config-dir configs] [key=value ...]
+    python -m recipe.bapo.run.preflight [--json] [--config-dir configs] [key=value ...]
 
 Each line is ok, a warning, or failed. A failed one names the field, the value and the fix. A training run makes the
 same checks before it starts Ray.
@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 if __name__ == "__main__":
     logging.disable(logging.INFO)  # verl announces its platform on import
-from recipe.bapo.checks.preflight import run_preflight, table  # noqa: E402
+from recipe.bapo.run.preflight.preflight import run_preflight, table  # noqa: E402
 
 
 def main() -> int:

@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.checks import blame_field
-from recipe.bapo.checks.config import longest_sequence
+from recipe.bapo.run.preflight import blame_field
+from recipe.bapo.run.preflight.config import longest_sequence
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs

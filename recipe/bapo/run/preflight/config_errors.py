@@ -22,8 +22,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import recipe.bapo.config
 import verl
-from recipe.bapo.checks import blame_field
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
+from recipe.bapo.run.preflight import blame_field
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 # verl ships its default config of each engine in one file as well.
