@@ -26,8 +26,8 @@ import pandas as pd
 from hydra import initialize_config_dir
 
 import recipe.bapo.config
-from recipe.bapo.run.preflight import config_errors
-from recipe.bapo.run.preflight.preflight import run_preflight
+from recipe.bapo.run.preflight import keys as config_errors
+from recipe.bapo.run.preflight.stages import run_preflight
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "dev" / "bad_inputs.md"

@@ -24,8 +24,8 @@ from recipe.bapo.run.cleanup import remove_on_every_node
 from recipe.bapo.run.files import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.run.locks import claim_cluster, claim_machine
 from recipe.bapo.run.messages import send, wait_for_final_check
-from recipe.bapo.run.preflight.config_errors import ERRORS, explain
-from recipe.bapo.run.preflight.preflight import run_checks, table
+from recipe.bapo.run.preflight.keys import ERRORS, explain
+from recipe.bapo.run.preflight.stages import run_stages, table
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
 
@@ -56,7 +56,7 @@ def check(config) -> None:
             # Workers may have another working directory. Other keys refer to this one, so change it before they are
             # resolved.
             config.run_dir = os.path.abspath(config.run_dir)
-        lines = run_checks(config)
+        lines = run_stages(config)
     except Exception as error:
         traceback.print_exc()
         give_up(explain(error))
@@ -95,6 +95,7 @@ class RecordingTaskRunner(BAPOTaskRunner):
     def run(self, config):
         """Train. ``config`` is the composed config."""
         os.environ["VERL_FILE_LOGGER_PATH"] = f"{config.run_dir}/{METRICS}"
+        os.environ.setdefault("TENSORBOARD_DIR", f"{config.run_dir}/tensorboard")
         claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
             super().run(config)

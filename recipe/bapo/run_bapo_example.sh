@@ -6,7 +6,7 @@
 # package registry.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
-#   bash recipe/bapo/run_bapo_example.sh --preflight [--json]   only check machine, files and config; exit code 0 or 1
+#   bash recipe/bapo/run_bapo_example.sh --preflight            only check machine, files and config; exit code 0 or 1
 #
 # Environment variables, with their defaults in parentheses:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
@@ -26,30 +26,21 @@
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
 #   BAPO_VENV       an existing virtual environment to use, instead of setting one up
 set -euo pipefail
-for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV; do  # relative to where the command was given
+for name in MODEL_PATH TRAIN_FILE TEST_FILE OUTPUT_DIR BAPO_VENV BAPO_CACHE; do  # relative to where the command was given
     value=${!name:-}
     if [[ -n $value && $value != /* && ( $name != MODEL_PATH || -e $value ) ]]; then export "$name=$PWD/$value"; fi
 done
 script=$(realpath "$0")
 cd "$(dirname "$script")/../.."
 
-preflight='' json=''
+preflight=''
 for argument in "$@"; do
     case $argument in
     --preflight) preflight=1 ;;
-    --json) json=1 ;;
     -h | --help) sed -n '3,/^set /{s/^# \{0,1\}//;/^set /d;p}' "$script"; exit 0 ;;
     esac
 done
-fail() {
-    echo "Error: $*" >&2
-    if [ -n "$json" ]; then
-        local detail
-        detail=$(tr -d '[:cntrl:]' <<<"$*" | sed 's/[\\"]/\\&/g')
-        printf '[{"name": "environment", "status": "failed", "detail": "%s"}]\n' "$detail"
-    fi
-    exit 1
-}
+fail() { echo "Error: $*" >&2; exit 1; }
 # Check numbers before any arithmetic with them, because bash would run a command inside a value.
 positive() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || fail "$1=$2 is not usable: give a whole number of 1 or more."; }
 for name in NNODES GPUS_PER_NODE ROLLOUT_GPUS_PER_NODE; do
@@ -192,15 +183,10 @@ if [ -n "$language_model" ]; then
     make=("$python" -m recipe.bapo.language_model)
     folder=$("${make[@]}" --where)
     if [ -z "$folder" ]; then
-        # Check everything with the model's shape before making the model, so that errors appear now.
-        shape=$(mktemp -d)
-        trap 'rm -rf "$shape"' EXIT
-        "${make[@]}" --shape "$shape"
-        use "$shape"
-        quiet=(env TRANSFORMERS_VERBOSITY=error "${checks[@]}")  # so that it does not list the missing weights
-        if [ -n "$preflight" ]; then "${quiet[@]}"; exit; fi
-        table=$("${quiet[@]}") || { sed -n 's/^failed.\{20\}/Error: /p' <<<"$table" >&2; exit 1; }
-        rm -r "$shape"  # the trap does not run after the exec below
+        converted=$("${make[@]}" --converted)  # fetched and converted, so that errors appear before the warm-up
+        use "$converted"
+        [ -z "$preflight" ] || exec "${checks[@]}"
+        table=$("${checks[@]}") || { sed -n 's/^failed.\{20\}/Error: /p' <<<"$table" >&2; exit 1; }
         folder=$("${make[@]}")
     fi
     use "$folder"

@@ -39,7 +39,7 @@ def warmed_up_model(given: str | None) -> Path:
 
 def cache_of(given: str | None) -> Path:
     """Return the folder in .cache where ``warmed_up_model`` keeps a model, whether it exists or not."""
-    return cache.folder_of({"model": str(Path(given).resolve())} if given else {})
+    return cache.folder_of("language_model", {"model": str(Path(given).resolve())} if given else {})
 
 
 def _warm_up_copy(source, folder):

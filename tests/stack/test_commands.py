@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that people type, up to the start of Ray. Each imports verl and takes some seconds."""
 
-import json
 import os
 import re
 import shlex
@@ -21,12 +20,12 @@ def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 
-def test_the_command_fails_with_json(tmp_path):
-    run = run_script("--preflight", "--json", "data.train_batch_size=7", OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode == 1
-    failed = [line for line in json.loads(run.stdout) if line["status"] == "failed"]
-    assert [line["name"] for line in failed][0] == "batches"
-    assert "does not divide data.train_batch_size=7" in failed[0]["detail"]
+def test_preflight_prints_its_table_alone_and_fails(tmp_path):
+    run = run_script("--preflight", "data.train_batch_size=60", OUTPUT_DIR=str(tmp_path / "run"))
+    lines = run.stdout.splitlines()
+    assert run.returncode == 1 and {line.split()[0] for line in lines} == {"ok", "failed"}, run.stdout + run.stderr
+    (failed,) = [line for line in lines if line.startswith("failed")]
+    assert "ppo_mini_batch_size=8 does not divide data.train_batch_size=60" in failed
 
 
 def documented_command():

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetch, convert and barely warm up the language model, and train it for two steps on the real stack: some minutes."""
 
-import json
 import re
 
 import pytest
 from support.stack_runs import ROOT, explain, run_example
 
-from recipe.bapo.language_model import source
 from recipe.bapo.run.metrics import read_metrics
 
 SMALL = (
@@ -25,12 +23,7 @@ def test_the_language_model_is_made_once_and_trains_and_its_answers_are_shown(tm
     run = run_example(tmp_path / "run", *SMALL, **environment)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     assert "warming up: 100%" in run.stderr and "Made in" in run.stderr
-    (made,) = (tmp_path / "cache").glob("language_model-*")
-    # The stored config, which preflight checks before the model is made, is that of the model that is made.
-    config = json.loads((made / "model" / "config.json").read_text())
-    shape = json.loads(source.CONFIG.read_text())
-    assert {key: config[key] for key in shape} == shape
-
+    (made,) = (tmp_path / "cache").glob("language_model-*")  # beside the converted model
     steps = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert [data["training/global_step"] for data in steps] == [1, 2]
     # The weights reach vLLM in both steps: its probabilities differ from the trainer's by rounding only.

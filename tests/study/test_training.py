@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's runs on the language model, with a tiny model and a similar tokenizer in its place."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +8,9 @@ import pandas as pd
 import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from support.tiny_model import write_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipe.bapo.language_model.shape import write_shape
 from recipe.bapo.language_model.task import draw_rows
 from recipe.bapo.language_model.warm_up import Settings
 from scripts.study import model as study_model
@@ -22,15 +21,8 @@ RUN = replace(plan.PLANNED[0], rollouts=2, learning_rate="1e-2")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Make a tiny model with random weights and a vocabulary of 259 tokens."""
-    folder = tmp_path_factory.mktemp("shape") / "model"
-    write_shape(folder, vocabulary=259)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32, "dtype": "float32"}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(folder)
     return folder
 
 

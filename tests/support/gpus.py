@@ -6,8 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+from support.headers import write_headers
+
 from recipe.bapo.run.preflight import machine
-from recipe.bapo.run.preflight.headers import write_headers
 
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
@@ -56,24 +57,14 @@ def write_driver_file(root, name):
 
 
 def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64, **listed):
-    """Make torch, the driver, flash-attn and Ray answer as on a machine with these GPUs."""
+    """Make torch, the driver and Ray answer as on a machine with these GPUs."""
     write_nvidia_smi(folder, gpus, **listed)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine, "import_module", lambda name: None)  # flash_attn
     monkeypatch.setattr(machine, "get_num_cpus", lambda **options: cpus)
-
-
-def hide_nvcc(monkeypatch):
-    """Hide the CUDA toolkit of this machine."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    folders = os.environ["PATH"].split(os.pathsep)
-    monkeypatch.setenv("PATH", os.pathsep.join(name for name in folders if not Path(name, "nvcc").exists()))
-    monkeypatch.setattr(machine, "CUDA_BIN", "/no/cuda/bin")
 
 
 def write_model(task, folder, name):

