@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
 
-Our trainers do two things: they build mini-batches of whole groups, and they mark batches, with the step for the record
-and with whether the first update is on-policy, which saves the search a forward. They do not set up the worker that
-finds the bounds; the loss's config does that.
+Our trainers do three things: they build mini-batches of whole groups; they mark batches, with the step for the record
+and with whether the first update is on-policy, which saves the search a forward; and they end a run whose responses do
+not arrive. They do not set up the worker that finds the bounds; the loss's config does that.
 """
 
 from typing import Any
@@ -23,12 +23,31 @@ class _BAPOTrainer:
     local_trigger_step: int
     global_steps: int
 
-    def _balance_batch(self, batch, *args, **kwargs):
+    def _step_once(self, metrics, timing_raw, sample_batch_size):
+        self.prompts = sample_batch_size
+        return super()._step_once(metrics, timing_raw, sample_batch_size)
+
+    def _balance_batch(self, batch, metrics, *args, **kwargs):
+        self._measure_arrived(batch, metrics)
         # verl lists responses in the order in which they ended, short ones first. Sort them by key (a random id of the
         # prompt with a number) instead: mini-batches are then whole groups, whose advantages sum to zero. On one rank
         # this holds for all groups; on several for nearly all, because verl then balances lengths over the ranks.
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
-        return super()._balance_batch(batch, *args, **kwargs)
+        return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def _measure_arrived(self, batch, metrics):
+        """Log the share of the responses that arrived, and end the run if it is too small.
+
+        verl drops a response whose reward, tool or agent loop fails, and then fills the batch with copies of others.
+        """
+        arrived = len({key.rpartition("_")[0] for key in batch.keys})  # a key is the prompt's id, response, turn
+        expected, least = self.prompts * self.config.actor_rollout_ref.rollout.n, self.config.watchdog.min_arrived
+        metrics["training/responses_arrived"] = arrived / expected
+        if arrived < least * expected:
+            raise RuntimeError(
+                f"only {arrived} of {expected} responses arrived, fewer than watchdog.min_arrived={least:g}: verl "
+                "drops those whose reward, tool or agent loop fails"
+            )
 
     def _first_update_is_on_policy(self) -> bool:
         """Whether the old log-probs of this batch come from the weights that the first update starts from.

@@ -2,6 +2,7 @@
 """After a fault in the real stack the run ends soon, names the cause, leaves nothing behind and can be resumed."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,8 +40,8 @@ class BrokenExtension(CPUWorkerExtension):
 WITHOUT_CHECKS = """
 import sys
 if "recipe.bapo.main_bapo" in sys.orig_argv:
-    from recipe.bapo.run.preflight import preflight
-    preflight.CHECKS = ()
+    from recipe.bapo.run.preflight import stages
+    stages.STAGES = ()
 """
 
 
@@ -189,6 +190,31 @@ def test_a_bad_reward_function_is_named(start, tmp_path, body, message):
     run.wait_for(lambda: (run.output / "train.log").exists(), "a log")
     code, _ = run.end(timeout=400)
     assert code == 1 and message in "\n".join(run.text().splitlines()[-6:]), run.text()
+    assert not run.left()
+
+
+FAILS_FOR_SOME = """
+import random
+
+def compute_score(*args, **kwargs):
+    if random.random() < {share}:
+        raise ValueError("the judge did not answer")
+    return random.random()
+"""
+
+
+@pytest.mark.parametrize("share, ends", [(0.2, False), pytest.param(0.8, True, marks=pytest.mark.slow)])
+def test_responses_that_get_lost_are_counted_and_named(start, tmp_path, share, ends):
+    (tmp_path / "reward.py").write_text(FAILS_FOR_SOME.format(share=share))
+    run = start(f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1")
+    code, _ = run.end(timeout=400)
+    text = run.text()
+    assert code == int(ends) and "ValueError: the judge did not answer (AgentLoopWorkerTQ)" in text, text
+    if ends:
+        assert "responses arrived, fewer than watchdog.min_arrived=0.5" in text
+    else:
+        arrived = re.search(r"Warning: in step 1 (\d+)% of the responses arrived", text)
+        assert arrived and 60 <= int(arrived[1]) <= 95, text
     assert not run.left()
 
 

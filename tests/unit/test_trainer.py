@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's mark on batches whose first update is on-policy, the entropy in bypass mode, the order of a batch."""
+"""What our trainer adds to verl's: marks on batches, the order of a batch, and the share of responses that arrived."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ class Parent:
 
     def __init__(self, mode, bypass, local_trigger_step):
         self.trainer_mode, self.local_trigger_step, self.parameter_sync_step = mode, local_trigger_step, 4
-        self.global_steps = 6
+        self.global_steps, self.prompts = 6, 2
         self.config = OmegaConf.create(
             {
                 "actor_rollout_ref": {
@@ -25,6 +25,7 @@ class Parent:
                     "rollout": {"n": 2},
                 },
                 "algorithm": {"rollout_correction": None if bypass is None else {"bypass_mode": bypass}},
+                "watchdog": {"min_arrived": 0.5},
             }
         )
 
@@ -81,6 +82,22 @@ def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
     assert [tag["of"] for tag in batch.tags] == shared_out
 
 
+@pytest.mark.parametrize(
+    "keys, arrived", [(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], 1.0), (["a_0_0", "a_0_1", "b_1_0"], 0.5)]
+)
+def test_the_share_of_the_responses_that_arrived_is_logged(keys, arrived):
+    metrics = {}
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys))
+    Trainer("sync", False, 0)._balance_batch(batch, metrics)
+    assert metrics == {"training/responses_arrived": arrived}  # the turns of a response are one
+
+
+def test_a_batch_of_which_too_little_arrived_ends_the_run():
+    batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
+    with pytest.raises(RuntimeError, match="only 1 of 4 responses arrived, fewer than watchdog.min_arrived=0.5"):
+        Trainer("sync", False, 0)._balance_batch(batch, {})
+
+
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
     """verl adds up metrics whose name contains "sum" or "total", and takes the extreme for "max" or "min"."""
     from support.metrics import METRICS
@@ -88,7 +105,9 @@ def test_verl_averages_our_metrics_over_the_updates_of_a_step():
     from verl.trainer.ppo.v1.utils import MetricsAggregator
 
     metrics = {}
-    Trainer("separate_async", True, 0)._update_actor(make_batch(), metrics)
+    trainer = Trainer("separate_async", True, 0)
+    trainer._update_actor(make_batch(), metrics)
+    trainer._balance_batch(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}] * 2), metrics)
     aggregator = MetricsAggregator()
     for value in (0.2, 0.4):
         aggregator.add_step_metrics({name: value for name in (*metrics, *METRICS)}, sample_count=8)

@@ -58,5 +58,5 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
 
 # OmegaConf has no arithmetic, so the yaml files call these.
 OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)
-OmegaConf.register_new_resolver("bapo.absolute", lambda path: path and os.path.abspath(path), replace=True)
+OmegaConf.register_new_resolver("bapo.absolute", lambda path: path and os.path.abspath(str(path)), replace=True)
 OmegaConf.register_new_resolver("bapo.sum", lambda *numbers: sum(numbers), replace=True)

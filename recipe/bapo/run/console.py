@@ -45,6 +45,7 @@ class StepPrinter:
         self.run_dir, self.total = run_dir, total
         self.offsets = {METRICS: 0, LOG: 0}  # bytes of the run's files that have been read
         self.bar: tqdm | None = None  # made at the first step, minutes after the start
+        self.warned: set[str] = set()  # metrics of which the user was warned
 
     def print_new(self) -> None:
         """Print the steps and the advice that were written since the last call."""
@@ -54,6 +55,11 @@ class StepPrinter:
                 if self.bar is None:  # disable=None shows the bar in a terminal only
                     self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
                 self.bar.update(step - self.bar.n)
+            for metric, text in warnings_of(data).items():
+                if metric not in self.warned:
+                    self.warned.add(metric)
+                    error = first_error((self.run_dir / LOG).read_text(errors="replace"))
+                    tqdm.write(f"Warning: in step {step} {text}{f' The first error is {error}.' if error else ''}")
         for said in re.findall(r"\bBAPO(?:'s monitor)?: .+", self.read_new(LOG)):
             tqdm.write(said)
 
@@ -88,6 +94,23 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     if total and "timing_s/step" in data:
         line += f"  left {timedelta(seconds=round(max(0, total - step) * data['timing_s/step']))}"
     return line
+
+
+def warnings_of(data: dict[str, float]) -> dict[str, str]:
+    """Say what is wrong in a step although verl trains on, by the metric that shows it."""
+    found = {}
+    arrived = data.get("training/responses_arrived", 1.0)
+    if arrived < 1:
+        found["training/responses_arrived"] = (
+            f"{arrived:.0%} of the responses arrived; verl dropped the others and trained on copies of these."
+        )
+    advantages = [data.get(f"critic/advantages/{side}", 0.0) for side in ("min", "max")]
+    if data.get("actor/grad_norm") == 0 and advantages != [0, 0]:
+        found["actor/grad_norm"] = (
+            "the gradient norm was 0 although there were advantages, so nothing was trained: look at the learning "
+            "rate, LoRA's alpha and frozen parameters."
+        )
+    return found
 
 
 def first_error(log: str) -> str | None:
