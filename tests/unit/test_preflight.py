@@ -68,6 +68,7 @@ def failures(task, files):
         ("data.train_batch_size=60", "ppo_mini_batch_size=8 does not divide data.train_batch_size=60"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=7", "_size_per_gpu=7 does not divide a rank's 512 responses"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae needs a critic, which verl loads with flash"),
         ("ray_kwargs.ray_init.num_cpus=4", "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its"),
         # What verl, vLLM, transformers and wandb refuse themselves.
         (

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.compatibility import uses_bypass_mode
 from recipe.bapo.run.preflight import CheckWarning
+from verl.trainer.ppo.utils import need_critic
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
@@ -110,6 +111,10 @@ def _positive(value):
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def _attention(config):
+    return (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
+
+
 # Only with FSDP: Megatron's own classes check its parallelism and batches.
 REFUSED_WITH_FSDP = (
     Rule(
@@ -179,6 +184,11 @@ REFUSED = (
         lambda r: all(_divides(r.served, nodes * gpus) for _, nodes, gpus in r.pools),
         ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={r.served} does not divide the GPUs that sample "
         "({r.pools}): choose a divisor.",
+    ),
+    Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
+        lambda r: not need_critic(r.config) or _attention(r.config) == "flash_attention_2",
+        "algorithm.adv_estimator={r.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
+        "attention alone: use grpo, or train on a GPU with flash-attn.",
     ),
     Rule(  # verl would fail at the first batch, minutes later, with a KeyError
         lambda r: not uses_bypass_mode(r.config) or r.rollout.calculate_log_probs,
