@@ -63,6 +63,7 @@ def failures(task, files):
         (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0 is not usable: set it to a whole number of 1 or more"),
         ("data.train_batch_size=null", "data.train_batch_size=None is not usable"),
         (f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.lr=0 trains nothing"),
+        ("trainer.total_training_steps=0", "trainer.total_training_steps=0 trains nothing"),
         (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 makes every gradient 0"),
         ("watchdog.max_sync_s=.nan", "each limit is a number of seconds above 0"),
         ("data.train_batch_size=60", "ppo_mini_batch_size=8 does not divide data.train_batch_size=60"),

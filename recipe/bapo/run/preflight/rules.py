@@ -21,7 +21,8 @@ from verl.trainer.ppo.utils import need_critic
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 COUNTS = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size", "data.max_prompt_length"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", "data.train_batch_size"),
+    "data.max_prompt_length",
     *("data.max_response_length", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ROLLOUT}.n"),
     *(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.agent.num_workers"),
     *("reward.num_workers", "transfer_queue.backend.SimpleStorage.num_data_storage_units"),
@@ -175,6 +176,11 @@ REFUSED = (
     Rule(
         lambda r: _positive(r.actor.optim.lr),
         ACTOR + ".optim.lr={r.actor.optim.lr} trains nothing: set it to a number above 0.",
+    ),
+    Rule(
+        lambda r: r.config.trainer.total_training_steps is None or r.config.trainer.total_training_steps >= 1,
+        "trainer.total_training_steps={r.config.trainer.total_training_steps} trains nothing: set it to 1 or more, or "
+        "null.",
     ),
     Rule(
         lambda r: all(_positive(limit) for name, limit in r.config.watchdog.items() if name.endswith("_s")),
