@@ -7,6 +7,7 @@ starts this command as a child, shows its progress and cleans up after it.
 
 import os
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -130,9 +131,10 @@ def train(config) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return type and first line of the original exception, without Ray's layers of tracebacks."""
+    """Return type and message of the original exception in a line, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0].rstrip('.') if str(cause).strip() else ''}"
+    # Some messages, such as pydantic's, say in their second line what is wrong.
+    return f"{type(cause).__name__}: {textwrap.shorten(str(cause), 300, placeholder=' ...').rstrip('.')}"
 
 
 if __name__ == "__main__":
