@@ -32,6 +32,11 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
             f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
             f"fsdp, fsdp2 or megatron. {reason}"
         )
+    if actor_config.clip_ratio_c is not None and not actor_config.clip_ratio_c > 1:
+        raise ValueError(
+            f"actor_rollout_ref.actor.clip_ratio_c={actor_config.clip_ratio_c} is not usable: it is the dual clip's "
+            "bound on the ratio. Set it to a number above 1."
+        )
     if actor_config.loss_agg_mode == "seq-mean-token-sum-norm" and actor_config.loss_scale_factor is None:
         raise ValueError(
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm is not usable with loss_scale_factor=null: "

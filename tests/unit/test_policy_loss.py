@@ -174,12 +174,14 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
         # The search makes a forward without a backward.
         ("mini_batch", {}, {"enable_activation_offload": True}, "enable_activation_offload=true is .* Set it to false"),
         ("micro_batch", {}, {"enable_activation_offload": True}, None),
+        ("micro_batch", {"clip_ratio_c": 1.0}, {}, "clip_ratio_c=1.0 is not usable: it is the dual clip"),
     ],
 )
 def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, model, message):
     settings = SimpleNamespace(
         strategy=actor.get("strategy", "fsdp2"),
         engine=SimpleNamespace(ulysses_sequence_parallel_size=actor.get("ulysses", 1)),
+        clip_ratio_c=actor.get("clip_ratio_c", 3.0),
         loss_agg_mode=actor.get("loss_agg_mode", "token-mean"),
         loss_scale_factor=actor.get("loss_scale_factor"),
         policy_loss=BAPOPolicyLossConfig(bound_scope=scope),

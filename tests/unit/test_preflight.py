@@ -64,6 +64,8 @@ def failures(task, files):
         ("data.train_batch_size=null", "data.train_batch_size=None is not usable"),
         (f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.lr=0 trains nothing"),
         ("trainer.total_training_steps=0", "trainer.total_training_steps=0 trains nothing"),
+        (f"{ACTOR}.clip_ratio_c=1.0", "actor.clip_ratio_c=1.0 is not usable: it is the dual clip's"),
+        ("trainer.save_freq=often", "trainer.save_freq='often' is not usable: input should be a valid number"),
         (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 makes every gradient 0"),
         ("watchdog.max_sync_s=.nan", "each limit is a number of seconds above 0"),
         ("data.train_batch_size=60", "ppo_mini_batch_size=8 does not divide data.train_batch_size=60"),
@@ -188,7 +190,7 @@ def test_an_unknown_key_on_the_command_line_gets_the_nearest(override, missing, 
     [
         ("data.apply_chat_template_kwargs.enable_thinking=false", "use +data.apply_chat_template_kwargs.enable_thi"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "use +actor_rollout_ref.rollout.engine_kwargs.vllm"),
-        ("run_dir=${oops}", "Interpolation key 'oops' not found"),
+        ("run_dir=${oops}", "run_dir cannot be resolved: Interpolation key 'oops' not found"),
         ("run_dir=a(b", "run_dir=a(b: no viable alternative at input 'a(b'"),
     ],
 )

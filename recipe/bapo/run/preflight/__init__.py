@@ -24,6 +24,8 @@ def blame(field: str, value="", fix: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:
         given = field if value == "" else f"{field}={value}"
         reason = innermost(error).rstrip(".")
+        if "is not usable" in reason:  # it names its field itself
+            raise ValueError(f"{given}: {reason}.") from error
         raise ValueError(f"{given} is not usable: {reason}{'; ' if fix else ''}{fix}.") from error
 
 

@@ -69,10 +69,13 @@ def unusable_keys(config) -> list[str]:
         reason = UNSUPPORTED_STRATEGIES.get(engine, "It was not tried.")
         raise ValueError(f"model_engine={engine!r} is not usable: set it to dp, which is FSDP, or megatron. {reason}")
     written = OmegaConf.to_container(config)
-    try:
-        values = dict(items_of(OmegaConf.to_container(config, resolve=True)))
-    except OmegaConfBaseException as error:
-        return [explain(error)]
+    # The least nested value that cannot be resolved is most likely the one that the others refer to.
+    for key in sorted(dict(items_of(written)), key=lambda key: key.count(".")):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            return [f"{key} cannot be resolved: {' '.join(str(error).partition('full_key')[0].split())}."]
+    values = dict(items_of(OmegaConf.to_container(config, resolve=True)))
     found = []
     for key, as_written in items_of(written):
         section, _, name = key.rpartition(".")
@@ -81,7 +84,7 @@ def unusable_keys(config) -> list[str]:
             if not takes_any_key(section, engine) and (types or section in ("", "watchdog") or nearest_key(key)):
                 found.append(_unknown_key(f"{key}={as_written}", engine))
         elif as_written != verls_defaults(engine).get(key) and not str(as_written).startswith("${"):
-            wanted = _wanted(values[key], types.get(name), verls_defaults(engine).get(key))
+            wanted = _wanted(values[key], types.get(name) or _type_of_default(key, engine), key, engine)
             found += [f"{key}={values[key]!r} is not usable: {wanted}."] if wanted else []
     return found
 
@@ -158,12 +161,17 @@ def _hints(dataclass):
     return get_type_hints(dataclass)
 
 
-def _wanted(value, hint, default):
-    """Say what pydantic wants in place of a value. None if it is usable, or if verl declares no type.
+def _type_of_default(key, engine):
+    """Return the type that verl's default shows where verl has no dataclass; a whole number may mean any number."""
+    default = verls_defaults(engine).get(key)
+    if isinstance(default, bool):
+        return bool
+    return float if isinstance(default, int | float) and key.startswith(("data.", "trainer.")) else None
 
-    Where verl has no dataclass, only its defaults of true and false show a type.
-    """
-    hint = hint or (bool if isinstance(default, bool) else None)
+
+def _wanted(value, hint, key, engine):
+    """Say what pydantic wants in place of a value. None if it is usable, or if its type is not known."""
+    default = verls_defaults(engine).get(key)
     if hint is None or isinstance(value, dict) or is_dataclass(hint):
         return "it has to be a section" if isinstance(default, dict) and not isinstance(value, dict | None) else None
     try:
