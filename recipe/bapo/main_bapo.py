@@ -133,8 +133,10 @@ def train(config) -> None:
 def reason_of(error: Exception) -> str:
     """Return type and message of the original exception in a line, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
-    # Some messages, such as pydantic's, say in their second line what is wrong.
-    return f"{type(cause).__name__}: {textwrap.shorten(str(cause), 300, placeholder=' ...').rstrip('.')}"
+    said = str(cause).strip()
+    # A first line that is no sentence, such as pydantic's, goes on below. Ray's is one, and its details follow.
+    text = said if not said.partition("\n")[0].endswith(".") else said.partition("\n")[0]
+    return f"{type(cause).__name__}: {textwrap.shorten(text, 300, placeholder=' ...').rstrip('.')}"
 
 
 if __name__ == "__main__":

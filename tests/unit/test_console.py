@@ -128,6 +128,8 @@ ValueError: not a worker's
     of_vllm = "(vLLMHttpServer pid=7) (Worker pid=8) ERROR 11-21 09:33:51 [multiproc_executor.py:1047] "
     log = f"{of_vllm}    raise RuntimeError('no room')\n{of_vllm}RuntimeError: no room for these weights\n"
     assert first_error(log) == "RuntimeError: no room for these weights (vLLMHttpServer)"
+    log = "(vLLMHttpServer pid=7) default_worker.py serve: error: argument --dtype: invalid choice: 'float12'\n"
+    assert first_error(log) == "error: argument --dtype: invalid choice: 'float12' (vLLMHttpServer)"
     assert first_error("nothing went wrong") is None
 
 
