@@ -30,31 +30,50 @@ ABOUT = "about.txt"  # a file beside the model's config; preflight adds its sent
 def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--where", action="store_true", help="only print the folder, if it exists")
-    parser.add_argument("--converted", action="store_true", help="only fetch and convert the model")
-    arguments = parser.parse_args()
+    stage = parser.add_mutually_exclusive_group()
+    stage.add_argument("--where", dest="stage", action="store_const", const="where", help="only print the folder")
+    stage.add_argument(
+        "--converted", dest="stage", action="store_const", const="converted", help="only fetch and convert"
+    )
+    folder = obtain(parser.parse_args().stage or "made")
+    if folder is not None:
+        print(folder)
+    return 0
+
+
+def obtain(stage: str) -> Path | None:
+    """Return the folder of the language model; exits with a message if it cannot be made.
+
+    Args:
+        stage: ``made``: make it unless it is there. ``converted``: only fetch and convert the model. ``where``: make
+            nothing, and return None if it is not there.
+    """
+    before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the unfinished folder is removed
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup keeps its meaning
+            before[number] = signal.signal(
+                number, lambda number, _: sys.exit(128 + number)
+            )  # leaves nothing unfinished
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers looks for nothing on a hub
+    # Two programs whose OpenMP threads wait by spinning slow each other down ten times.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     steps = os.environ.get("BAPO_WARM_UP_STEPS")  # for tests, which cannot wait for all of them
     settings = {"steps": int(steps)} if steps else {}
     converted, made = cache.folder_of("converted", {}), cache.folder_of("language_model", settings)
-    folder = converted if arguments.converted else made
     try:
-        if not arguments.where:
-            if arguments.converted or not cache.is_whole(made):
-                cache.make_once(converted, convert)
-            if not arguments.converted:
-                cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
+        if stage == "converted" or (stage == "made" and not cache.is_whole(made)):
+            cache.make_once(converted, convert)
+        if stage == "made":
+            cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
     except (ValueError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
         print("Error: interrupted; nothing was kept.", file=sys.stderr)
-        return 130
-    if cache.is_whole(folder):
-        print(folder)
-    return 0
+        sys.exit(130)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    folder = converted if stage == "converted" else made
+    return folder if cache.is_whole(folder) else None
 
 
 def convert(folder: Path) -> None:

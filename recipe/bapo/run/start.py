@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a run with what the run script leaves open chosen by machine and environment; ``run_bapo_example.sh`` calls it.
+
+    python -m recipe.bapo.run.start [--preflight] [key=value ...]
+
+``choose`` decides which config, size, model and data a run gets, and on how many GPUs; its rows are in ``SIZES``.
+``main`` makes the language model where that is trained, and then becomes preflight, the run, or the command that
+submits it to a Ray cluster. The variables are explained in the run script.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
+INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
+FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
+FOR_GPUS = ("paper_", "gsm8k")  # configs that begin like this have GPUs as their only size
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run before its size is chosen."""
+
+    config: str
+    cpu: bool
+    gpus: int  # of this node that train or sample
+    several: bool  # it has several nodes, or is a job of a Ray cluster
+    own_data: bool
+    language_model: bool
+
+
+# The first row that fits is the size, a file of configs/size. SIZE overrules it.
+SIZES: tuple[tuple[Callable[[Run], bool], str], ...] = (
+    (lambda run: run.language_model and run.cpu, "language_model_cpu"),
+    (lambda run: run.language_model and run.gpus <= 2, "language_model_gpu"),
+    (lambda run: run.language_model, "language_model_8gpus"),
+    (lambda run: run.cpu and run.own_data, "cpu_own_data"),
+    (lambda run: run.cpu and run.config == "example", "cpu_example"),
+    (lambda run: run.cpu and run.config == "partial_rollout", "cpu_long"),
+    (lambda run: run.cpu, "cpu"),
+    (lambda run: run.several or run.gpus > 2, "gpu"),
+    (lambda run: True, "gpu_few"),
+)
+
+
+@dataclass
+class Choice:
+    """What was chosen: environment variables, where None removes one, and the arguments of the run."""
+
+    environment: dict[str, str | None] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    language_model: bool = False
+
+
+def choose(given: Mapping[str, str], gpus: int, amd: bool = False, flash_attn: Callable[[], bool] = bool) -> Choice:
+    """Choose for the variables of an environment.
+
+    Args:
+        given: the environment. An empty variable counts as none; paths are absolute.
+        gpus: number of NVIDIA GPUs that ``CUDA_VISIBLE_DEVICES`` leaves here.
+        amd: whether there are AMD GPUs.
+        flash_attn: whether flash-attn can be imported; only asked on a GPU.
+
+    Raises:
+        ValueError: names the variable, its value and the fix.
+    """
+    given = {name: value for name, value in given.items() if value}
+    choice = Choice()
+    nodes, several, cpu = _platform(given, choice, gpus, amd)
+    own = any(name in given for name in INPUTS)
+    config = given.get("CONFIG", "")
+    language_model = config == "language_model"
+    if language_model and (own or several):
+        raise ValueError(
+            "CONFIG=language_model makes its own model and data, on this machine alone: leave MODEL_PATH, TRAIN_FILE, "
+            "TEST_FILE, NNODES and RAY_ADDRESS unset, or set another CONFIG."
+        )
+    if not (own or several or cpu or config.startswith((*FOR_GPUS, "evaluate"))):  # a GPU, and nothing is given
+        language_model, config = True, config or "language_model"
+    choice.language_model, config = language_model, config or "example"
+
+    here = 1 if cpu else gpus
+    train, sample = _shares(given, here, config, cpu)
+    if language_model and "GPUS_PER_NODE" not in given and config != "separate_async":
+        train = max(number for number in (1, 2, 4, 8) if number <= max(train, 1))  # these divide its batches
+    used = train + sample * (config == "separate_async")
+    run = Run(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
+    size = given.get("SIZE") or next(size for fits, size in SIZES if fits(run))
+    for name, value in (("CONFIG", config), ("SIZE", size)):
+        folder = ROOT / "configs" / {"CONFIG": "experiment", "SIZE": "size"}[name]
+        known = sorted(path.stem for path in folder.glob("*.yaml"))
+        if value not in known:
+            raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
+    if config.startswith(FOR_GPUS) and not size.startswith("gpu"):
+        raise ValueError(f"CONFIG={config} is for GPUs: choose another, or SIZE=gpu to check it.")
+    if not language_model:
+        _inputs(given, choice, config, cpu)
+
+    output = f"{ROOT}/runs/{config}-{time.strftime('%Y%m%d-%H%M%S')}"
+    choice.environment |= {"OUTPUT_DIR": given.get("OUTPUT_DIR", output)}
+    choice.environment |= {"NNODES": str(nodes), "GPUS_PER_NODE": str(train), "ROLLOUT_GPUS_PER_NODE": str(sample)}
+    choice.arguments += ["--config-dir", "configs", f"experiment={config}", f"size={size}"]
+    choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
+    if not cpu and not flash_attn():
+        choice.arguments.append("platform=gpu_without_flash_attn")
+        if language_model:  # its answers are short: a micro-batch can hold many, and sdpa's mask is still small
+            choice.arguments += [
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
+            ]
+    if language_model and cpu:  # trainer and vLLM take turns, so each can use all cores
+        threads = min(16, max(1, (os.cpu_count() or 1) // train))
+        variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+        choice.arguments += [f"{variables}.OMP_NUM_THREADS='{threads}'", f"+{variables}.OMP_WAIT_POLICY=PASSIVE"]
+    return choice
+
+
+def _platform(given, choice, gpus, amd):
+    """Return the number of nodes, whether the run is on several nodes or a cluster, and whether it is on the CPU."""
+    nodes = _count(given, "NNODES", 1)
+    cluster = given.get("RAY_ADDRESS", "").startswith("http")
+    platform = given.get("VERL_PLATFORM")
+    if platform not in (None, "cpu", "nvidia"):
+        raise ValueError(f"VERL_PLATFORM={platform} is not usable: leave it unset on NVIDIA GPUs, or set cpu.")
+    if platform == "nvidia":
+        if gpus == 0:
+            raise ValueError("VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu.")
+        choice.environment["VERL_PLATFORM"] = None  # verl finds it by itself
+    if gpus == 0 and platform is None:
+        if amd:
+            raise ValueError(
+                "this machine has AMD GPUs, which are not supported: set VERL_PLATFORM=cpu to train on its CPU."
+            )
+        # The CPU path is for this machine: nobody should find a cluster of GPUs training on its CPUs.
+        where = "but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+        if nodes > 1:
+            raise ValueError(f"NNODES={nodes} {where}")
+        if cluster:
+            raise ValueError(f"RAY_ADDRESS={given['RAY_ADDRESS']} {where}")
+    cpu = platform == "cpu" or gpus == 0
+    if cpu:  # Ray would compare CUDA_VISIBLE_DEVICES with its logical slots, which it calls GPUs
+        choice.environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": None}
+    if nodes == 1 and given.get("RAY_ADDRESS", "local") == "local":
+        # Have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does this by default on
+        # Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
+        choice.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if "${" in given.get("OUTPUT_DIR", ""):
+        raise ValueError(f"OUTPUT_DIR={given['OUTPUT_DIR']} is not usable: name a folder without ${{.")
+    return nodes, nodes > 1 or cluster, cpu
+
+
+def _count(given, name, default):
+    value = given.get(name, str(default))
+    if not re.fullmatch("[1-9][0-9]{0,5}", value):
+        raise ValueError(f"{name}={value} is not usable: give a whole number of 1 or more.")
+    return int(value)
+
+
+def _shares(given, here, config, cpu):
+    """Return the numbers of GPUs of a node that train, and that sample where these are others."""
+    if config != "separate_async" or cpu:
+        return _count(given, "GPUS_PER_NODE", max(here, 1)), _count(given, "ROLLOUT_GPUS_PER_NODE", 1)
+    half = here // 2
+    train = _count(given, "GPUS_PER_NODE", 1) if "GPUS_PER_NODE" in given else None
+    sample = _count(given, "ROLLOUT_GPUS_PER_NODE", 1) if "ROLLOUT_GPUS_PER_NODE" in given else None
+    train = here - (half if sample is None else sample) if train is None else train
+    sample = here - train if sample is None else sample
+    if train < 1 or sample < 1:
+        raise ValueError(
+            f"CONFIG=separate_async would train on GPUS_PER_NODE={train} and sample on ROLLOUT_GPUS_PER_NODE={sample} "
+            f"of this node's {here} GPUs: set both to 1 or more, or choose CONFIG=partial_rollout."
+        )
+    return train, sample
+
+
+def _inputs(given, choice, config, cpu):
+    """Take model and data as given and, on a CPU, the example's for what is not."""
+    files = {name: given.get(name) for name in INPUTS}
+    if config == "evaluate":
+        files["TRAIN_FILE"] = files["TRAIN_FILE"] or files["TEST_FILE"]
+    for name in ("TRAIN_FILE", "TEST_FILE"):
+        if files[name] and not Path(files[name]).is_file():
+            what = "is a folder" if Path(files[name]).is_dir() else "does not exist"
+            raise ValueError(f"{name}={files[name]} {what}: give a parquet file in verl's schema.")
+    if files["MODEL_PATH"] and files["MODEL_PATH"].startswith("/") and not Path(files["MODEL_PATH"]).is_dir():
+        raise ValueError(
+            f"MODEL_PATH={files['MODEL_PATH']} is not a folder: give a Hugging Face model folder or a hub name."
+        )
+    if cpu:
+        if bool(files["TRAIN_FILE"]) != bool(files["TEST_FILE"]):
+            raise ValueError(
+                f"TRAIN_FILE={files['TRAIN_FILE'] or ''} and TEST_FILE={files['TEST_FILE'] or ''} are not usable "
+                "together: give both, or neither for the example's own."
+            )
+        if not all(files.values()):
+            _check_example()
+        files = {name: files[name] or str(EXAMPLE / FILES[name]) for name in INPUTS}
+    for name, what in zip(
+        INPUTS, ("a Hugging Face folder or hub name", *["a parquet file in verl's schema"] * 2), strict=True
+    ):
+        if not files[name]:
+            raise ValueError(f"{name} is not set: give {what}.")
+    choice.environment |= files
+
+
+def _check_example():
+    """Refuse files of the example that are not as they were published."""
+    for expected, name in re.findall(r"^([0-9a-f]{64})  (.+)$", (EXAMPLE / "SHA256SUMS").read_text(), re.M):
+        path = EXAMPLE / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+            raise ValueError(
+                f"recipe/bapo/example/files/{name} is not as it was published: git restore recipe/bapo/example/files"
+            )
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """Count the GPUs that nvidia-smi lists and ``CUDA_VISIBLE_DEVICES`` allows."""
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    listed = len(re.findall("^GPU", said, re.M))
+    if "CUDA_VISIBLE_DEVICES" in environment:  # nvidia-smi lists all GPUs, whatever this variable says
+        named = [one.strip() for one in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+        listed = min(listed, len([one for one in named if one and not one.startswith("-")]))
+    return listed
+
+
+def has_flash_attn() -> bool:
+    """Whether flash-attn 2 can be imported; flash-attn-4 alone is a package ``flash_attn``, too."""
+    try:
+        importlib.import_module("torch")
+        importlib.import_module("flash_attn_2_cuda")
+    except ImportError:
+        print(
+            "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one "
+            "sequence at a time).",
+            file=sys.stderr,
+        )
+        return False
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command. It ends as preflight or as the run."""
+    if {"-h", "--help"} & set(arguments):
+        head = (ROOT / "recipe" / "bapo" / "run_bapo_example.sh").read_text().partition("\nset ")[0]
+        print("\n".join(line[2:] for line in head.splitlines()[2:]))
+        return 0
+    for name in (*INPUTS, "OUTPUT_DIR", "BAPO_CACHE"):  # relative to where the command was given
+        value = os.environ.get(name)
+        if value and (name != "MODEL_PATH" or Path(value).exists()):  # else it is a name on the hub
+            os.environ[name] = os.path.abspath(value)
+    try:
+        amd = Path("/dev/kfd").exists() or any(map(shutil.which, ("rocm-smi", "amd-smi")))
+        choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn)
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    os.chdir(ROOT)
+    for name, value in choice.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    given = [*choice.arguments, *(argument for argument in arguments if argument != "--preflight")]
+    checks = [sys.executable, "-m", "recipe.bapo.run.preflight", *given]
+    if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
+        return 1
+    if "--preflight" in arguments:
+        os.execv(sys.executable, checks)
+    train = [sys.executable, "-m", "recipe.bapo.run", *given]
+    if os.environ.get("RAY_ADDRESS", "").startswith("http"):
+        token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        if token.is_file() and token.stat().st_size:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        name = f"{Path(os.environ['OUTPUT_DIR']).name}-{time.strftime('%H%M%S')}"
+        train = [sys.executable, "scripts/cluster/job.py", "submit", name, *train]
+    os.execv(sys.executable, train)
+
+
+def _use_language_model(checks, only_checks):
+    """Make the language model unless it is there; first check the run with the model as it was fetched."""
+    from recipe.bapo.language_model.__main__ import obtain
+
+    def use(folder):
+        os.environ.update({name: f"{folder}/{file}" for name, file in FILES.items()})
+
+    made = obtain("where")
+    if made is None:
+        use(obtain("converted"))
+        if only_checks:
+            return True
+        checked = subprocess.run(checks, stdout=subprocess.PIPE, text=True)
+        if checked.returncode:
+            failed = re.findall("^failed.{20}(.*)", checked.stdout, re.M)
+            print("\n".join(f"Error: {line}" for line in failed), file=sys.stderr)
+            return False
+        made = obtain("made")
+    use(made)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run gets where its variables leave something open, and what is refused in one line."""
+
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from support.commands import ROOT
+
+from recipe.bapo.language_model import __main__ as language_model
+from recipe.bapo.run import start
+
+ASYNC = {"CONFIG": "separate_async"}
+MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
+
+
+@pytest.fixture
+def files(task):
+    return {name: str(task / file) for name, file in start.FILES.items()}
+
+
+@pytest.mark.parametrize(
+    "gpus, given, message",
+    [
+        (0, {"TRAIN_FILE": "/no/such.parquet"}, "TRAIN_FILE=/no/such.parquet does not exist"),
+        (0, {"TRAIN_FILE": "/tmp"}, "TRAIN_FILE=/tmp is a folder"),
+        (0, {"TRAIN_FILE": __file__}, f"TRAIN_FILE={__file__} and TEST_FILE= are not usable together: give both"),
+        (0, {"MODEL_PATH": "/no/such"}, "MODEL_PATH=/no/such is not a folder"),
+        (0, {"CONFIG": "../size/cpu"}, "CONFIG=../size/cpu is not usable: choose from evaluate example"),
+        (0, {"SIZE": "huge"}, "SIZE=huge is not usable: choose from cpu cpu_example"),
+        (0, {"CONFIG": "paper_7b"}, "CONFIG=paper_7b is for GPUs"),
+        (0, {"GPUS_PER_NODE": "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
+        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "OUTPUT_DIR=/tmp/${x} is not usable: name a folder without ${"),
+        # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
+        (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
+        (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
+        ("AMD", {}, "this machine has AMD GPUs, which are not supported"),
+        (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei is not usable: leave it unset"),
+        (8, {"VERL_PLATFORM": "nvidia", "CONFIG": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
+        (0, {"VERL_PLATFORM": "nvidia"}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
+        # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
+        (1, {"TEST_FILE": __file__}, MODEL_MISSING),
+        (8, {"NNODES": "2"}, MODEL_MISSING),
+        (8, {"CONFIG": "paper_7b"}, MODEL_MISSING),
+        (1, {"CONFIG": "language_model", "TEST_FILE": __file__}, "CONFIG=language_model makes its own model and"),
+        (8, {"CONFIG": "language_model", "NNODES": "2"}, "CONFIG=language_model makes its own model and data, on this"),
+        (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both"),
+        (2, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2"}, "GPUS_PER_NODE=0 and"),
+        # The GPUs of a cluster are not checked here.
+        (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(gpus, given, message):
+    with pytest.raises(ValueError) as error:
+        start.choose(given, 0 if gpus == "AMD" else gpus, amd=gpus == "AMD")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "gpus, given, own, size, train, sample",
+    [
+        (0, {}, False, "cpu_example", 1, 1),
+        (8, {"VERL_PLATFORM": "cpu"}, False, "cpu_example", 1, 1),
+        (0, {"CONFIG": "partial_rollout"}, False, "cpu_long", 1, 1),
+        (0, {"CONFIG": "replay", "GPUS_PER_NODE": "2"}, False, "cpu", 2, 1),
+        (0, {}, True, "cpu_own_data", 1, 1),
+        (0, {"CONFIG": "language_model"}, False, "language_model_cpu", 1, 1),
+        (1, {}, True, "gpu_few", 1, 1),
+        (2, ASYNC, True, "gpu_few", 1, 1),
+        (3, ASYNC, True, "gpu", 2, 1),
+        (8, ASYNC, True, "gpu", 4, 4),
+        (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "3"}, True, "gpu", 5, 3),
+        (8, {"GPUS_PER_NODE": "2"}, True, "gpu_few", 2, 1),
+        (1, {"NNODES": "2"}, True, "gpu", 1, 1),
+        (1, {"SIZE": "gpu"}, True, "gpu", 1, 1),
+        (1, {}, False, "language_model_gpu", 1, 1),
+        (3, {}, False, "language_model_gpu", 2, 1),  # batches can be divided among two, and not among three
+        (7, {}, False, "language_model_8gpus", 4, 1),
+        (8, {"CONFIG": "replay"}, False, "language_model_8gpus", 8, 1),
+        (8, ASYNC, False, "language_model_8gpus", 4, 4),
+    ],
+)
+def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, sample):
+    choice = start.choose({**(files if own else {}), **given}, gpus)
+    assert f"size={size}" in choice.arguments and f"trainer.n_gpus_per_node={train}" in choice.arguments
+    assert choice.environment["ROLLOUT_GPUS_PER_NODE"] == str(sample)
+    assert choice.language_model == size.startswith("language_model")
+
+
+def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone():
+    chosen = start.choose({"CUDA_VISIBLE_DEVICES": "0"}, 0).environment
+    assert chosen["VERL_PLATFORM"] == "cpu" and chosen["CUDA_VISIBLE_DEVICES"] is None
+    assert chosen["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert chosen["MODEL_PATH"] == str(start.EXAMPLE / "model")
+
+
+def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(files):
+    chosen = start.choose({**files, "VERL_PLATFORM": "nvidia", "NNODES": "2"}, 8).environment
+    assert chosen["VERL_PLATFORM"] is None and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in chosen
+    joined = start.choose({**files, "RAY_ADDRESS": "10.0.0.1:6379"}, 8).environment
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in joined and joined["MODEL_PATH"] == files["MODEL_PATH"]
+
+
+def test_without_flash_attn_the_platform_and_short_micro_batches_are_chosen(files):
+    assert "platform=gpu_without_flash_attn" in start.choose(files, 1).arguments
+    assert "platform=gpu_without_flash_attn" not in start.choose(files, 1, flash_attn=lambda: True).arguments
+    limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+    assert limit in start.choose({}, 1).arguments and limit not in start.choose(files, 1).arguments
+
+
+def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
+    monkeypatch.setattr(start.os, "cpu_count", lambda: 6)
+    chosen = start.choose({"CONFIG": "language_model", "GPUS_PER_NODE": "2"}, 0).arguments
+    assert "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='3'" in chosen
+    assert not any("OMP_NUM_THREADS" in argument for argument in start.choose({}, 0).arguments)
+
+
+def test_an_evaluation_needs_no_training_data(files):
+    chosen = start.choose({"CONFIG": "evaluate", **files, "TRAIN_FILE": ""}, 8).environment
+    assert chosen["TRAIN_FILE"] == files["TEST_FILE"]
+
+
+def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path):
+    folder = shutil.copytree(start.EXAMPLE, tmp_path / "recipe/bapo/example/files")
+    (folder / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(start, "EXAMPLE", folder)
+    with pytest.raises(ValueError, match=r"model/config.json is not as it was published: git restore"):
+        start.choose({}, 0)
+
+
+def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):
+    monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="GPU 0: H100\n" * 8))
+    counts = {None: 8, "": 0, "2,GPU-5a": 2, "-1": 0}
+    for visible, count in counts.items():
+        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        assert start.visible_gpus(environment) == count
+
+
+@pytest.fixture
+def ended(monkeypatch, tmp_path):
+    """Return a function: what ``main`` ends as. Python and the making of the language model are stand-ins."""
+
+    def execv(program, command):
+        commands.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(start.os, "execv", execv)
+    monkeypatch.setattr(start.os, "chdir", lambda folder: None)
+    monkeypatch.setattr(start, "visible_gpus", lambda environment: 1)
+    monkeypatch.setattr(start, "has_flash_attn", lambda: False)
+    made = {"made": None}
+
+    def obtain(stage):
+        stages.append(stage)
+        if stage == "made":
+            made["made"] = tmp_path / "made"
+        return tmp_path / "converted" if stage == "converted" else made["made"]
+
+    monkeypatch.setattr(language_model, "obtain", obtain)
+    commands, stages = [], []
+
+    def main(*arguments, checked=0, said=""):
+        commands.clear(), stages.clear()
+        monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=checked, stdout=said))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run")})
+            with suppress(SystemExit):
+                start.main(list(arguments))
+            return [command[2] for command in commands], stages.copy(), start.os.environ.get("MODEL_PATH")
+
+    return main
+
+
+def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, tmp_path, capsys):
+    wrong = "failed   batches          some.key=7 is not usable: set it to 8."
+    assert ended(checked=1, said=wrong)[:2] == ([], ["where", "converted"])
+    assert capsys.readouterr().err == "Error: some.key=7 is not usable: set it to 8.\n"
+    converted = (["recipe.bapo.run.preflight"], ["where", "converted"], f"{tmp_path}/converted/model")
+    assert ended("--preflight") == converted
+    assert ended() == (["recipe.bapo.run"], ["where", "converted", "made"], f"{tmp_path}/made/model")
+    assert ended() == (["recipe.bapo.run"], ["where"], f"{tmp_path}/made/model")
+
+
+def test_help_is_the_head_of_the_run_script():
+    run = subprocess.run(
+        [sys.executable, "-m", "recipe.bapo.run.start", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("Train with BAPO.") and "BAPO_VENV" in run.stdout.splitlines()[-1]
