@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "command, message",
     [
+        (["-m", "recipe.bapo.run", "--config-name=ppo_megatron_trainer"], "For Megatron's config give model_engine="),
         (["-m", "recipe.bapo.report", "/no/run"], "No such file or directory: '/no/run'"),
         (
             ["scripts/cluster/job.py", "stop", "job"],

@@ -151,6 +151,7 @@ def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
             "on a CPU Ray has ray_kwargs.ray_init.num_gpus=16 slots: lower it",
         ),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
+        (["trainer.save_freq=1", f"{ACTOR}.checkpoint.save_contents=[modle]"], "save_contents=['modle'] is not usable"),
         (
             ["data.train_batch_size=60", f"{ACTOR}.optim.lr=0"],
             "set it to a number above 0.",

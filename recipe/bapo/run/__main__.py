@@ -35,6 +35,13 @@ PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and 
 
 def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
+    if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
+        print(
+            "Error: --config-name is not usable: our bapo_trainer, which adds to verl's ppo_trainer, composes a run. "
+            "For Megatron's config give model_engine=megatron.",
+            file=sys.stderr,
+        )
+        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also when it is redirected to a file
     interruptions = catch_interruptions()

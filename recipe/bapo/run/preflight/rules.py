@@ -112,6 +112,10 @@ def _positive(value):
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def _saves_weights(contents):
+    return {"model", "hf_model"} & set(contents) and set(contents) <= {"model", "hf_model", "optimizer", "extra"}
+
+
 def _attention(config):
     return (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
 
@@ -181,6 +185,11 @@ REFUSED = (
         lambda r: r.config.trainer.total_training_steps is None or r.config.trainer.total_training_steps >= 1,
         "trainer.total_training_steps={r.config.trainer.total_training_steps} trains nothing: set it to 1 or more, or "
         "null.",
+    ),
+    Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
+        lambda r: r.config.trainer.save_freq <= 0 or _saves_weights(r.actor.checkpoint.save_contents),
+        ACTOR + ".checkpoint.save_contents={r.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
+        "optimizer and extra.",
     ),
     Rule(
         lambda r: all(_positive(limit) for name, limit in r.config.watchdog.items() if name.endswith("_s")),
