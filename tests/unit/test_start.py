@@ -112,7 +112,7 @@ def test_without_flash_attn_the_platform_and_short_micro_batches_are_chosen(file
 
 
 def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
-    monkeypatch.setattr(start.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(start.os, "sched_getaffinity", lambda process: set(range(6)))
     chosen = start.choose({"CONFIG": "language_model", "GPUS_PER_NODE": "2"}, 0).arguments
     assert "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='3'" in chosen
     assert not any("OMP_NUM_THREADS" in argument for argument in start.choose({}, 0).arguments)
@@ -128,6 +128,12 @@ def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path):
     (folder / "model" / "config.json").write_text("{}")
     monkeypatch.setattr(start, "EXAMPLE", folder)
     with pytest.raises(ValueError, match=r"model/config.json is not as it was published: git restore"):
+        start.choose({}, 0)
+
+
+def test_without_configs_beside_recipe_it_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="configs/experiment is not there: copy configs/ beside recipe/"):
         start.choose({}, 0)
 
 

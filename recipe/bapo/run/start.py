@@ -99,6 +99,8 @@ def choose(given: Mapping[str, str], gpus: int, amd: bool = False, flash_attn: C
     for name, value in (("CONFIG", config), ("SIZE", size)):
         folder = ROOT / "configs" / {"CONFIG": "experiment", "SIZE": "size"}[name]
         known = sorted(path.stem for path in folder.glob("*.yaml"))
+        if not known:
+            raise ValueError(f"{folder} is not there: copy configs/ beside recipe/, or use recipe.bapo.main_bapo.")
         if value not in known:
             raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
     if config.startswith(FOR_GPUS) and not size.startswith("gpu"):
@@ -119,7 +121,7 @@ def choose(given: Mapping[str, str], gpus: int, amd: bool = False, flash_attn: C
                 "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
             ]
     if language_model and cpu:  # trainer and vLLM take turns, so each can use all cores
-        threads = min(16, max(1, (os.cpu_count() or 1) // train))
+        threads = min(16, max(1, len(os.sched_getaffinity(0)) // train))
         variables = "ray_kwargs.ray_init.runtime_env.env_vars"
         choice.arguments += [f"{variables}.OMP_NUM_THREADS='{threads}'", f"+{variables}.OMP_WAIT_POLICY=PASSIVE"]
     return choice

@@ -25,9 +25,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 # Files that only a process of a later hour would open, if their key is set; and the folders to which it would write.
 READ_LATE = (
     f"{MODEL}.lora_adapter_path",
-    f"{MODEL}.custom_chat_template_path",
     f"{ROLLOUT}.multi_turn.tool_config_path",
-    f"{ROLLOUT}.multi_turn.interaction_config_path",
     f"{ROLLOUT}.agent.agent_loop_config_path",
 )
 WRITTEN_LATE = (
@@ -126,7 +124,9 @@ def check_vllm(config) -> str:
 
     unknown = options - {field.name for field in fields(AsyncEngineArgs)}
     if unknown:
-        raise ValueError(f"{ROLLOUT}.engine_kwargs.vllm has options that vLLM does not know: {', '.join(unknown)}.")
+        raise ValueError(
+            f"{ROLLOUT}.engine_kwargs.vllm has options that vLLM does not know: {', '.join(unknown)}: correct or remove them."
+        )
     return ", ".join(sorted(options))
 
 
@@ -134,8 +134,8 @@ def check_late_files(config) -> str:
     """Check what only a later process opens: files that it reads, and folders that it writes to."""
     for key in READ_LATE:
         path = OmegaConf.select(config, key)
-        if path and not Path(path).exists():
-            raise ValueError(f"{key}={path} does not exist.")
+        if path and "://" not in path and not Path(path).exists():  # verl fetches hdfs://
+            raise ValueError(f"{key}={path} does not exist: name one that does, or null.")
     for key in WRITTEN_LATE:
         path = OmegaConf.select(config, key)
         if path and not (key == "trainer.default_local_dir" and config.trainer.save_freq <= 0):
