@@ -34,13 +34,13 @@ def test_a_step_that_lost_responses_or_trained_nothing_is_warned_of_once(tmp_pat
     lost, still = {"training/responses_arrived": 0.75}, {"actor/grad_norm": 0.0, "critic/advantages/max": 1.0}
     (tmp_path / "train.log").write_text("(AgentLoopWorkerTQ pid=7) ValueError: no number in the answer\n")
     steps = [record(1, **step_data(1, 0)), record(2, **step_data(2, 0) | lost), record(3, **step_data(3, 0) | lost)]
-    steps += [record(4, **step_data(4, 0) | still), record(5, **step_data(5, 0) | {"actor/grad_norm": 0.0})]
+    steps += [record(4, **step_data(4, 0) | {"actor/grad_norm": 0.0}), record(5, **step_data(5, 0) | still)]
     (tmp_path / "metrics.jsonl").write_text("".join(steps))
     StepPrinter(tmp_path, 5).print_new()
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning: ")]
     assert [line.partition("The first error is")[0] for line in warned] == [
         "Warning: in step 2 75% of the responses arrived; verl dropped the others and trained on copies of these. ",
-        "Warning: in step 4 the gradient norm was 0 although there were advantages, so nothing was trained: look at "
+        "Warning: in step 5 the gradient norm was 0 although there were advantages, so nothing was trained: look at "
         "the learning rate, LoRA's alpha and frozen parameters. ",
     ]
     assert warned[0].endswith("The first error is ValueError: no number in the answer (AgentLoopWorkerTQ).")

@@ -81,6 +81,7 @@ def test_what_is_missing_or_wrong_is_named(gpus, given, message):
         (7, {}, False, "language_model_8gpus", 4, 1),
         (8, {"CONFIG": "replay"}, False, "language_model_8gpus", 8, 1),
         (8, ASYNC, False, "language_model_8gpus", 4, 4),
+        (3, ASYNC, False, "language_model_8gpus", 2, 1),  # three are used
     ],
 )
 def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, sample):

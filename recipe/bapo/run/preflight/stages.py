@@ -124,9 +124,8 @@ def check_vllm(config) -> str:
 
     unknown = options - {field.name for field in fields(AsyncEngineArgs)}
     if unknown:
-        raise ValueError(
-            f"{ROLLOUT}.engine_kwargs.vllm has options that vLLM does not know: {', '.join(unknown)}: correct or remove them."
-        )
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{ROLLOUT}.engine_kwargs.vllm has options that vLLM does not know: {names}. Correct them.")
     return ", ".join(sorted(options))
 
 
