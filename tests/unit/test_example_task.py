@@ -3,8 +3,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -48,33 +46,6 @@ def test_the_stored_data_are_those_that_the_code_makes():
 def plain(value):
     """Convert a cell of a parquet file, whose lists come back as arrays."""
     return list(value) if hasattr(value, "tolist") else value
-
-
-def script_in(folder):
-    """Return the run script's errors in a copy of the files that it needs before the set-up, without an environment."""
-    for path in ("recipe/bapo/example/files", "configs"):
-        shutil.copytree(ROOT / path, folder / path, dirs_exist_ok=True)
-    (folder / "scripts").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "scripts" / "gpus.sh", folder / "scripts")
-    script = shutil.copy(ROOT / "recipe" / "bapo" / "run_bapo_example.sh", folder / "recipe" / "bapo")
-    base = {"PATH": "/usr/bin:/bin", "VERL_PLATFORM": "cpu", "BAPO_VENV": "/no/environment"}
-    return lambda **more: subprocess.run(["bash", script], env=base | more, capture_output=True, text=True).stderr
-
-
-def test_a_changed_starting_file_is_refused_by_name(tmp_path):
-    start = script_in(tmp_path)
-    assert "Error: /no/environment/bin/python does not exist" in start()  # the files are right, so it continues
-    for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet"):
-        file = tmp_path / "recipe" / "bapo" / "example" / "files" / name
-        right = file.read_bytes()
-        file.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
-        said = start()
-        assert re.fullmatch(r"Error: .*\b" + re.escape(name) + r": FAILED.* git restore \S+/files\n", said), said
-        file.write_bytes(right)
-    file.unlink()
-    assert "train.parquet: No such file" in start()
-    own = {name: str(tmp_path / "configs" / "size" / "cpu.yaml") for name in ("TRAIN_FILE", "TEST_FILE")}
-    assert "files is not" not in start(MODEL_PATH=str(tmp_path), **own)  # no file of the example is used
 
 
 def test_every_stored_file_has_a_hash():

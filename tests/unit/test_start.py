@@ -124,12 +124,19 @@ def test_an_evaluation_needs_no_training_data(files):
     assert chosen["TRAIN_FILE"] == files["TEST_FILE"]
 
 
-def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.parquet"])
+def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, name):
     folder = shutil.copytree(start.EXAMPLE, tmp_path / "recipe/bapo/example/files")
-    (folder / "model" / "config.json").write_text("{}")
     monkeypatch.setattr(start, "EXAMPLE", folder)
-    with pytest.raises(ValueError, match=r"model/config.json is not as it was published: git restore"):
+    start.choose({}, 0)  # the copy is right
+    right = (folder / name).read_bytes()
+    (folder / name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
+    with pytest.raises(ValueError, match=rf"{name} is not as it was published: git restore"):
         start.choose({}, 0)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match=rf"{name} is not as it was published"):
+        start.choose({}, 0)
+    start.choose(files, 0)  # no file of the example is used
 
 
 def test_without_configs_beside_recipe_it_says_so(monkeypatch, tmp_path):
