@@ -34,8 +34,7 @@ from recipe.bapo.run.messages import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
 def train(cluster=False, run_dir=folder, **limits):
     print("ERROR in no worker")
-    watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5}
-    watchdog |= {"pending_notice_s": 300, "max_pending_s": 900, **limits}
+    watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5, **limits}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
     config.write_text(json.dumps({"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer}))

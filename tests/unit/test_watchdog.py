@@ -10,13 +10,12 @@ import time
 from contextlib import contextmanager
 from multiprocessing import shared_memory as python_shared_memory
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 from support.commands import until
 
-from recipe.bapo.run import cleanup, demands, locks, watchdog
+from recipe.bapo.run import cleanup, locks, watchdog
 from recipe.bapo.run.preflight.machine import check_other_runs
 from recipe.bapo.run.watchdog import Watchdog
 
@@ -24,7 +23,6 @@ from recipe.bapo.run.watchdog import Watchdog
 def watch(folder, on_cluster=False, **limits):
     """Make a watchdog for a run in ``folder`` that checks whenever it is called."""
     defaults = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 60, "grace_s": 0}
-    defaults |= {"pending_notice_s": 300, "max_pending_s": 900}
     return Watchdog(folder, OmegaConf.create({**defaults, **limits}), on_cluster)
 
 
@@ -87,57 +85,6 @@ def test_a_process_that_was_seen_once_is_no_server(tmp_path, monkeypatch):
         assert dog.dead_server() is None
     there.clear()
     assert dog.dead_server() == "VLLM::EngineCore (process 8) of a vLLM server has died"
-
-
-GROUP = "a placement group global_pool of 1 x (3 CPU, 1 GPU)"
-
-
-def test_what_ray_waits_for_is_said_once_and_ends_the_run_later(tmp_path, capsys):
-    dog = watch(tmp_path)
-    dog.demands_since -= 1e6
-    assert dog.unmet_demand() is None  # Ray does not wait for anything
-    dog.set_demands([GROUP], "1 of 2 CPU")
-    assert dog.unmet_demand() is None and not capsys.readouterr().out
-    dog.demands_since -= 301
-    assert dog.unmet_demand() is None and dog.unmet_demand() is None
-    told = f"Warning: Ray has waited 301 s to place {GROUP} (free: 1 of 2 CPU)."
-    assert capsys.readouterr().out.count(told) == 1
-    dog.demands_since -= 600
-    assert f"Ray (watchdog.max_pending_s=900) has waited 901 s to place {GROUP}" in dog.unmet_demand()
-    dog.set_demands(
-        ["1 x vLLMHttpServer (1 GPU)"], ""
-    )  # another demand, so the first was met, and the time starts again
-    assert dog.unmet_demand() is None
-    dog.set_demands([], "")
-    dog.demands_since -= 1e6
-    assert dog.unmet_demand() is None
-
-
-def test_ray_is_asked_until_the_first_step_and_each_change_is_sent(monkeypatch, tmp_path):
-    answers, sent = [["one"], ["one"], OSError("the dashboard is not up"), ["two"]], []
-
-    def pending(job):
-        answer = answers.pop(0)
-        if not answers:
-            (tmp_path / "metrics.jsonl").touch()
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(demands, "INTERVAL", 0.01)
-    monkeypatch.setattr(demands, "pending", pending)
-    monkeypatch.setattr(demands, "free", lambda: "nothing")
-    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
-    demands.follow(tmp_path / "metrics.jsonl", lambda *found: sent.append(found))
-    until(lambda: len(sent) == 3, 10, "the last change")
-    assert sent == [(["one"], "nothing"), (["two"], "nothing"), ([], "nothing")]
-
-
-def test_a_run_on_a_cluster_goes_on_waiting(tmp_path, capsys):
-    dog = watch(tmp_path, on_cluster=True)
-    dog.set_demands([GROUP], "")
-    dog.demands_since -= 1e6
-    assert dog.unmet_demand() is None and GROUP in capsys.readouterr().out
 
 
 def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch):

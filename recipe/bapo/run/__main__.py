@@ -163,8 +163,6 @@ class Supervisor:
             self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps)
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
-        elif kind == "demands" and self.watchdog is not None:
-            self.watchdog.set_demands(*content)
         elif kind == "trained":
             self.trained_at = time.monotonic()
 

@@ -29,8 +29,6 @@ def send(kind: str, content=None) -> None:
             - ``checked``: the checks have passed. The content is the path of the run's config and whether the run joins
               a cluster.
             - ``ray``: Ray is up. The content is the id of this job in Ray.
-            - ``demands``: the content is a list of texts, the requests that Ray cannot place, and a text that says
-              which resources are free.
             - ``trained``: training is done, and the process is about to end.
         content: as described above; None for ``trained``.
     """

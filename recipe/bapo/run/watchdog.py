@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect a run that hangs: Ray has too few CPUs, vLLM has died, weights do not reach it, or no step ends.
+"""Detect a run that hangs: vLLM has died, weights do not reach it, or no step ends.
 
 verl waits for an answer from a server that has died or failed, in some cases forever. (If a Ray worker dies, verl ends
 the run itself.) To detect another fault, add a method and call it in ``check``; ``tests/stack/test_faults.py`` injects
@@ -33,10 +33,6 @@ class Watchdog:
         self.last_check = time.monotonic()
         self.reason: str | None = None
         self.job: str | None = None  # the run's job id in Ray, once Ray is up
-        self.demands: list[str] = []  # what Ray cannot place, from recipe.bapo.run.demands
-        self.resources = ""  # the free resources of Ray
-        self.demands_since = 0.0  # when the demands last changed, by the monotonic clock
-        self.demands_told = False
         self.servers: dict[int, str] = {}  # the titles of vLLM's processes that were seen twice, by id
         self.seen: set[int] = set()  # the ids of vLLM's processes at the last check
         self.shared_memory: set[Path] = set()  # of vLLM's processes, noted because it cannot be found once they died
@@ -51,7 +47,7 @@ class Watchdog:
 
     def check(self) -> None:
         """Look for a reason to end the run, and keep the first one found."""
-        self.reason = self.reason or self.silence() or self.unmet_demand() or self.dead_server() or self.stuck_weights()
+        self.reason = self.reason or self.silence() or self.dead_server() or self.stuck_weights()
 
     def silence(self) -> str | None:
         """Return a reason if no step has ended for too long, else None."""
@@ -65,31 +61,6 @@ class Watchdog:
             f"no step ended in {silence:.0f} s (watchdog.max_silence_s={limit:g}); the stack of each process is in "
             f"{self.run_dir / STACKS}"
         )
-
-    def set_demands(self, demands: list[str], resources: str) -> None:
-        """Note what Ray cannot place now, and which resources are free. Training sends each change."""
-        self.demands, self.resources = demands, resources
-        self.demands_since, self.demands_told = time.monotonic(), False
-
-    def unmet_demand(self) -> str | None:
-        """Return a reason if Ray has been unable to place a demand for too long, else None; print a warning earlier.
-
-        On a cluster another job may release its resources, so the run is not ended there.
-        """
-        waited = time.monotonic() - self.demands_since
-        if not self.demands or waited <= self.limits.pending_notice_s:
-            return None
-        waits = (
-            f"has waited {waited:.0f} s to place {'; '.join(self.demands)} (free: {self.resources}). Give the run "
-            "more, or let it ask for less: docs/troubleshooting.md, 'Ray waits for CPUs or GPUs'"
-        )
-        if not self.demands_told:
-            with suppress(OSError):  # raised if the terminal is gone
-                print(f"Warning: Ray {waits}.")
-            self.demands_told = True
-        if self.on_cluster or waited <= self.limits.max_pending_s:
-            return None
-        return f"Ray (watchdog.max_pending_s={self.limits.max_pending_s:g}) {waits}"
 
     def dead_server(self) -> str | None:
         """Return a reason if a process of a vLLM server on this node has died, else None.
