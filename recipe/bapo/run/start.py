@@ -28,8 +28,8 @@ FOR_GPUS = ("paper_", "gsm8k")  # configs that begin like this have GPUs as thei
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is known of a run before its size is chosen."""
+class Request:
+    """What is asked for, on which its size depends."""
 
     config: str
     cpu: bool
@@ -40,7 +40,7 @@ class Run:
 
 
 # The first row that fits is the size, a file of configs/size. SIZE overrules it.
-SIZES: tuple[tuple[Callable[[Run], bool], str], ...] = (
+SIZES: tuple[tuple[Callable[[Request], bool], str], ...] = (
     (lambda run: run.language_model and run.cpu, "language_model_cpu"),
     (lambda run: run.language_model and run.gpus <= 2, "language_model_gpu"),
     (lambda run: run.language_model, "language_model_8gpus"),
@@ -94,7 +94,7 @@ def choose(given: Mapping[str, str], gpus: int, amd: bool = False, flash_attn: C
     if language_model and "GPUS_PER_NODE" not in given and config != "separate_async":
         train = max(number for number in (1, 2, 4, 8) if number <= max(train, 1))  # these divide its batches
     used = train + sample * (config == "separate_async")
-    run = Run(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
+    run = Request(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
     size = given.get("SIZE") or next(size for fits, size in SIZES if fits(run))
     for name, value in (("CONFIG", config), ("SIZE", size)):
         folder = ROOT / "configs" / {"CONFIG": "experiment", "SIZE": "size"}[name]

@@ -6,7 +6,6 @@ first bad row, perhaps hours later.
 """
 
 import re
-import zipfile
 from pathlib import Path
 
 import datasets
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.run.files import latest_checkpoint
 from recipe.bapo.run.preflight import CheckWarning, blame, innermost
-from recipe.bapo.run.preflight.model import PATH, model_of
+from recipe.bapo.run.preflight.model import model_of
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils.reward_score import default_compute_score
@@ -43,7 +42,6 @@ def check_files(config) -> str:
         if hasattr(dataset, "dataframe"):  # a user's own data set class may lack it
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what)
-            _check_parts(rows, config, model, what)
             with blame(f"data.{kind}_files", data[f"{kind}_files"], READABLE):
                 dataset[0]
             # Without the filter verl's agent loop cuts a long prompt from the left, whatever data.truncation says. So
@@ -107,24 +105,6 @@ def _missing_in(row, prompt_key):
     if not isinstance(reward, dict) or (reward.get("ground_truth") is None and reward.get("style") in (None, "rule")):
         return "reward_model has to be a section with the ground_truth that a rule compares responses with"
     return None
-
-
-def _check_parts(rows, config, model, what):
-    """Refuse messages made of parts if the chat template does not know parts: it would write them as Python text."""
-    for index, row in enumerate(rows):
-        prompt = row[config.data.prompt_key]
-        parts = [message["content"] for message in prompt if isinstance(message["content"], list)]
-        if not parts:
-            continue
-        templating = model.processor or model.tokenizer
-        options = dict(config.data.get("apply_chat_template_kwargs") or {})
-        rendered = templating.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options)
-        if any(str(part) in rendered for part in parts):
-            raise ValueError(
-                f"{what}, row {index}: a message's content is a list, and the chat template of {PATH}={model.path} "
-                f"writes it as Python text ({str(parts[0])[:40]}...): make each content a text; see {DATA_PAGE}."
-            )
-        return  # one such row shows what the template does
 
 
 def _check_scored(rows, what, config) -> list[str]:
@@ -194,7 +174,7 @@ def check_reward(config) -> str:
 
 
 def check_checkpoint(config) -> str:
-    """Check the checkpoint to resume from: it exists, is complete and, on one node, has as many ranks as train now."""
+    """Check that the checkpoint to resume from is there. Where it is not, verl may start from scratch."""
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return "training starts from scratch (trainer.resume_mode=disable)"
@@ -208,16 +188,5 @@ def check_checkpoint(config) -> str:
             raise ValueError(
                 f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N, with "
                 "no slash behind it."
-            )
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    needed = sorted(folder.rglob("*.pt"))
-    if trainer.nnodes == 1:  # with several nodes, each may have saved its own ranks to a local disk
-        needed += [folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-    for path in needed:
-        if not zipfile.is_zipfile(path):  # torch's format ends with the table of contents
-            raise ValueError(
-                f"{path} is missing or incomplete, and {ranks} ranks need its checkpoint: resume from an earlier one "
-                f"with trainer.resume_mode=resume_path trainer.resume_from_path={trainer.default_local_dir}/"
-                "global_step_N, or start from scratch with trainer.resume_mode=disable."
             )
     return f"training goes on from {folder}"

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the machine with what the config needs: installed packages, devices, CPUs, limits and other runs."""
+"""Compare the machine with what the config needs: installed packages, devices, CPUs, other runs and shared memory."""
 
 import os
-import resource
 import shutil
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -15,11 +13,10 @@ from ray._private.utils import get_num_cpus
 from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.run.locks import check_ray_address, claim_machine
 from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.rules import Run
+from recipe.bapo.run.preflight.rules import Settings
 from verl.single_controller.ray.base import ResourcePoolManager
 
 VERL = "0.9.1"
-OPEN_FILES = 256
 GIB = 1 << 30
 STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
@@ -39,28 +36,15 @@ def check_versions(config) -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
-def check_compiler(config) -> str:
-    """Check for a C compiler and Python's headers. triton needs them at its first kernel, minutes into a run."""
-    if on_cpu(config):
-        return "not used on a CPU"
-    compiler = os.environ.get("CC", "gcc" if shutil.which("gcc") else "clang")  # as triton chooses
-    if shutil.which(compiler) is None:
-        raise ValueError(f"there is no C compiler {compiler} here, and triton needs one: install gcc, or set CC.")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
-        raise ValueError(f"{header} does not exist, and triton needs it: install this Python's headers (python3-dev).")
-    return f"{compiler}, {header}"
-
-
 def gpus_wanted(config) -> int:
     """Return the number of GPUs that the run needs on this node."""
     # A single machine must fit every pool; a cluster node need only fit one.
-    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in Run(config).pools)
+    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in Settings(config).pools)
 
 
 def check_devices(config) -> str:
     """Check that this node has the GPUs that the config asks for on each node. A cluster's head may have none."""
-    pools, wanted = Run(config).pools, gpus_wanted(config)
+    pools, wanted = Settings(config).pools, gpus_wanted(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     key = f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node}"
     if on_cpu(config):
@@ -113,7 +97,7 @@ def cpu_demands(config) -> dict[str, int]:
     demands = {"the transfer queue's controller": 1}
     if queue.storage_backend == "SimpleStorage":
         demands["its storage units"] = queue.SimpleStorage.num_data_storage_units
-    for verb, nodes, gpus in Run(config).pools:
+    for verb, nodes, gpus in Settings(config).pools:
         each = CPUS_PER_ROLLOUT_GPU if verb == "sample" else ResourcePoolManager.max_colocate_count
         demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
     if reward.reward_manager.name == "remote":  # each worker starts as many workers again
@@ -139,16 +123,10 @@ def check_other_runs(config) -> str:
     return "none on this machine"
 
 
-def check_limits(config) -> str:
-    """Check the limit on open files, of which Ray has hundreds, and the space in /dev/shm.
-
-    Ray's object store and NCCL's buffers are in /dev/shm.
-    """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the hard limit, to which Ray raises the soft one
-    if 0 <= files < OPEN_FILES:
-        raise ValueError(f"ulimit -n is {files}, and Ray opens more files: set ulimit -n 65536.")
+def check_shared_memory(config) -> str:
+    """Check the space in /dev/shm: Ray's object store, NCCL and weights on their way to vLLM use it."""
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
     if free < 1:
         text = f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: "
         raise (CheckWarning if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
-    return f"{files} open files; {free:.0f} GiB free in /dev/shm"
+    return f"{free:.0f} GiB free in /dev/shm"

@@ -7,12 +7,11 @@ something else.
 
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 from transformers.utils import logging
 
 from recipe.bapo.run.preflight import blame
-from recipe.bapo.run.preflight.rules import Run
+from recipe.bapo.run.preflight.rules import Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs
@@ -35,14 +34,13 @@ def check_model(config) -> str:
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config.get_text_config())
     _check_fused_kernels(config, model)
-    if Path(model.local_path).is_dir():  # otherwise it is a name on the hub
-        with blame(PATH, model.path, "give complete weights with the shapes of its config.json"):
-            _load_headers(model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
-    parameters = sum(parameter.numel() for parameter in empty_model_of(model).parameters())
-    text = f"{text}{model.hf_config.model_type}, {parameters:,} parameters"
-    return f"{text}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
+    text += f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
+    if not Path(model.local_path).is_dir():  # it is a name on the hub
+        return text
+    with blame(PATH, model.path, "give complete weights with the shapes of its config.json"):
+        return f"{text}, {_load_headers(model).num_parameters():,} parameters"
 
 
 def model_of(config):
@@ -77,7 +75,7 @@ def _check_lengths(config, text):
 
     vLLM refuses a value above the model's positions. With a smaller one, it silently cuts longer sequences.
     """
-    positions, needed = getattr(text, "max_position_embeddings", None), Run(config).longest
+    positions, needed = getattr(text, "max_position_embeddings", None), Settings(config).longest
     if positions is None:  # verl then reports this itself
         return
     length = config.actor_rollout_ref.rollout.max_model_len
@@ -91,7 +89,7 @@ def _check_lengths(config, text):
 
 
 def _load_headers(model):
-    """Load the weights with transformers onto the meta device: names and shapes, but no data."""
+    """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model."""
     logging.disable_progress_bar()
     loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
         model.local_path,
@@ -108,6 +106,7 @@ def _load_headers(model):
     if found["missing_keys"]:  # transformers would fill them at random and only log a warning
         missing, count = min(found["missing_keys"]), len(loaded.state_dict())
         raise ValueError(f"{len(found['missing_keys'])} of the {count} tensors are missing ({missing} is one)")
+    return loaded
 
 
 def _check_fused_kernels(config, model):
@@ -136,12 +135,4 @@ def _check_fused_kernels(config, model):
             f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
             "external_lib=recipe.bapo.verl_fixes, or use_fused_kernels=false."
-        )
-
-
-def empty_model_of(model):
-    """Build the model of verl's ``HFModelConfig`` on torch's meta device: shapes, but no weights."""
-    with torch.device("meta"):
-        return get_hf_auto_model_class(model.hf_config).from_config(
-            model.hf_config, trust_remote_code=model.trust_remote_code, attn_implementation="eager"
         )

@@ -30,7 +30,7 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class Settings:
     """A resolved config, and the numbers that follow from it."""
 
     config: Any
@@ -98,9 +98,9 @@ class Run:
 
 
 class Rule(NamedTuple):
-    """A row of the table; ``says`` is formatted with the ``Run`` as ``r``."""
+    """A row of the table; ``says`` is formatted with the ``Settings`` as ``s``."""
 
-    is_met: Callable[[Run], Any]
+    is_met: Callable[[Settings], Any]
     says: str
 
 
@@ -123,90 +123,90 @@ def _attention(config):
 # Only with FSDP: Megatron's own classes check its parallelism and batches.
 REFUSED_WITH_FSDP = (
     Rule(
-        lambda r: _positive(r.actor.optim.clip_grad),
-        ACTOR + ".optim.clip_grad={r.actor.optim.clip_grad} makes every gradient 0: set it to a number above 0.",
+        lambda s: _positive(s.actor.optim.clip_grad),
+        ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad} makes every gradient 0: set it to a number above 0.",
     ),
     Rule(
-        lambda r: _divides(r.sequence_parallel, r.gpus),
-        ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={r.sequence_parallel} does not divide the {r.gpus} GPUs "
+        lambda s: _divides(s.sequence_parallel, s.gpus),
+        ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={s.sequence_parallel} does not divide the {s.gpus} GPUs "
         "that train: choose a divisor.",
     ),
     Rule(
-        lambda r: _divides(r.actor.ppo_mini_batch_size, r.config.data.train_batch_size),
-        ACTOR + ".ppo_mini_batch_size={r.actor.ppo_mini_batch_size} does not divide data.train_batch_size="
-        "{r.config.data.train_batch_size}: choose a divisor.",
+        lambda s: _divides(s.actor.ppo_mini_batch_size, s.config.data.train_batch_size),
+        ACTOR + ".ppo_mini_batch_size={s.actor.ppo_mini_batch_size} does not divide data.train_batch_size="
+        "{s.config.data.train_batch_size}: choose a divisor.",
     ),
     Rule(
-        lambda r: _divides(r.ranks, r.actor.ppo_mini_batch_size * r.rollout.n),
-        "{r.ranks} data-parallel ranks do not divide " + ACTOR + ".ppo_mini_batch_size * rollout.n="
-        "{r.actor.ppo_mini_batch_size} * {r.rollout.n}: change one of the two, or the number of GPUs.",
+        lambda s: _divides(s.ranks, s.actor.ppo_mini_batch_size * s.rollout.n),
+        "{s.ranks} data-parallel ranks do not divide " + ACTOR + ".ppo_mini_batch_size * rollout.n="
+        "{s.actor.ppo_mini_batch_size} * {s.rollout.n}: change one of the two, or the number of GPUs.",
     ),
     Rule(
-        lambda r: r.actor.use_dynamic_bsz or _divides(r.actor.ppo_micro_batch_size_per_gpu, r.update_rows),
-        ACTOR + ".ppo_micro_batch_size_per_gpu={r.actor.ppo_micro_batch_size_per_gpu} does not divide a rank's "
-        "{r.update_rows} responses of an update: choose a divisor.",
+        lambda s: s.actor.use_dynamic_bsz or _divides(s.actor.ppo_micro_batch_size_per_gpu, s.update_rows),
+        ACTOR + ".ppo_micro_batch_size_per_gpu={s.actor.ppo_micro_batch_size_per_gpu} does not divide a rank's "
+        "{s.update_rows} responses of an update: choose a divisor.",
     ),
     Rule(
-        lambda r: (
-            r.actor.use_dynamic_bsz
-            or uses_bypass_mode(r.config)
-            or _divides(r.rollout.log_prob_micro_batch_size_per_gpu, r.log_prob_rows)
+        lambda s: (
+            s.actor.use_dynamic_bsz
+            or uses_bypass_mode(s.config)
+            or _divides(s.rollout.log_prob_micro_batch_size_per_gpu, s.log_prob_rows)
         ),
-        ROLLOUT + ".log_prob_micro_batch_size_per_gpu={r.rollout.log_prob_micro_batch_size_per_gpu} does not divide a "
-        "rank's {r.log_prob_rows} responses: choose a divisor.",
+        ROLLOUT + ".log_prob_micro_batch_size_per_gpu={s.rollout.log_prob_micro_batch_size_per_gpu} does not divide a "
+        "rank's {s.log_prob_rows} responses: choose a divisor.",
     ),
     Rule(  # verl asserts it at the first sequence that is too long, perhaps after hours
-        lambda r: (
-            not r.actor.use_dynamic_bsz or (r.actor.ppo_max_token_len_per_gpu or 0) * r.sequence_parallel >= r.longest
+        lambda s: (
+            not s.actor.use_dynamic_bsz or (s.actor.ppo_max_token_len_per_gpu or 0) * s.sequence_parallel >= s.longest
         ),
-        ACTOR + ".ppo_max_token_len_per_gpu={r.actor.ppo_max_token_len_per_gpu} on {r.sequence_parallel} GPUs does not "
-        "hold a sequence of {r.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
+        ACTOR + ".ppo_max_token_len_per_gpu={s.actor.ppo_max_token_len_per_gpu} on {s.sequence_parallel} GPUs does not "
+        "hold a sequence of {s.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
     ),
     Rule(
-        lambda r: (
-            not r.actor.use_dynamic_bsz
-            or uses_bypass_mode(r.config)
-            or (r.rollout.log_prob_max_token_len_per_gpu or 0) * r.sequence_parallel >= r.longest
+        lambda s: (
+            not s.actor.use_dynamic_bsz
+            or uses_bypass_mode(s.config)
+            or (s.rollout.log_prob_max_token_len_per_gpu or 0) * s.sequence_parallel >= s.longest
         ),
-        ROLLOUT + ".log_prob_max_token_len_per_gpu={r.rollout.log_prob_max_token_len_per_gpu} on {r.sequence_parallel} "
-        "GPUs does not hold a sequence of {r.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
+        ROLLOUT + ".log_prob_max_token_len_per_gpu={s.rollout.log_prob_max_token_len_per_gpu} on {s.sequence_parallel} "
+        "GPUs does not hold a sequence of {s.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
     ),
 )
 REFUSED = (
     Rule(
-        lambda r: isinstance(r.config.run_dir, str) and r.config.run_dir and "${" not in r.config.run_dir,
-        "run_dir (OUTPUT_DIR)={r.config.run_dir} is not usable: set it to a folder, without ${{.",
+        lambda s: isinstance(s.config.run_dir, str) and s.config.run_dir and "${" not in s.config.run_dir,
+        "run_dir (OUTPUT_DIR)={s.config.run_dir} is not usable: set it to a folder, without ${{.",
     ),
     Rule(
-        lambda r: _positive(r.actor.optim.lr),
-        ACTOR + ".optim.lr={r.actor.optim.lr} trains nothing: set it to a number above 0.",
+        lambda s: _positive(s.actor.optim.lr),
+        ACTOR + ".optim.lr={s.actor.optim.lr} trains nothing: set it to a number above 0.",
     ),
     Rule(
-        lambda r: r.config.trainer.total_training_steps is None or r.config.trainer.total_training_steps >= 1,
-        "trainer.total_training_steps={r.config.trainer.total_training_steps} trains nothing: set it to 1 or more, or "
+        lambda s: s.config.trainer.total_training_steps is None or s.config.trainer.total_training_steps >= 1,
+        "trainer.total_training_steps={s.config.trainer.total_training_steps} trains nothing: set it to 1 or more, or "
         "null.",
     ),
     Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
-        lambda r: r.config.trainer.save_freq <= 0 or _saves_weights(r.actor.checkpoint.save_contents),
-        ACTOR + ".checkpoint.save_contents={r.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
+        lambda s: s.config.trainer.save_freq <= 0 or _saves_weights(s.actor.checkpoint.save_contents),
+        ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
         "optimizer and extra.",
     ),
     Rule(
-        lambda r: all(_positive(limit) for name, limit in r.config.watchdog.items() if name.endswith("_s")),
-        "watchdog={r.config.watchdog} is not usable: each limit is a number of seconds above 0.",
+        lambda s: all(_positive(limit) for name, limit in s.config.watchdog.items() if name.endswith("_s")),
+        "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
     ),
     Rule(
-        lambda r: all(_divides(r.served, nodes * gpus) for _, nodes, gpus in r.pools),
-        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={r.served} does not divide the GPUs that sample "
-        "({r.pools}): choose a divisor.",
+        lambda s: all(_divides(s.served, nodes * gpus) for _, nodes, gpus in s.pools),
+        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={s.served} does not divide the GPUs that sample "
+        "({s.pools}): choose a divisor.",
     ),
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
-        lambda r: not need_critic(r.config) or _attention(r.config) == "flash_attention_2",
-        "algorithm.adv_estimator={r.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
+        lambda s: not need_critic(s.config) or _attention(s.config) == "flash_attention_2",
+        "algorithm.adv_estimator={s.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
         "attention alone: use grpo, or train on a GPU with flash-attn.",
     ),
     Rule(  # verl would fail at the first batch, minutes later, with a KeyError
-        lambda r: not uses_bypass_mode(r.config) or r.rollout.calculate_log_probs,
+        lambda s: not uses_bypass_mode(s.config) or s.rollout.calculate_log_probs,
         "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
         + ROLLOUT
         + ".calculate_log_probs=true.",
@@ -214,24 +214,24 @@ REFUSED = (
 )
 DOUBTED = (
     Rule(
-        lambda r: (
-            r.loss.loss_mode != "bapo"
-            or (r.actor.clip_ratio, r.actor.clip_ratio_low, r.actor.clip_ratio_high) == (0.2, 0.2, 0.2)
+        lambda s: (
+            s.loss.loss_mode != "bapo"
+            or (s.actor.clip_ratio, s.actor.clip_ratio_low, s.actor.clip_ratio_high) == (0.2, 0.2, 0.2)
         ),
         "clip_ratio, clip_ratio_low and clip_ratio_high of " + ACTOR + " have no effect: loss_mode=bapo reads "
         "ratio_lower_* and ratio_upper_* of its policy_loss.",
     ),
     Rule(
-        lambda r: r.loss.ratio_lower_max >= SMALLEST_LOWER_BOUND,
-        ACTOR + ".policy_loss.ratio_lower_max={r.loss.ratio_lower_max} is a bound on the ratio, and a ratio of 1 means "
+        lambda s: s.loss.ratio_lower_max >= SMALLEST_LOWER_BOUND,
+        ACTOR + ".policy_loss.ratio_lower_max={s.loss.ratio_lower_max} is a bound on the ratio, and a ratio of 1 means "
         "no change. If you meant an epsilon, set 1 minus it.",
     ),
     Rule(
-        lambda r: r.rollout.n > 1 or r.config.algorithm.adv_estimator != "grpo",
+        lambda s: s.rollout.n > 1 or s.config.algorithm.adv_estimator != "grpo",
         ROLLOUT + ".n=1 with algorithm.adv_estimator=grpo leaves no other response to compare with.",
     ),
     Rule(
-        lambda r: r.config.trainer.v1.trainer_mode == "sync" or uses_bypass_mode(r.config),
+        lambda s: s.config.trainer.v1.trainer_mode == "sync" or uses_bypass_mode(s.config),
         "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
         "contribution, is measured against the recomputed policy, not the one that sampled.",
     ),
@@ -245,20 +245,22 @@ def check_rules(config) -> str:
         ValueError: what ``REFUSED`` says, all of it.
         CheckWarning: what ``DOUBTED`` says.
     """
-    run = Run(config)
+    settings = Settings(config)
     refused = [
-        rule.says.format(r=run) for rule in (*(REFUSED_WITH_FSDP if run.fsdp else ()), *REFUSED) if not rule.is_met(run)
+        rule.says.format(s=settings)
+        for rule in (*(REFUSED_WITH_FSDP if settings.fsdp else ()), *REFUSED)
+        if not rule.is_met(settings)
     ]
     if refused:
         raise ValueError(" ".join(refused))
-    doubted = [rule.says.format(r=run) for rule in DOUBTED if not rule.is_met(run)]
+    doubted = [rule.says.format(s=settings) for rule in DOUBTED if not rule.is_met(settings)]
     if doubted:
         raise CheckWarning(" ".join(doubted))
-    batch, mini, epochs = config.data.train_batch_size, run.actor.ppo_mini_batch_size, run.actor.ppo_epochs
+    batch, mini, epochs = config.data.train_batch_size, settings.actor.ppo_mini_batch_size, settings.actor.ppo_epochs
     against = "the policy that sampled" if uses_bypass_mode(config) else "the policy before the updates of each step"
     return (
-        f"{batch} prompts of {run.rollout.n} responses, {batch // mini * epochs} updates on each batch; the ratio is "
-        f"against {against}"
+        f"{batch} prompts of {settings.rollout.n} responses, {batch // mini * epochs} updates on each batch; the ratio "
+        f"is against {against}"
     )
 
 

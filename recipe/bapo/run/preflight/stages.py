@@ -148,11 +148,10 @@ def check_late_files(config) -> str:
 # Name, function, and the stages that have to pass first: after one of these failed, this one would repeat its fault.
 STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("versions", machine.check_versions, ()),
-    ("compiler", machine.check_compiler, ()),
     ("devices", machine.check_devices, ()),
     ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
-    ("limits", machine.check_limits, ()),
+    ("shared memory", machine.check_shared_memory, ()),
     ("verl's config", check_verls_config, ()),
     ("batches", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
