@@ -20,7 +20,7 @@ import ray
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.run import ray_status
+from recipe.bapo.run import demands
 from recipe.bapo.run.cleanup import remove_on_every_node
 from recipe.bapo.run.files import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.run.locks import claim_cluster, claim_machine
@@ -109,9 +109,8 @@ def train(config) -> None:
     """Call verl's entry point with our task runner."""
 
     def start(**options):  # verl calls this once Ray is up
-        context = ray.get_runtime_context()
-        send("ray", context.get_job_id())
-        ray_status.follow(context.gcs_address, Path(config.run_dir) / METRICS)
+        send("ray", ray.get_runtime_context().get_job_id())
+        demands.follow(Path(config.run_dir) / METRICS)
         return ray.remote(RecordingTaskRunner).options(**options).remote()
 
     # The two methods of a Ray class that verl calls.

@@ -137,15 +137,16 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
 @pytest.mark.parametrize(
     "cpus, waits_for",
     [
-        (1, "{'CPU': 1.0}: 1+ pending tasks/actors"),  # the queue's controller has the CPU, so its storage waits
-        pytest.param(4, "{'CPU': 3.0, 'GPU': 1.0} * 1 (STRICT_PACK): 1+ pending", marks=pytest.mark.slow),
+        # The controller of TransferQueue has the CPU, so none is left for the queue's storage.
+        (1, "1 x TransferQueueStorageUnit#0:SimpleStorageUnit (1 CPU)"),
+        pytest.param(4, "a placement group global_poolverl_group_1:0 of 1 x (3 CPU, 1 GPU)", marks=pytest.mark.slow),
     ],
 )
-def test_a_ray_with_too_few_cpus_shows_rays_status(start, tmp_path, cpus, waits_for):
+def test_what_ray_cannot_place_is_named(start, tmp_path, cpus, waits_for):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_CHECKS)
     run = start(f"ray_kwargs.ray_init.num_cpus={cpus}", PYTHONPATH=str(tmp_path))
-    run.wait_for(lambda: "Ray cannot place all that it is asked for" in run.text(), "Ray's status")
-    assert "/16.0 GPU\nPending Demands:\n" in run.text() and waits_for in run.text()
+    run.wait_for(lambda: "Warning: no step has ended" in run.text(), "what Ray waits for")
+    assert f"place {waits_for} (free: " in run.text() and f" of {cpus} CPU, 16 of 16 GPU)" in run.text()
     run.process.send_signal(signal.SIGINT)
     ends_cleanly(run, code=128 + signal.SIGINT)
 

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run shows what Ray cannot place. tests/stack/test_faults.py shows it in a real run."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.commands import until
+
+from recipe.bapo.run import demands
+
+
+@pytest.mark.parametrize(
+    "answers, shown",
+    [
+        (["one", "one", "one", "two", "two", "two"], ["one", "two"]),  # once, and again when it has changed
+        (["one", "", "one", ""], []),  # Ray placed it soon after
+        (["one", OSError("the dashboard is not up"), "one"], ["one"]),
+    ],
+)
+def test_what_two_looks_find_is_shown_until_a_step_ends(tmp_path, monkeypatch, capsys, answers, shown):
+    told, left, metrics = [], list(answers), tmp_path / "metrics.jsonl"
+
+    def pending(job):
+        answer = left.pop(0) if left else ""
+        if isinstance(answer, OSError):
+            raise answer
+        return [answer] if answer else []
+
+    monkeypatch.setattr(demands, "send", lambda kind, text: told.append((kind, text)))
+    monkeypatch.setattr(demands, "INTERVAL", 0.01)
+    monkeypatch.setattr(demands, "pending", pending)
+    monkeypatch.setattr(demands, "free", lambda: "0 of 4 CPU")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    metrics.touch()  # verl creates it empty, and then adds a line per step
+    thread = demands.follow(metrics)
+    until(lambda: not left, 30, "the last answer")
+    assert thread.is_alive()
+    metrics.write_text("{}\n")
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [kind for kind, _ in told] == ["info"] * len(shown)
+    assert all(f"place {name} (free: 0 of 4 CPU)" in text for name, (_, text) in zip(shown, told, strict=True))
+    assert ("the dashboard is not up" in capsys.readouterr().out) == (OSError in map(type, answers))
