@@ -142,14 +142,6 @@ def test_what_was_hardly_meant_is_a_warning(task, overrides, said):
             ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.calculate_log_probs=false"],
             "bypass_mode=true needs the log-probs of the rollout engine: set",
         ),
-        (
-            [
-                "trainer.n_gpus_per_node=32",
-                f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
-                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=2",
-            ],
-            "on a CPU Ray has ray_kwargs.ray_init.num_gpus=16 slots: lower it",
-        ),
         (["trainer.save_freq=1", "trainer.default_local_dir=/proc/nope"], "default_local_dir=/proc/nope is not usable"),
         (["trainer.save_freq=1", f"{ACTOR}.checkpoint.save_contents=[modle]"], "save_contents=['modle'] is not usable"),
         (

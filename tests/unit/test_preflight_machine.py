@@ -34,7 +34,7 @@ def results_of(config):
 def test_the_example_passes_and_nothing_is_written(task, tmp_path):
     lines = results_of(composed(task, f"run_dir={tmp_path}/run"))
     assert [line for line in lines.values() if line.status != "ok"] == []
-    assert lines["batches"].detail.startswith("64 prompts of 8 responses, 8 updates on each batch; the ratio is")
+    assert lines["settings"].detail.startswith("64 prompts of 8 responses, 8 updates on each batch; the ratio is")
     assert lines["data"].detail == "rows: 2,160 for training and 288 for validation"
     assert not (tmp_path / "run").exists()
 
@@ -148,7 +148,7 @@ def test_megatron_needs_previous_batch(monkeypatch, task):
     assert refused.status == "failed" and "bound_scope=mini_batch is not usable with strategy=meg" in refused.detail
     options = [f"{ACTOR}.policy_loss.bound_scope=previous_batch", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
     lines = {line.name: line for line in lines_of_megatron(monkeypatch, task, *options)}
-    assert "bound_scope=previous_batch" in lines["verl's config"].detail and lines["batches"].status == "ok"
+    assert "bound_scope=previous_batch" in lines["verl's config"].detail and lines["settings"].status == "ok"
 
 
 def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
@@ -236,7 +236,6 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("7B", {**FUSED, f"{MODEL}.fused_kernel_options.impl_backend": None}, "impl_backend=None is not usable with"),
         ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*verl_fixes, or"),
         ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_fixes"}, None),
         ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied

@@ -68,25 +68,32 @@ def unusable_keys(config) -> list[str]:
     if engine not in VERLS:
         reason = UNSUPPORTED_STRATEGIES.get(engine, "It was not tried.")
         raise ValueError(f"model_engine={engine!r} is not usable: set it to dp, which is FSDP, or megatron. {reason}")
-    written = OmegaConf.to_container(config)
-    # The least nested value that cannot be resolved is most likely the one that the others refer to.
-    for key in sorted(dict(items_of(written)), key=lambda key: key.count(".")):
-        try:
-            OmegaConf.select(config, key)
-        except OmegaConfBaseException as error:
-            return [f"{key} cannot be resolved: {' '.join(str(error).partition('full_key')[0].split())}."]
+    given = dict(items_of(OmegaConf.to_container(config)))  # as they are written: with interpolations
+    unresolvable = _unresolvable(config, given)
+    if unresolvable:
+        return [unresolvable]
     values = dict(items_of(OmegaConf.to_container(config, resolve=True)))
     found = []
-    for key, as_written in items_of(written):
+    for key, value in given.items():
         section, _, name = key.rpartition(".")
         types = _types(values.get(section) or {}, section)
         if key not in known_keys(engine) and name not in types:
             if not takes_any_key(section, engine) and (types or section in ("", "watchdog") or nearest_key(key)):
-                found.append(_unknown_key(f"{key}={as_written}", engine))
-        elif as_written != verls_defaults(engine).get(key) and not str(as_written).startswith("${"):
+                found.append(_unknown_key(f"{key}={value}", engine))
+        elif value != verls_defaults(engine).get(key) and not str(value).startswith("${"):
             wanted = _wanted(values[key], types.get(name) or _type_of_default(key, engine), key, engine)
             found += [f"{key}={values[key]!r} is not usable: {wanted}."] if wanted else []
     return found
+
+
+def _unresolvable(config, given):
+    """Say which value cannot be resolved; the least nested is most likely the one that the others refer to."""
+    for key in sorted(given, key=lambda key: key.count(".")):
+        try:
+            OmegaConf.select(config, key)
+        except OmegaConfBaseException as error:
+            return f"{key} cannot be resolved: {' '.join(str(error).partition('full_key')[0].split())}."
+    return None
 
 
 def takes_any_key(section: str, engine: str) -> bool:

@@ -46,21 +46,15 @@ def check_devices(config) -> str:
     """Check that this node has the GPUs that the config asks for on each node. A cluster's head may have none."""
     pools, wanted = Settings(config).pools, gpus_wanted(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
-    key = f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node}"
     if on_cpu(config):
-        slots = config.ray_kwargs.ray_init.num_gpus
-        if slots is not None and wanted > slots:  # Ray would wait for ever
-            raise ValueError(
-                f"{key} is not usable: the config asks for {asked}, and on a CPU Ray has ray_kwargs.ray_init.num_gpus="
-                f"{slots} slots: lower it."
-            )
         return f"{asked}, {os.cpu_count()} cores here"
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < wanted:
         raise (CheckWarning if joins_a_cluster(config) and not there else ValueError)(
-            f"{key} is not usable: the config asks for {asked}, and torch {torch.__version__} (CUDA "
-            f"{torch.version.cuda}) finds {there} GPUs (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}):"
-            " lower it, update the driver (CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
+            f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
+            f"for {asked}, and torch {torch.__version__} (CUDA {torch.version.cuda}) finds {there} GPUs "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): lower it, update the driver (CUDA 13 "
+            "needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
     return f"{asked}, {there} GPUs here"
 

@@ -113,12 +113,6 @@ def _check_fused_kernels(config, model):
     """Refuse what verl's fused kernels cannot do. verl says so only at the first log-probs, or not at all."""
     if not model.use_fused_kernels:
         return
-    if model.fused_kernel_options.get("impl_backend") not in ("torch", "triton", "liger"):
-        raise ValueError(
-            "actor_rollout_ref.model.fused_kernel_options.impl_backend="
-            f"{model.fused_kernel_options.get('impl_backend')} is not usable with {FUSED}=true: set it to "
-            "torch, triton or liger. verl would skip the kernels."
-        )
     text = model.hf_config.get_text_config()
     for name in AFTER_THE_OUTPUT_LAYER:
         if getattr(text, name, None) not in (None, 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nobody else refuses, although a run would wait for ever, fail after hours, or train something else than it says.
+"""Settings with which a run would hang, fail late or with an error that names no setting, or train something else.
 
 A rule is a row: a condition that a usable config meets, and what to say if it does not. ``REFUSED`` ends the run,
 ``DOUBTED`` only warns. Before you add a row, look for the function of verl, vLLM or transformers that would refuse the

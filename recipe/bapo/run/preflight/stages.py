@@ -153,7 +153,7 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("other runs", machine.check_other_runs, ()),
     ("shared memory", machine.check_shared_memory, ()),
     ("verl's config", check_verls_config, ()),
-    ("batches", check_rules, ("verl's config",)),
+    ("settings", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
     ("loggers", check_loggers, ()),
     ("vLLM's options", check_vllm, ()),
@@ -175,7 +175,7 @@ def run_stages(config) -> list[Result]:
         return [Result("keys", "failed", line) for line in unusable]
     OmegaConf.resolve(config)
     migrate_legacy_reward_impl(config)  # moves old keys of the reward, which verl's V1 trainer does not read
-    counts = _result("keys", check_counts, config)
+    counts = _result("counts", check_counts, config)
     if counts.status == "failed":
         return [counts]
     _add_file_logger(config)
