@@ -1,72 +1,77 @@
+#!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Install flash-attn 2. scripts/setup.sh sources this file and defines venv, log, uv and pin. If installing fails,
-# setup.sh shows the end of $log.
-flash_attn=flash-attn==2.8.3
-kernels=72  # source files of 2.8.3, each compiled for every architecture
+# Install flash-attn 2 into .venv-cuda. Without it runs use torch's attention (platform=gpu_without_flash_attn), which is
+# enough for the language-model example. There is no ready wheel of it for our torch, and a build from source takes about
+# an hour on a desktop: one of its 72 files took 218 s and 6.0 GB.
+#
+#   bash scripts/flash_attn.sh           install a ready wheel; if there is none, build it
+#   bash scripts/flash_attn.sh --ready   only install a ready wheel; scripts/setup.sh calls this
+#
+# A ready wheel is BAPO_FLASH_ATTN_WHEEL (a path or URL), or one that was built here before and is kept in .venv-wheels.
+# The build may be interrupted: the next one goes on with what is compiled. It needs g++, and nvcc of CUDA 13 from the
+# machine or from our list. Environment variables: MAX_JOBS and FLASH_ATTN_CUDA_ARCHS, which are chosen by cores, memory
+# and GPUs; BAPO_VENV, another environment.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+fail() { echo "Error: $*" >&2; exit 1; }
+version=2.8.3
+kernels=72  # source files of this version, each compiled for every architecture
+venv=${BAPO_VENV:-$PWD/.venv-cuda}
+python=$venv/bin/python
+[ "${1:-}" = --ready ] || [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
 
-install_flash_attn() {
-    local wheel=${BAPO_FLASH_ATTN_WHEEL:-} folder
-    if [ -z "$wheel" ]; then
-        choose_architectures || return
-        # A wheel works for one torch, one Python and the architectures that it was built for. Keep it outside $venv, which
-        # is removed when the list changes. (The name starts with .venv, so job.py does not send it to a cluster.)
-        folder=$PWD/.venv-wheels/$(pin torch)-$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-        folder+=-sm_${FLASH_ATTN_CUDA_ARCHS//;/_}
-        wheel=$(compgen -G "$folder/flash_attn-${flash_attn#*==}-*.whl" || true)
-        if [ -z "$wheel" ]; then
-            build_flash_attn "$folder" || return
-            wheel=$(compgen -G "$folder/flash_attn-${flash_attn#*==}-*.whl" || true)
-            echo "  Kept flash-attn's wheel. On other machines with the same GPUs and Python set BAPO_FLASH_ATTN_WHEEL=$wheel"
-        fi
-    fi
-    echo "  flash-attn ($wheel)"
-    "${uv[@]}" --no-deps "$wheel" >>"$log" 2>&1 || return
+install() {
+    echo "  flash-attn ($1)"
+    "$python" -m pip install -q --disable-pip-version-check --no-deps "$1"
     # A wheel for another torch or CUDA installs without an error, and transformers and verl would use it.
-    "$venv/bin/python" -c 'import torch, flash_attn_2_cuda' >>"$log" 2>&1 || {
-        "$venv/bin/uv" pip uninstall -q --python "$venv/bin/python" flash-attn >>"$log" 2>&1
-        [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ] || rm -f "$wheel"  # so that the next set-up does not use it again
-        return 1
+    "$python" -c 'import torch, flash_attn_2_cuda' || {
+        "$python" -m pip uninstall -q -y flash-attn
+        fail "$1 is for another torch, Python or GPU: it cannot be imported, and was removed again."
     }
 }
 
-choose_architectures() {  # a GPU runs the kernels of its major version (one of 8.6 runs those of 8.0)
-    local here
-    here=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sed 's/\..*/0/' |
-        grep -xE '80|90|100|120' | sort -un | paste -sd ';' || true)
-    export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-$here}
-    [ -n "$FLASH_ATTN_CUDA_ARCHS" ] || {
-        echo "$flash_attn has no kernels for GPUs of compute capability below 8.0, nor for 11.0" >>"$log"
-        return 1
-    }
+architectures() {  # a GPU runs the kernels of its major version (one of 8.6 runs those of 8.0)
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sed 's/\..*/0/' |
+        grep -xE '80|90|100|120' | sort -un | paste -sd ';' || true
 }
 
-build_flash_attn() {  # build_flash_attn FOLDER: leaves a wheel there
-    local nvcc release toolkit=() architectures=${FLASH_ATTN_CUDA_ARCHS//[^;]/}
-    type "${CXX:-g++}" >/dev/null 2>&1 || {
-        echo "no C++ compiler (${CXX:-g++}), which the build needs besides the C compiler: install g++, or set CXX" >>"$log"
-        return 1
-    }
+of_cgroup() {  # of_cgroup FILE: its contents in our control group and in all above it (version 2, and 1)
+    local root=${BAPO_DEVICE_ROOT:-} path
+    for path in $(cut -d: -f3 "$root/proc/self/cgroup" 2>/dev/null | sort -u); do
+        path=${path%/}
+        while true; do
+            cat "$root/sys/fs/cgroup"{,/memory,/cpu}"$path/$1" 2>/dev/null || true
+            [ -n "$path" ] || break
+            path=${path%/*}
+        done
+    done
+}
+
+jobs() {  # one for each core that we may use, but at most one for each 9 GB of memory, which is flash-attn's own rule
+    local cores bytes
+    cores=$({ env -u OMP_NUM_THREADS nproc
+        of_cgroup cpu.max | awk '$1 != "max" {print int($1 / $2)}'
+        of_cgroup cpu.cfs_quota_us | awk '$1 > 0 {print int($1 / 100000)}'; } | sort -n | head -n 1)
+    bytes=$({ awk '/^MemAvailable/ {printf "%.0f\n", $2 * 1024}' /proc/meminfo
+        of_cgroup memory.max; of_cgroup memory.limit_in_bytes; } | grep -x '[0-9]*' | sort -n | head -n 1)
+    printf '%s\n' "$cores" $((bytes / 9000000000)) | sort -n | head -n 1 | sed 's/^0$/1/'
+}
+
+find_nvcc() {  # set toolkit to what the build needs besides
+    local nvcc release
     nvcc=$(PATH=${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin command -v nvcc || true)
     release=$("${nvcc:-false}" --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p' || true)
-    if [ "$release" != 13 ]; then
-        link_toolkit || {
-            echo "the build needs nvcc of CUDA 13, for which torch is built; here: ${nvcc:-none}${release:+ of CUDA $release}" >>"$log"
-            return 1
-        }
-        # This nvcc is of CUDA 13.2, but the headers of CUDA's runtime came with torch and are of 13.0. CCCL would refuse that.
-        toolkit=(CUDA_HOME="$PWD/$venv/cuda" NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}")
-    fi
-    export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-    echo "  flash-attn from source: $kernels files for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS at a time, two minutes and more each:" \
-        "about $((kernels * 2 * (${#architectures} + 1) / MAX_JOBS + 2)) minutes"
-    # FORCE_BUILD, because it may otherwise use a ready wheel for CUDA 12. PATH, because torch looks for ninja there.
-    env "${toolkit[@]}" PATH="$PWD/$venv/bin:$PATH" FLASH_ATTENTION_FORCE_BUILD=TRUE "$venv/bin/python" -m pip wheel -q \
-        --disable-pip-version-check --no-deps --no-build-isolation --no-cache-dir --wheel-dir "$1" $flash_attn >>"$log" 2>&1
+    toolkit=()
+    [ "$release" != 13 ] || return 0
+    link_toolkit || fail "the build needs nvcc of CUDA 13, for which torch is built; here:" \
+        "${nvcc:-none}${release:+ of CUDA $release}."
+    # This nvcc is of CUDA 13.2, but the headers of CUDA's runtime came with torch and are of 13.0. CCCL would refuse that.
+    toolkit=(CUDA_HOME="$venv/cuda" NVCC_APPEND_FLAGS="-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK ${NVCC_APPEND_FLAGS:-}")
 }
 
-link_toolkit() {  # make $venv/cuda, with CUDA's compiler and headers from the list, laid out as in a CUDA toolkit
+link_toolkit() {  # make $venv/cuda, with CUDA's compiler and headers from our list, laid out as in a CUDA toolkit
     local installed
-    installed=$(compgen -G "$PWD/$venv/lib/python3*/site-packages/nvidia/cu13" || true)
+    installed=$(compgen -G "$venv/lib/python3*/site-packages/nvidia/cu13" || true)
     [ -x "$installed/bin/nvcc" ] && [ -e "$installed/lib/libcudart.so.13" ] || return
     rm -rf "$venv/cuda"
     mkdir -p "$venv/cuda/lib64"
@@ -75,12 +80,49 @@ link_toolkit() {  # make $venv/cuda, with CUDA's compiler and headers from the l
     ln -s libcudart.so.13 "$venv/cuda/lib64/libcudart.so"  # the name that the linker looks for
 }
 
-compile_jobs() {  # one for each core, but at most one for each 9 GB of memory, which is flash-attn's own rule
-    local cores bytes jobs
-    cores=$(env -u OMP_NUM_THREADS nproc)
-    bytes=$({ awk '/^MemAvailable/ {printf "%.0f\n", $2 * 1024}' /proc/meminfo
-        cat /sys/fs/cgroup/memory.max 2>/dev/null || true; } | grep -x '[0-9]*' | sort -n | head -n 1)
-    jobs=$((bytes / 9000000000))
-    [ $jobs -lt $cores ] || jobs=$cores
-    echo $((jobs > 0 ? jobs : 1))
+build() {  # leave a wheel in $folder. What is compiled stays beside it until then.
+    local names=${FLASH_ATTN_CUDA_ARCHS//[^;]/} pip=("$python" -m pip -q --disable-pip-version-check)
+    type "${CXX:-g++}" >/dev/null 2>&1 || fail "no C++ compiler (${CXX:-g++}), which the build needs: install g++, or set CXX."
+    find_nvcc
+    export MAX_JOBS=${MAX_JOBS:-$(jobs)}
+    echo "  flash-attn from source: $kernels files for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS at a time, about three minutes" \
+        "each: about $((kernels * 3 * (${#names} + 1) / MAX_JOBS + 2)) minutes without what an earlier build has compiled." \
+        "Output: $folder/build.log"
+    mkdir -p "$folder"
+    {
+        [ -e "$folder/flash_attn-$version/setup.py" ] || {
+            FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "${pip[@]}" download --no-deps --no-build-isolation --no-binary :all: \
+                --dest "$folder" flash-attn==$version
+            tar -xzf "$folder/flash_attn-$version.tar.gz" -C "$folder"
+        }
+        # FORCE_BUILD, because it may otherwise use a ready wheel for CUDA 12. PATH, because torch looks for ninja there.
+        env "${toolkit[@]}" PATH="$venv/bin:$PATH" FLASH_ATTENTION_FORCE_BUILD=TRUE "${pip[@]}" wheel --no-deps \
+            --no-build-isolation --no-cache-dir --wheel-dir "$folder" "$folder/flash_attn-$version"
+    } >"$folder/build.log" 2>&1 || {
+        tail -n 30 "$folder/build.log" >&2
+        fail "flash-attn could not be built; above are the last lines of $folder/build.log. Runs go on without it."
+    }
+    rm -rf "$folder/flash_attn-$version" "$folder/flash_attn-$version.tar.gz"
 }
+
+if [ -n "${BAPO_FLASH_ATTN_WHEEL:-}" ]; then
+    install "$BAPO_FLASH_ATTN_WHEEL"
+    exit
+fi
+export FLASH_ATTN_CUDA_ARCHS=${FLASH_ATTN_CUDA_ARCHS:-$(architectures)}
+[ -n "$FLASH_ATTN_CUDA_ARCHS" ] || fail "flash-attn $version has no kernels for this machine's GPUs."
+# A wheel works for one torch, one Python and the architectures that it was built for. (The name of the folder starts with
+# .venv, so job.py does not send it to a cluster.)
+folder=$PWD/.venv-wheels/$("$python" -c 'import sys; from importlib.metadata import version
+print("torch-%s-cp%d%d" % (version("torch"), *sys.version_info[:2]))')-sm_${FLASH_ATTN_CUDA_ARCHS//;/_}
+wheel=$(compgen -G "$folder/flash_attn-$version-*.whl" || true)
+if [ -z "$wheel" ] && [ "${1:-}" = --ready ]; then
+    echo "  without flash-attn: runs use torch's attention. To build it, perhaps for an hour: bash scripts/flash_attn.sh"
+    exit
+fi
+if [ -z "$wheel" ]; then
+    build
+    wheel=$(compgen -G "$folder/flash_attn-$version-*.whl")
+    echo "  Kept flash-attn's wheel. On other machines with the same GPUs and Python set BAPO_FLASH_ATTN_WHEEL=$wheel"
+fi
+install "$wheel"

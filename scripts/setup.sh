@@ -7,21 +7,20 @@
 #   BAPO_PYTHON            the Python to use, 3.11 or 3.12 (default: the first found)
 #   BAPO_TORCH_INDEX       a package index for torch, such as the one of the CPU builds (default: pip's configuration. If that
 #                          has only the CUDA build, it is installed: it works on a CPU too, but takes several GB)
-#   BAPO_FLASH_ATTN_WHEEL  path or URL of a flash-attn wheel for this Python and torch, instead of a build from source. The
-#                          build needs g++; MAX_JOBS and FLASH_ATTN_CUDA_ARCHS change it (scripts/flash_attn.sh). Its wheel
-#                          is kept in .venv-wheels.
+#   BAPO_FLASH_ATTN_WHEEL  path or URL of a flash-attn wheel for this Python and torch. Without one, flash-attn is left out
+#                          until you build it: bash scripts/flash_attn.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
-find_python() {
-    local candidates=(python3.12 python3.11 python3)
+find_python() {  # set python to the first with venv, or else to the first of a usable version
+    local candidates=(python3.12 python3.11 python3) modules
     [ -z "${BAPO_PYTHON:-}" ] || candidates=("$BAPO_PYTHON")
-    for python in "${candidates[@]}"; do
-        if "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
-            echo "$python"; return
-        fi
+    for modules in 'venv, ensurepip' sys; do
+        for python in "${candidates[@]}"; do
+            ! "$python" -c "import sys, $modules; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))" 2>/dev/null || return 0
+        done
     done
-    fail "no usable Python: install Python 3.11 or 3.12 with venv, or set BAPO_PYTHON."
+    fail "no usable Python: install Python 3.11 or 3.12, or set BAPO_PYTHON. Nothing was installed."
 }
 
 cuda=
@@ -32,7 +31,7 @@ venv=.venv
 requirements=requirements.txt
 [ -z "$cuda" ] || { venv=.venv-cuda; requirements=requirements-cuda.txt; }
 log=$venv/setup.log
-wanted=$(cat $requirements pyproject.toml scripts/setup.sh ${cuda:+scripts/flash_attn.sh} | sha256sum)
+wanted=$(cat $requirements pyproject.toml scripts/setup.sh | sha256sum)
 pin() { grep "^$1==" $requirements; }
 is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
 if is_complete; then exit 0; fi
@@ -55,15 +54,23 @@ check_driver() {  # an old driver is fine if the CUDA libraries support 13, for 
     fi
 }
 [ -z "$cuda" ] || check_driver
-check_compiler() {  # at its first kernel, minutes into a run, triton compiles C with Python's headers
-    local compiler=${CC:-gcc} header
-    type "$compiler" >/dev/null 2>&1 || [ -n "${CC:-}" ] || compiler=clang
-    type "$compiler" >/dev/null 2>&1 || fail "no C compiler (${CC:-gcc or clang}), which triton needs when it runs:" \
-        "install gcc, or set CC. Nothing was installed."
-    header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
-    [ -f "$header" ] || fail "$header does not exist, which triton needs when it runs: install the headers of $1" \
-        "(for example python3.12-dev or python3.12-devel). Nothing was installed."
+check_system() {  # what the set-up or a later run would miss: all of it in one message, before gigabytes are downloaded
+    local lacks=() names=() version compiler=${CC:-gcc} header free
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import venv, ensurepip' 2>/dev/null || { lacks+=("venv for $python"); names+=("python$version-venv"); }
+    if [ -n "$cuda" ]; then  # at its first kernel, minutes into a run, triton compiles C with Python's headers
+        type "$compiler" >/dev/null 2>&1 || [ -n "${CC:-}" ] || compiler=clang
+        type "$compiler" >/dev/null 2>&1 || { lacks+=("a C compiler (${CC:-gcc or clang})"); names+=(gcc); }
+        header=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
+        [ -f "$header" ] || { lacks+=("$header"); names+=("python$version-dev"); }
+        free=$(df -m --output=avail "${BAPO_DEVICE_ROOT:-}/dev/shm" 2>/dev/null | tail -n 1 || true)
+        [ "${free:-0}" -ge 1024 ] || lacks+=("1 GB in /dev/shm, which has ${free:-0} MB (docker run --shm-size=16g)")
+    fi
+    [ ${#lacks[@]} = 0 ] || fail "this machine lacks $(printf '%s; ' "${lacks[@]}" | sed 's/; $//')." \
+        "${names[*]:+Install with: apt-get install -y ${names[*]} (or what your system calls them). }Nothing was installed."
 }
+find_python
+check_system
 
 exec 9>$venv.lock  # somebody else may be setting it up, for example another node that shares this folder
 locked=0
@@ -85,9 +92,6 @@ step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the ou
     fi
 }
 
-source scripts/flash_attn.sh
-python=$(find_python)
-[ -z "$cuda" ] || check_compiler "$python"
 echo "Setting up $venv (a minute or two)"
 if ! cmp -s $requirements $venv/requirements.txt; then  # no environment, an interrupted one, or one of another list
     rm -rf $venv
@@ -103,16 +107,6 @@ step "$requirements" "${uv[@]}" --no-deps -r <(grep -v '^torch==' $requirements)
 # Install torch with pip, which finds a local CPU build. (no-warn-conflicts: the CUDA build needs libraries that the CPU
 # list does not have.)
 step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
-if [ -n "$cuda" ] && ! install_flash_attn; then
-    {
-        echo "=============================================================================="
-        tail -n 30 "$log"
-        echo "WARNING: flash-attn could not be installed; above are the last lines of $log."
-        echo "Runs then need platform=gpu_without_flash_attn: sdpa attention with smaller token limits."
-        echo "To try again, once that is fixed or with BAPO_FLASH_ATTN_WHEEL=<a ready wheel>:"
-        echo "    rm $venv/complete; bash scripts/setup.sh"
-        echo "=============================================================================="
-    } >&2
-fi
+[ -z "$cuda" ] || BAPO_VENV=$PWD/$venv bash scripts/flash_attn.sh --ready || echo "  without flash-attn: runs use torch's attention"
 step "this package" "${uv[@]}" --no-deps -e .
 echo "$wanted" >$venv/complete

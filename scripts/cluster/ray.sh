@@ -33,7 +33,7 @@ else
     venv=.venv-cuda
 fi
 venv=${BAPO_VENV:-$PWD/$venv}
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-${HOME:?set HOME or RAY_AUTH_TOKEN_PATH}/.ray/auth_token}
 export RAY_JOB_STOP_WAIT_TIME_S=60  # time for a stopped job to clean up
 export RAY_ADDRESS=${RAY_ADDRESS:-http://127.0.0.1:8265}
 ray=$venv/bin/ray

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 from support.headers import write_headers
 
@@ -17,35 +18,24 @@ SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value head
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
 
-DRIVER_FILES = (Path("dev/nvidia0"), Path("proc/driver/nvidia/version"))  # these show that there is a driver
-GPU = {"capability": "9.0", "mode": "Default"}  # what nvidia-smi answers for an H100
+DRIVER_FILES = (
+    Path("dev/nvidia0"),
+    Path("dev/dxg"),
+    Path("proc/driver/nvidia/version"),
+)  # these show that there is a driver
 NVIDIA_SMI = """#!/bin/sh
-chosen=$(echo "$*" | sed -n 's/.*--id=\\([^ ]*\\).*/\\1/p' | tr , '|')
 case "$*" in
-*--query-gpu*) grep -E "^(${{chosen:-.*}}), " <<END ;;
-{rows}
-END
-*) cat <<END ;;
-{names}
-END
+*index,compute_cap*) {rows} ;;
+*) {names} ;;
 esac
 """
 
 
-def write_nvidia_smi(folder, gpus=8, **listed):
-    """Write an ``nvidia-smi`` to a folder for ``PATH``.
-
-    Args:
-        folder: the folder to write to.
-        gpus: number of GPUs.
-        listed: answers that replace those in ``GPU``: a value for all GPUs, or a list with one for each.
-    """
-    rows = []
-    for number in range(gpus):
-        values = {name: value[number] if isinstance(value, list) else value for name, value in (GPU | listed).items()}
-        rows.append(f"{number}, {values['capability']}, {values['mode']}")
-    names = [f"GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)" for number in range(gpus)]
-    (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows="\n".join(rows), names="\n".join(names)))
+def write_nvidia_smi(folder, gpus=8):
+    """Write an ``nvidia-smi`` to a folder for ``PATH`` that lists so many H100s."""
+    rows = "; ".join(f"echo '{number}, 9.0, NVIDIA H100'" for number in range(gpus))
+    names = "; ".join(f"echo 'GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)'" for number in range(gpus))
+    (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows=rows, names=names))
     (folder / "nvidia-smi").chmod(0o755)
 
 
@@ -56,15 +46,16 @@ def write_driver_file(root, name):
     return root
 
 
-def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64, **listed):
+def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64):
     """Make torch, the driver and Ray answer as on a machine with these GPUs."""
-    write_nvidia_smi(folder, gpus, **listed)
+    write_nvidia_smi(folder, gpus)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine, "get_num_cpus", lambda **options: cpus)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(cpus))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
 
 
 def write_model(task, folder, name):

@@ -44,9 +44,16 @@ STAND_INS = {
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin"
         [ -z "${TOOLKIT:-}" ] || (cd "$3"; sh "$STAND_INS/nvcc_of_the_list") ;;
+    *"import venv"*) exit "${NO_VENV:-0}" ;;
     *get_paths*) echo "${INCLUDE:-$STAND_INS}" ;;
-    *cp%d%d*) echo cp312 ;;
-    *" pip wheel "*)
+    *version_info*) case "$*" in *cp%d%d*) echo torch-2-cp312 ;; *%d.%d*) echo 3.12 ;; esac ;;
+    *" download "*)
+        folder=$(echo "$*" | sed 's/.*--dest \([^ ]*\) .*/\1/')
+        mkdir -p "$folder/made/flash_attn-2.8.3"
+        touch "$folder/made/flash_attn-2.8.3/setup.py"
+        tar -czf "$folder/flash_attn-2.8.3.tar.gz" -C "$folder/made" flash_attn-2.8.3
+        rm -r "$folder/made" ;;
+    *" wheel "*)
         echo "build archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" \
             "home=${CUDA_HOME:-} flags=${NVCC_APPEND_FLAGS:-}" >>"$CALLS"
         [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; }
@@ -63,18 +70,21 @@ touch $cu/lib/libcudart.so.13""",
     "nvidia-smi": """case "$*" in
     -L) [ -z "${DRIVER:-}" ] || echo "GPU 0: NVIDIA H100" ;;
     *driver_version*) echo "$DRIVER" ;;
+    *index,compute_cap*) number=0
+        for capability in $CAPABILITIES; do echo "$number, $capability, a GPU"; number=$((number + 1)); done ;;
     *compute_cap*) printf "%s\\n" $CAPABILITIES ;;
     *) echo "| NVIDIA-SMI $DRIVER   Driver Version: $DRIVER   CUDA Version: ${CUDA_VERSION:-12.4} |" ;;
 esac""",
     "nvcc": """echo "Cuda compilation tools, release ${NVCC:-13.0}, V${NVCC:-13.0}.88" """,
     "getconf": """echo "${GLIBC:-glibc 2.31}" """,
     "flock": """exit "${FLOCK:-0}" """,
+    "df": """echo Avail; echo "${SHARED_MEMORY:-4096}" """,
 }
 
 
 @pytest.fixture
 def set_up(tmp_path):
-    """Run scripts/setup.sh in a copy without installing anything. Returns its output and the commands that it ran."""
+    """Run a script in a copy without installing anything. Returns its output and the commands that it ran."""
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/setup.sh", "scripts/gpus.sh", "scripts/flash_attn.sh", "pyproject.toml", *LOCKS.values()):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -85,7 +95,7 @@ def set_up(tmp_path):
         (stand_ins / name).chmod(0o755)
     (stand_ins / "Python.h").touch()
 
-    def run(code=0, **variables):
+    def run(*command, code=0, **variables):
         calls = tmp_path / "calls"
         calls.write_text("")
         environment = {
@@ -96,7 +106,7 @@ def set_up(tmp_path):
             "BAPO_DEVICE_ROOT": str(tmp_path),
         }
         done = subprocess.run(
-            ["bash", "scripts/setup.sh"],
+            ["bash", *(command or ("scripts/setup.sh",))],
             cwd=tmp_path,
             env=environment | variables,
             stdout=subprocess.PIPE,
@@ -105,8 +115,8 @@ def set_up(tmp_path):
             timeout=60,
         )
         assert done.returncode == code, done.stdout
-        # Without the commands that ask for the version of Python, for its name, and for its headers.
-        questions = ("ensurepip", "get_paths", "cp%d%d")
+        # Without the commands that ask for the version of Python, for venv, and for its headers.
+        questions = ("ensurepip", "get_paths", "version_info")
         return done.stdout, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
 
     return run
@@ -137,30 +147,39 @@ def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_pa
     set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package replaces the driver's libraries
 
 
+FLASH_ATTN = "scripts/flash_attn.sh"
+BUILT = "flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl"
+
+
+def test_the_set_up_builds_no_flash_attn_but_installs_a_ready_wheel(set_up, tmp_path):
+    output, calls = set_up(**GPUS)
+    assert "To build it, perhaps for an hour: bash scripts/flash_attn.sh" in output
+    assert not any("flash" in call for call in calls)
+    output, calls = set_up(FLASH_ATTN, **GPUS, NVCC="12.8", CXX="no-such-c++", **WHEEL)
+    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in calls)
+    shutil.rmtree(tmp_path / ".venv-cuda")
+    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in set_up(**GPUS, **WHEEL)[1])
+
+
 @pytest.mark.parametrize(
     "capabilities, given, archs",
-    [("10.3 8.6 8.0 7.5", None, "80;100"), ("9.0", "80", "80")],
+    [("10.3 8.6 8.0", None, "80;100"), ("9.0", "80", "80")],
 )
 def test_flash_attn_is_built_for_the_gpus_that_are_here_and_kept(set_up, tmp_path, capabilities, given, archs):
-    given = {"FLASH_ATTN_CUDA_ARCHS": given} if given else {}
-    output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities}, **given)
-    (build,) = [call for call in calls if "flash-attn==" in call]
-    assert "--no-build-isolation" in build
+    gpus = GPUS | {"CAPABILITIES": capabilities} | ({"FLASH_ATTN_CUDA_ARCHS": given} if given else {})
+    output, calls = set_up(FLASH_ATTN, **gpus)
     (seen,) = [call for call in calls if call.startswith("build ")]
     assert re.fullmatch(rf"build archs={archs} jobs=[1-9]\d* force=TRUE home= flags=", seen)
-    assert "WARNING" not in output and re.search(r"about [1-9]\d* minutes", output)
-    folder = f"{tmp_path}/.venv-wheels/torch=={locked('cuda')['torch']}-cp312-sm_{archs.replace(';', '_')}"
-    wheel = f"{folder}/flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl"
+    assert re.search(r"about [1-9]\d* minutes without", output)
+    wheel = f"{tmp_path}/.venv-wheels/torch-2-cp312-sm_{archs.replace(';', '_')}/{BUILT}"
     assert f"BAPO_FLASH_ATTN_WHEEL={wheel}\n" in output and any(f"--no-deps {wheel}" in call for call in calls)
     # The wheel is kept, so a new environment needs no other build.
     shutil.rmtree(tmp_path / ".venv-cuda")
-    output, calls = set_up(**GPUS | {"CAPABILITIES": capabilities, "BUILD_FAILS": "1"}, **given)
-    assert "WARNING" not in output and any(f"--no-deps {wheel}" in call for call in calls)
+    assert any(f"--no-deps {wheel}" in call for call in set_up(**gpus, BUILD_FAILS="1")[1])
 
 
 def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, tmp_path):
-    output, calls = set_up(**GPUS, NVCC="12.8", TOOLKIT="1", NVCC_APPEND_FLAGS="-lineinfo")
-    assert "WARNING" not in output
+    _, calls = set_up(FLASH_ATTN, **GPUS, NVCC="12.8", TOOLKIT="1", NVCC_APPEND_FLAGS="-lineinfo")
     home, flags = f"{tmp_path}/.venv-cuda/cuda", "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK -lineinfo"
     assert [call for call in calls if call.endswith(f" force=TRUE home={home} flags={flags}")]
     for name in ("bin/nvcc", "include", "nvvm", "lib64/libcudart.so.13", "lib64/libcudart.so"):
@@ -173,25 +192,50 @@ def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, t
         ({"BUILD_FAILS": "1"}, "the compiler's own words"),
         ({"NVCC": "12.8"}, "the build needs nvcc of CUDA 13, for which torch is built; here: "),
         ({"CXX": "no-such-c++"}, "no C++ compiler (no-such-c++)"),
-        ({"IMPORT_FAILS": "1"}, ""),
-        ({"CAPABILITIES": "7.5"}, "no kernels for GPUs"),
+        ({"IMPORT_FAILS": "1"}, "is for another torch, Python or GPU"),
+        ({"CAPABILITIES": "11.0"}, "has no kernels for this machine's GPUs"),
     ],
 )
-def test_without_flash_attn_it_says_why_and_what_follows(set_up, tmp_path, variables, reason):
-    output, calls = set_up(**GPUS | variables)
-    assert reason in output and "WARNING: flash-attn could not be installed" in output
-    assert "platform=gpu_without_flash_attn" in output and "rm .venv-cuda/complete" in output
+def test_a_build_that_fails_says_why_and_is_tried_again(set_up, variables, reason):
+    output, calls = set_up(FLASH_ATTN, code=1, **GPUS | variables)
+    assert reason in output
     # A package that cannot be imported is removed, because transformers and verl would use it.
-    assert any("uninstall" in call and " flash-attn" in call for call in calls) == ("IMPORT_FAILS" in variables)
-    assert set_up(**GPUS)[0] == ""  # so that not every start builds for an hour
-    assert not list(tmp_path.glob(".venv-wheels/*/*"))  # a wheel that cannot be imported is not kept
-    (tmp_path / ".venv-cuda" / "complete").unlink()
-    assert "WARNING" not in set_up(**GPUS)[0]
+    assert any("uninstall" in call for call in calls) == ("IMPORT_FAILS" in variables)
+    assert set_up(**GPUS)[0] == ""  # the set-up was complete without it
 
 
-def test_a_ready_wheel_of_flash_attn_needs_no_compiler(set_up):
-    output, calls = set_up(**GPUS, NVCC="12.8", CXX="no-such-c++", **WHEEL)
-    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in calls) and "WARNING" not in output
+def test_an_interrupted_build_goes_on_with_what_it_has_compiled(set_up, tmp_path):
+    set_up(FLASH_ATTN, code=1, **GPUS, BUILD_FAILS="1")
+    (source,) = tmp_path.glob(".venv-wheels/*/flash_attn-2.8.3")
+    (source / "compiled.o").touch()
+    _, calls = set_up(FLASH_ATTN, **GPUS)
+    assert not any(" download " in call for call in calls)
+    assert any(call.endswith(f" {source}") for call in calls) and not source.exists()
+
+
+@pytest.mark.parametrize(
+    "files, jobs",
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "18500000000\n"}, "2"),
+        ({"proc/self/cgroup": "0::/slurm/job/step\n", "sys/fs/cgroup/slurm/job/memory.max": "9000000000\n"}, "1"),
+        ({"proc/self/cgroup": "4:memory:/a/b\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "27000000000\n"}, "3"),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, "4"),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, "7"),
+        ({"proc/self/cgroup": "2:cpu:/a\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "600000\n"}, "6"),
+    ],
+)
+def test_a_build_starts_as_many_jobs_as_the_control_group_allows(set_up, tmp_path, files, jobs):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name, text in {
+        "nproc": "echo 7",
+        "awk": 'case "$*" in */proc/meminfo) echo 99000000000;; *) exec /usr/bin/awk "$@";; esac',
+    }.items():
+        (tmp_path / "stand-ins" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "stand-ins" / name).chmod(0o755)
+    calls = set_up(FLASH_ATTN, **GPUS)[1]
+    assert [call for call in calls if f" jobs={jobs} " in call], calls
 
 
 @pytest.mark.parametrize("glibc", ["glibc 2.28", "musl"])
@@ -203,14 +247,39 @@ def test_a_c_library_for_which_there_are_no_wheels_ends_it_before_anything_is_ma
     set_up(GLIBC="glibc 2.31")
 
 
+def test_what_the_machine_lacks_is_said_at_once_before_anything_is_made(set_up, tmp_path):
+    lacks = {"CC": "no-such-cc", "INCLUDE": "/none", "NO_VENV": "1", "SHARED_MEMORY": "64"}
+    output, calls = set_up(code=1, **GPUS | lacks)
+    assert calls == [] and not list(tmp_path.glob(".venv*"))
+    assert re.fullmatch(
+        r"Error: this machine lacks venv for \S+; a C compiler \(no-such-cc\); /none/Python.h; 1 GB in /dev/shm, which "
+        r"has 64 MB \(docker run --shm-size=16g\)\. Install with: apt-get install -y python3.12-venv gcc "
+        r"python3.12-dev \(or what your system calls them\)\. Nothing was installed\.\n",
+        output,
+    ), output
+    assert "1 GB in /dev/shm" in set_up(code=1, **GPUS, SHARED_MEMORY="64")[0]
+    set_up(CC="no-such-cc", INCLUDE="/none", SHARED_MEMORY="64")  # without a GPU these are not needed
+
+
 @pytest.mark.parametrize(
-    "variables, said",
-    [({"CC": "no-such-cc"}, "no C compiler (no-such-cc)"), ({"INCLUDE": "/none"}, "/none/Python.h does")],
+    "capabilities, variables, said",
+    [
+        ("7.5", {}, "a compute capability below 8.0 (0, 7.5, a GPU), for which vLLM has no bfloat16"),
+        ("7.5 7.0", {"CUDA_VISIBLE_DEVICES": "0"}, "below 8.0 (0, 7.5, a GPU;1, 7.0, a GPU)"),
+        (
+            "6.1 8.9 12.0",
+            {},
+            "(0, 6.1, a GPU). Use the others: export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2",
+        ),
+        ("6.1 8.9", {"CUDA_VISIBLE_DEVICES": "1"}, None),
+        ("9.0 9.0", {}, None),
+        ("[N/A]", {}, None),  # as some new machines answer
+        ("6.1", {"VERL_PLATFORM": "cpu"}, None),
+    ],
 )
-def test_what_triton_compiles_with_is_looked_for_before_anything_is_made(set_up, tmp_path, variables, said):
-    output, calls = set_up(code=1, **GPUS | variables)
-    assert said in output and calls == [] and not (tmp_path / ".venv-cuda").exists()
-    set_up(**variables)  # without a GPU no compiler is needed
+def test_gpus_that_are_too_old_are_refused_before_anything_is_made(set_up, tmp_path, capabilities, variables, said):
+    output, calls = set_up(code=int(said is not None), **GPUS | {"CAPABILITIES": capabilities}, **variables)
+    assert (said or "Setting up .venv") in output and bool(calls) == (said is None)
 
 
 def test_it_goes_on_where_files_cannot_be_locked(set_up):
