@@ -195,6 +195,21 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
     assert ended() == (["recipe.bapo.run"], ["where"], f"{tmp_path}/made/model")
 
 
+def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):
+    home = {"HOME": str(tmp_path)}
+    assert start.of_system(home) == {}
+    with pytest.raises(ValueError, match="HOME=/no/home cannot be written, .*: set HOME to a folder"):
+        start.of_system({"HOME": "/no/home"})
+    monkeypatch.setattr(start.os, "getuid", lambda: 4_000_000)
+    assert start.of_system(home) == {"USER": "uid4000000"} and start.of_system({**home, "USER": "me"}) == {}
+    wsl = SimpleNamespace(release="5.15.167.4-microsoft-standard-WSL2")
+    monkeypatch.setattr(start.os, "uname", lambda: wsl)
+    assert start.of_system({**home, "USER": "me"}) == {"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}
+    assert start.of_system({**home, "USER": "me", "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"}) == {
+        "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"
+    }
+
+
 def test_help_is_the_head_of_the_run_script():
     run = subprocess.run(
         [sys.executable, "-m", "recipe.bapo.run.start", "--help"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -11,6 +11,7 @@ submits it to a Ray cluster. The variables are explained in the run script.
 import hashlib
 import importlib
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -232,6 +233,28 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     return listed
 
 
+def of_system(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Return variables without which torch or vLLM fails on this system.
+
+    Raises:
+        ValueError: the home folder cannot be written.
+    """
+    found: dict[str, str | None] = {}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:  # docker --user, OpenShift: torch asks for the user's name, and Python for the variable first
+        if not environment.get("USER"):
+            found["USER"] = f"uid{os.getuid()}"
+    if "microsoft" in os.uname().release.lower():  # vLLM's runner needs pinned memory, which it turns off in WSL2
+        found["VLLM_WSL2_ENABLE_PIN_MEMORY"] = environment.get("VLLM_WSL2_ENABLE_PIN_MEMORY", "1")
+    home = environment.get("HOME") or os.path.expanduser("~")
+    if not os.access(home, os.W_OK):
+        raise ValueError(
+            f"HOME={home} cannot be written, and torch, triton and vLLM keep files there: set HOME to a folder."
+        )
+    return found
+
+
 def has_flash_attn() -> bool:
     """Whether flash-attn 2 can be imported; flash-attn-4 alone is a package ``flash_attn``, too."""
     try:
@@ -240,7 +263,7 @@ def has_flash_attn() -> bool:
     except ImportError:
         print(
             "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one "
-            "sequence at a time).",
+            "sequence at a time). To build it: bash scripts/flash_attn.sh",
             file=sys.stderr,
         )
         return False
@@ -260,6 +283,7 @@ def main(arguments: list[str]) -> int:
     try:
         amd = Path("/dev/kfd").exists() or any(map(shutil.which, ("rocm-smi", "amd-smi")))
         choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn)
+        choice.environment |= of_system(os.environ)
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
