@@ -26,6 +26,7 @@ from recipe.bapo.run.files import CONFIG, LOG, METRICS, keep_earlier
 from recipe.bapo.run.locks import claim_cluster, claim_machine
 from recipe.bapo.run.messages import send, wait_for_final_check
 from recipe.bapo.run.preflight.keys import ERRORS, explain
+from recipe.bapo.run.preflight.machine import cpu_demands
 from recipe.bapo.run.preflight.stages import run_stages, table
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
@@ -86,6 +87,8 @@ def choose_cluster(config) -> None:
             ray_init.num_cpus = ray_init.num_gpus = None  # the nodes have set them; Ray refuses them here
         else:
             ray_init.address = "local"
+            if ray_init.num_cpus is None:  # with fewer than verl asks for, Ray would wait for ever; it only counts them
+                ray_init.num_cpus = max(os.cpu_count() or 1, sum(cpu_demands(config).values()))
             # By default Ray remembers the last 100,000 tasks: its server would grow by a megabyte a step for hours.
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 

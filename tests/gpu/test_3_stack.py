@@ -22,8 +22,6 @@ ONE_GPU = (
     # size=cpu leaves this to the platform, and verl's default is 2.
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.strategy=fsdp2",
-    # verl asks Ray for 12 CPUs, but machines with one GPU often have fewer. Ray only counts them.
-    "ray_kwargs.ray_init.num_cpus=16",
 )
 # vLLM is asked to release its memory. On a CPU it has none to release, but logs that it did.
 SLEEP = "actor_rollout_ref.rollout.free_cache_engine=true"

@@ -177,6 +177,11 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path)
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert chosen() == ("local", 16, 16)
+    # Ray is told of enough CPUs, also on a machine that has fewer.
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert chosen("ray_kwargs.ray_init.num_cpus=null") == ("local", 5, 16)
+    monkeypatch.setattr("os.cpu_count", lambda: 99)
+    assert chosen("ray_kwargs.ray_init.num_cpus=null") == ("local", 99, 16)
     assert chosen("trainer.nnodes=2") == ("auto", None, None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert chosen() == ("auto", None, None)

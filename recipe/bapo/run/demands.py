@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show what Ray cannot place while no step has ended, in the process that is connected to it.
 
-If Ray has fewer CPUs or GPUs than verl asks it for, Ray waits for ever and verl reports nothing. Preflight counts the
-CPUs, but only of a Ray that the run starts itself. Ray's own ``ray status`` leaves out an actor that waits for a CPU
-which another actor holds (tried with Ray 2.60: "no resource demands"), so we ask for what Ray lists as pending.
+If Ray has fewer CPUs or GPUs than verl asks it for, Ray waits for ever and verl reports nothing. A Ray that the run
+starts itself is told to count enough CPUs; the nodes of a cluster count their own. Ray's own ``ray status`` leaves out
+an actor that waits for a CPU which another actor holds (tried with Ray 2.60: "no resource demands"), so we ask for what
+Ray lists as pending.
 """
 
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the machine with what the config needs: installed packages, devices, CPUs, other runs and shared memory."""
+"""Compare the machine with what the config needs: packages, devices, CPUs, other runs, shared memory and disk."""
 
 import os
 import shutil
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.run.locks import check_ray_address, claim_machine
@@ -18,7 +17,6 @@ from verl.single_controller.ray.base import ResourcePoolManager
 
 VERL = "0.9.1"
 GIB = 1 << 30
-STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 
 
@@ -60,29 +58,26 @@ def check_devices(config) -> str:
 
 
 def check_cpus(config) -> str:
-    """Check that Ray counts as many CPUs as verl asks it for. With fewer, Ray waits for ever.
+    """Check the number of CPUs that Ray is told to count: with fewer than verl asks it for, Ray waits for ever.
 
-    Ray only counts CPUs and does not reserve them. An actor for which verl asks for no CPUs takes none.
+    Ray only counts CPUs and does not reserve them. Where the number is not set, ``main_bapo`` sets one that is enough.
     """
     if joins_a_cluster(config):
         return "the nodes of the Ray cluster count their own"
-    demands, here = cpu_demands(config), int(get_num_cpus(override_docker_cpu_warning=True))
-    asked = sum(demands.values())
-    given = config.ray_kwargs.ray_init.num_cpus
+    demands, given = cpu_demands(config), config.ray_kwargs.ray_init.num_cpus
+    asked, here = sum(demands.values()), len(os.sched_getaffinity(0))
     text = f"Ray is asked for {asked} CPUs ({', '.join(f'{count} for {what}' for what, count in demands.items())})"
-    if asked > (here if given is None else given):
+    if given is not None and asked > given:
         raise ValueError(
-            f"{text}, and counts {here if given is None else given} (ray_kwargs.ray_init.num_cpus="
-            f"{'null' if given is None else given}, {here} CPUs here), so it would wait for ever: set "
-            f"ray_kwargs.ray_init.num_cpus={asked} (Ray only counts CPUs), or fewer {STORAGE_UNITS}."
+            f"{text}, and ray_kwargs.ray_init.num_cpus={given} would have it wait for ever: set it to null or {asked}."
         )
     busy = 0 if on_cpu(config) else 2 * gpus_wanted(config)
     if here < busy:
         raise CheckWarning(
-            f"{text} and counts {given}, but there are {here} here, which {busy} processes of trainer and vLLM on the "
-            "GPUs have to share: steps will be slow."
+            f"{text}, but there are {here} here, which {busy} processes of trainer and vLLM on the GPUs have to share: "
+            "steps will be slow."
         )
-    return f"{text}, {here} CPUs here" + (f", counted as {given}" if given is not None else "")
+    return f"{text}, {here} CPUs here"
 
 
 def cpu_demands(config) -> dict[str, int]:
@@ -124,3 +119,22 @@ def check_shared_memory(config) -> str:
         text = f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: "
         raise (CheckWarning if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
     return f"{free:.0f} GiB free in /dev/shm"
+
+
+def check_disk(config) -> str:
+    """Warn if the disk cannot hold the checkpoints that are kept: the run would end at one of them, hours later."""
+    trainer = config.trainer
+    if trainer.save_freq <= 0:
+        return "no checkpoints are saved"
+    # A model's files are mostly bfloat16. A checkpoint has float32 weights and Adam's two moments.
+    each = 6 * sum(path.stat().st_size for path in Path(config.actor_rollout_ref.model.path).glob("*.safetensors"))
+    kept = trainer.max_actor_ckpt_to_keep or 1
+    folder = Path(trainer.default_local_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    text = f"{kept} x {each / GIB:.1f} GiB of checkpoints, {free / GIB:.0f} GiB free"
+    if free < kept * each:
+        raise CheckWarning(
+            f"{text} in {folder}: set trainer.default_local_dir to another disk, or keep fewer "
+            f"(trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep})."
+        )
+    return text

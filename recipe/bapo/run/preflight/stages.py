@@ -152,6 +152,7 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
     ("shared memory", machine.check_shared_memory, ()),
+    ("disk", machine.check_disk, ()),
     ("verl's config", check_verls_config, ()),
     ("settings", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
