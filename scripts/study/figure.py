@@ -23,7 +23,12 @@ LINE_STYLES = {  # Okabe-Ito
 
 def draw(folder: Path = ROWS) -> plt.Figure:
     """Draw held-out reward and entropy by method: a thin line for each seed, a thick one for their mean."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="tight")
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+    figure.suptitle(
+        "BAPO and a wide fixed range learn faster than GRPO, and end with less entropy\n"
+        "A language model of 135M parameters learns to sort; thin lines are 3 seeds, thick ones their mean",
+        fontsize=11,
+    )
     runs = [(run, pd.read_parquet(folder / f"{run.name}.parquet")) for run in runs_of_whole_seeds(folder)]
     for method, (colour, style) in LINE_STYLES.items():
         of_method = [rows for run, rows in runs if run.method == method]
@@ -34,8 +39,8 @@ def draw(folder: Path = ROWS) -> plt.Figure:
             for line in lines:
                 axis.plot(batches, line, style, color=colour, linewidth=0.8, alpha=0.5)
             axis.plot(batches, np.mean(lines, 0), style, color=colour, linewidth=2.2, label=METHOD_NAMES[method])
-    axes[0].set(ylabel="held-out reward", title="share of 512 answers that are right")
-    axes[1].set(ylabel="entropy, nats a token", title="entropy, mean of 16 updates", ylim=(0, None))
+    axes[0].set(ylabel="held-out reward (share of 512 answers)")
+    axes[1].set(ylabel="entropy, nats a token", ylim=(0, None))
     for axis in axes:
         axis.set(xlabel="rollout batch, 16 updates each", xticks=range(5))
         axis.grid(alpha=0.4)

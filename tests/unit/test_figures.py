@@ -3,7 +3,7 @@
 
 from matplotlib import image
 
-from scripts.figures.first_screen import UPDATE, draw
+from scripts.figures.search import UPDATE, draw
 
 
 def test_the_picture_is_drawn(tmp_path):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the picture of the search: what it does to one real update.
 
-.venv/bin/python -m scripts.figures.first_screen          # docs/figures/bapo.png
+.venv/bin/python -m scripts.figures.search          # docs/figures/bapo.png
 
 The numbers are those of update 92 of seed 1 on the retry task (docs/results/small_networks.md), with weights that
 arrive 32 updates late. ``searched_update`` in this file at commit da96f3b computes them by training that run. The
@@ -33,7 +33,9 @@ def draw_row(axes, title: str, rho: float, target: float, low: float, high: floa
     bar.text((1 + rho) / 2, 0, "A < 0", ha="center", va="center", color="black", fontsize=15)
     bar.plot([target, target], [-0.5, 0.5], color="black", linewidth=3)
     bar.text(target, 0.6, f"target {target:.0%}", ha="center", va="bottom", fontsize=13)
-    bar.set(xlim=(0, 1), ylim=(-0.5, 0.9))
+    for share in (0, 1):
+        bar.text(share, -0.4, f"{share:.0%}", ha="center", va="top", fontsize=12)
+    bar.set(xlim=(-0.3, 1.3), ylim=(-0.7, 0.9))  # another width than the axis of the ratio, which it does not share
     bar.set_title(title, fontsize=16, loc="left")
     bar.axis("off")
     ratio.axhline(0, color="0.6", linewidth=2)
