@@ -14,7 +14,7 @@ from bapo.diagnostics import Diagnostics, diagnose
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
 from bapo.search import ClipBounds, remeasure, search_clip_bounds
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BAPOConfig",
