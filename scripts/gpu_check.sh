@@ -5,7 +5,7 @@
 #
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
 #     1   compares search and loss with the CPU's; needs only torch and pytest; a minute
-#     2   makes updates of verl's FSDP2 worker with the settings that larger models need, and measures their time and
+#     2   makes updates of verl's worker with the settings that larger models need, and measures their time and
 #         memory; needs verl but no vLLM; about ten minutes
 #     3   makes runs with Ray and vLLM: three steps each of the example, of the example with a Llama, and of replay;
 #         then a whole run of a language model that learns to sort; and two runs at once if there are two GPUs; about

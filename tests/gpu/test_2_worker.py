@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make updates of verl's FSDP2 worker on the GPU, without Ray and vLLM.
+"""Make updates of verl's worker on the GPU, with FSDP2 and FSDP1, without Ray and vLLM.
 
 Each setting makes one update of the same tiny model on the same mini-batch, in float32, and its bounds are compared
 with those of the CPU platform. One test compares rho in the default precision. The last test takes a model of a usual
@@ -42,6 +42,13 @@ SETTINGS = {
     "offload": [PLAIN, f"{FSDP}.param_offload=true", f"{FSDP}.optimizer_offload=true"],
     "LoRA": [PLAIN, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"],
     "fused kernels": [f"{MODEL}.use_fused_kernels=true"],
+    "FSDP1": [PLAIN, f"{ACTOR}.strategy=fsdp"],  # verl's default engine
+    "monitor on FSDP1": [
+        PLAIN,
+        f"{ACTOR}.strategy=fsdp",
+        f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        f"{ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.MonitorConfig",
+    ],
 }
 SCOPES = {"micro-batch scope"}  # their bounds differ from the other settings'
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make one update of verl's FSDP2 worker in a separate process, and report measurements.
+"""Make one update of verl's worker in a separate process, and report measurements.
 
 Each setting needs its own process, because verl patches the model's class for fused kernels, and a process can have
 only one process group. ``look_at_update`` starts the process, which runs ``python -m tests.support.gpu_update FILE``.
@@ -88,7 +88,7 @@ def run(overrides, platform, rank, size, port, rows=16, longest=20, entropy=Fals
         A dictionary with these keys:
 
         - ``logged``: the bounds of the first update and their metrics. With ``bound_scope=micro_batch`` they are means.
-        - ``log_probs``: the dtype of the log-probs.
+        - ``log_probs``: the dtype of the log-probs of the extra forward, if there was one.
         - ``weights``: the number of weights.
         - ``peak_gibibytes``: the peak memory of the updates; 0 on a CPU.
         - ``graphs``: the number of graphs that torch compiled.
@@ -114,7 +114,7 @@ def run(overrides, platform, rank, size, port, rows=16, longest=20, entropy=Fals
     actor.train_batch(data)
     seen = {
         "logged": actor.logged,
-        "log_probs": dtypes[0],
+        "log_probs": dtypes[0] if dtypes else None,
         "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
     }
     if repeats:
