@@ -14,10 +14,8 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="needs verl; stage 1 does not")
-
-from tests.support.actor import untie_embeddings  # noqa: E402
-from tests.support.gpu_update import ROOT, look_at_update, write_llama  # noqa: E402
+from tests.support.actor import untie_embeddings
+from tests.support.gpu_update import ROOT, look_at_update, write_llama
 
 ROWS = 16
 ACTOR, MODEL, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vLLM; stages 1 and 2 do not")
-
-from tests.support.gpu_update import ROOT, write_llama  # noqa: E402
+from tests.support.gpu_update import ROOT, write_llama
 
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 STEPS = 3
