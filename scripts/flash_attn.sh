@@ -14,7 +14,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
-version=2.8.3
+pinned=flash-attn==2.8.3  # lock.sh and requirements/try_cuda.sh read it here
+version=${pinned#*==}
 kernels=72  # source files of this version, each compiled for every architecture
 venv=${BAPO_VENV:-$PWD/.venv-cuda}
 python=$venv/bin/python
@@ -92,7 +93,7 @@ build() {  # leave a wheel in $folder. What is compiled stays beside it until th
     {
         [ -e "$folder/flash_attn-$version/setup.py" ] || {
             FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "${pip[@]}" download --no-deps --no-build-isolation --no-binary :all: \
-                --dest "$folder" flash-attn==$version
+                --dest "$folder" $pinned
             tar -xzf "$folder/flash_attn-$version.tar.gz" -C "$folder"
         }
         # FORCE_BUILD, because it may otherwise use a ready wheel for CUDA 12. PATH, because torch looks for ninja there.
