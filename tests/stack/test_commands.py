@@ -47,6 +47,8 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
             f"data.val_files={task}/test.parquet",
             "trainer.n_gpus_per_node=1",
             "trainer.save_freq=-1",
+            "data.max_prompt_length=128",  # the tiny model has 1,024 positions
+            "data.max_response_length=128",
             "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",  # scores the example's data
         ],
         cwd=tmp_path / "tree",
