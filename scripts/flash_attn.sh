@@ -20,6 +20,7 @@ kernels=72  # source files of this version, each compiled for every architecture
 venv=${BAPO_VENV:-$PWD/.venv-cuda}
 python=$venv/bin/python
 [ "${1:-}" = --ready ] || [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh
+[ -x "$python" ] || fail "$python does not exist: this is for machines with NVIDIA GPUs; for another environment set BAPO_VENV."
 
 install() {
     echo "  flash-attn ($1)"
@@ -48,7 +49,7 @@ of_cgroup() {  # of_cgroup FILE: its contents in our control group and in all ab
     done
 }
 
-jobs() {  # one for each core that we may use, but at most one for each 9 GB of memory, which is flash-attn's own rule
+compile_jobs() {  # one for each core that we may use, but at most one for each 9 GB of memory, which is flash-attn's own rule
     local cores bytes
     cores=$({ env -u OMP_NUM_THREADS nproc
         of_cgroup cpu.max | awk '$1 != "max" {print int($1 / $2)}'
@@ -81,11 +82,11 @@ link_toolkit() {  # make $venv/cuda, with CUDA's compiler and headers from our l
     ln -s libcudart.so.13 "$venv/cuda/lib64/libcudart.so"  # the name that the linker looks for
 }
 
-build() {  # leave a wheel in $folder. What is compiled stays beside it until then.
+build() {  # build a wheel in $folder, where the object files stay until it is done: an interrupted build goes on with them
     local names=${FLASH_ATTN_CUDA_ARCHS//[^;]/} pip=("$python" -m pip -q --disable-pip-version-check)
     type "${CXX:-g++}" >/dev/null 2>&1 || fail "no C++ compiler (${CXX:-g++}), which the build needs: install g++, or set CXX."
     find_nvcc
-    export MAX_JOBS=${MAX_JOBS:-$(jobs)}
+    export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
     echo "  flash-attn from source: $kernels files for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS at a time, about three minutes" \
         "each: about $((kernels * 3 * (${#names} + 1) / MAX_JOBS + 2)) minutes without what an earlier build has compiled." \
         "Output: $folder/build.log"

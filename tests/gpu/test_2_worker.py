@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 
+import verl  # noqa: F401 - where a package is missing, the stage fails here, once
 from tests.support.actor import untie_embeddings
 from tests.support.gpu_update import ROOT, look_at_update, write_llama
 

@@ -32,7 +32,7 @@ esac
 
 
 def write_nvidia_smi(folder, gpus=8):
-    """Write an ``nvidia-smi`` to a folder for ``PATH`` that lists so many H100s."""
+    """Write an ``nvidia-smi`` that lists ``gpus`` H100s to a folder for ``PATH``."""
     rows = "; ".join(f"echo '{number}, 9.0, NVIDIA H100'" for number in range(gpus))
     names = "; ".join(f"echo 'GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)'" for number in range(gpus))
     (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows=rows, names=names))

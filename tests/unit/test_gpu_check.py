@@ -46,6 +46,15 @@ def test_the_first_stage_rehearsed(tmp_path):
     assert "<testsuite " in (tmp_path / "out" / "junit.xml").read_text()
 
 
+def test_a_stage_whose_packages_are_missing_fails(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['verl'] = None\n")
+    done = call("--rehearse", "1", "2", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and "ERROR collecting tests/gpu/test_2_worker.py" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "passed" in {test.get("outcome") for test in report_of(tmp_path)}  # stage 1 has run
+
+
 def test_pytest_alone_skips_with_the_reason():
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "tests/gpu/test_1_torch.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

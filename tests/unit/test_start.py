@@ -116,6 +116,13 @@ def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
     assert not any("OMP_NUM_THREADS" in argument for argument in start.choose({}, 0).arguments)
 
 
+def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(files):
+    sampler = "VLLM_USE_FLASHINFER_SAMPLER"
+    assert start.choose(files, 1).environment[sampler] == "0"
+    assert start.choose({**files, sampler: "1"}, 1).environment[sampler] == "1"
+    assert sampler not in start.choose({}, 0).environment
+
+
 def test_an_evaluation_needs_no_training_data(files):
     chosen = start.choose({"CONFIG": "evaluate", **files, "TRAIN_FILE": ""}, 8).environment
     assert chosen["TRAIN_FILE"] == files["TEST_FILE"]
@@ -197,15 +204,17 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
 
 def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):
     home = {"HOME": str(tmp_path)}
-    assert start.of_system(home) == {}
+    assert start.system_variables(home) == {}
     with pytest.raises(ValueError, match="HOME=/no/home cannot be written, .*: set HOME to a folder"):
-        start.of_system({"HOME": "/no/home"})
+        start.system_variables({"HOME": "/no/home"})
     monkeypatch.setattr(start.os, "getuid", lambda: 4_000_000)
-    assert start.of_system(home) == {"USER": "uid4000000"} and start.of_system({**home, "USER": "me"}) == {}
+    assert (
+        start.system_variables(home) == {"USER": "uid4000000"} and start.system_variables({**home, "USER": "me"}) == {}
+    )
     wsl = SimpleNamespace(release="5.15.167.4-microsoft-standard-WSL2")
     monkeypatch.setattr(start.os, "uname", lambda: wsl)
-    assert start.of_system({**home, "USER": "me"}) == {"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}
-    assert start.of_system({**home, "USER": "me", "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"}) == {
+    assert start.system_variables({**home, "USER": "me"}) == {"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}
+    assert start.system_variables({**home, "USER": "me", "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"}) == {
         "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"
     }
 

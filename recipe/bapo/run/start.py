@@ -116,6 +116,9 @@ def choose(
     choice.environment |= {"NNODES": str(nodes), "GPUS_PER_NODE": str(train), "ROLLOUT_GPUS_PER_NODE": str(sample)}
     choice.arguments += ["--config-dir", "configs", f"experiment={config}", f"size={size}"]
     choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
+    if not cpu:
+        # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
+        choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not cpu and not flash_attn():
         choice.arguments.append("platform=gpu_without_flash_attn")
         if language_model:  # its answers are short: a micro-batch can hold many, and sdpa's mask is still small
@@ -233,7 +236,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     return listed
 
 
-def of_system(environment: Mapping[str, str]) -> dict[str, str | None]:
+def system_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return variables without which torch or vLLM fails on this system.
 
     Raises:
@@ -283,7 +286,7 @@ def main(arguments: list[str]) -> int:
     try:
         amd = Path("/dev/kfd").exists() or any(map(shutil.which, ("rocm-smi", "amd-smi")))
         choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn)
-        choice.environment |= of_system(os.environ)
+        choice.environment |= system_variables(os.environ)
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

@@ -128,6 +128,8 @@ def check_disk(config) -> str:
         return "no checkpoints are saved"
     # A model's files are mostly bfloat16. A checkpoint has float32 weights and Adam's two moments.
     each = 6 * sum(path.stat().st_size for path in Path(config.actor_rollout_ref.model.path).glob("*.safetensors"))
+    if not each:
+        return "the size of a checkpoint is not known before the model is fetched from the hub"
     kept = trainer.max_actor_ckpt_to_keep or 1
     folder = Path(trainer.default_local_dir).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
