@@ -4,21 +4,21 @@
 # memory, and make runs of the whole stack.
 #
 #   bash scripts/gpu_check.sh [OPTIONS] [STAGE...]   all three stages, or some of:
-#     1   compares search and loss with the CPU's; needs only torch and pytest; a minute
+#     1   compares search and loss with the CPU's; needs only torch and pytest; less than a minute
 #     2   makes updates of verl's worker with the settings that larger models need, and measures their time and
-#         memory; needs verl but no vLLM; about ten minutes
+#         memory; needs verl but no vLLM; ten minutes or more
 #     3   makes runs with Ray and vLLM: three steps each of the example, of the example with a Llama, and of replay;
 #         then a whole run of a language model that learns to sort; and two runs at once if there are two GPUs; about
-#         twenty minutes
+#         half an hour
 #   --rehearse     run on the CPU platform, to test this command itself; this says nothing about a GPU
 #   --wheels DIR   for a machine without network: use the machine's Python (BAPO_PYTHON, or python3), and install the
 #                  wheels that are in DIR to a temporary folder. This script's comments list the packages it needs.
 #   --out DIR      folder for the report (runs/gpu_check)
 #
 # report.jsonl gets a line after each test, so that a run that is killed keeps its results; junit.xml is for tools. The
-# times above are guesses: nobody has measured the stages on a GPU yet. The exit code is pytest's (0, or 1 if a test
-# failed), 1 if the check cannot start, or 2 if there is no GPU that torch can use. Environment variable: BAPO_VENV, as
-# for the run script.
+# times of stages 2 and 3 are guesses from parts of them on an H200. The exit code is pytest's (0, or 1 if a test failed),
+# 1 if the check cannot start, or 2 if there is no GPU that torch can use. Environment variable: BAPO_VENV, as for the run
+# script.
 set -euo pipefail
 # Stage 1 needs only torch and pytest. Stage 2 needs the following packages, in the versions of requirements-cuda.txt, and
 # others that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Of Ray's wheel it does not

@@ -47,7 +47,7 @@ def main(config):
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
     send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
-    send("info", f"Starting Ray, the trainer and the vLLM servers; this takes a minute or two. Log: {run_dir / LOG}")
+    send("info", f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {run_dir / LOG}")
     train(config)
 
 

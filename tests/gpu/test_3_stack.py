@@ -100,7 +100,7 @@ def look_at(folder, name, code, tell):
     )
     tell("rho by step", [f"{value:.3f}" for value in rho])
     tell("seconds of the last step", round(steps[-1]["timing_s/step"], 1))
-    tell("peak memory, GB", steps[-1].get("perf/max_memory_allocated_gb"))  # this is None on a CPU
+    tell("peak memory, GB", steps[-1].get("actor/perf/max_memory_allocated_gb"))  # this is None on a CPU
     assert 0 <= off < MAX_DIFFERENCE
     assert all(0 < value < 1 for value in rho)
     return (folder / name / "train.log").read_text()
