@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 MADE_BY = ("task.py", "source.py", "warm_up.py", "__main__.py")  # the code that decides what is in the folder
 UNFINISHED = "unfinished-"
-SIZES = "sizes.json"  # of the files in a folder, by which a damaged one is known
 
 
 def folder_of(name: str, settings: dict) -> Path:
@@ -28,22 +27,9 @@ def folder_of(name: str, settings: dict) -> Path:
     return Path(os.environ.get("BAPO_CACHE") or ".cache").absolute() / f"{name}-{key}"
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether the folder exists and its files have the sizes with which they were made."""
-    return (folder / SIZES).exists() and json.loads((folder / SIZES).read_text()) == _sizes(folder)
-
-
-def _sizes(folder):
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SIZES)
-    return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
-
-
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``make`` fill the folder unless it is whole. Of two processes that start at once, one waits for the other.
-
-    A folder that is damaged is made again.
-    """
-    if is_whole(folder):
+    """Have ``make`` fill the folder unless it exists. Of two processes that start at once, one waits for the other."""
+    if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.parent / ".lock")
@@ -53,16 +39,14 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         print(f"Waiting for another start, which is making {folder}.", file=sys.stderr, flush=True)
         lock.acquire()
     try:
-        if is_whole(folder):
+        if folder.exists():
             return
-        # What a killed process left, because we hold the lock; and a damaged folder.
-        for left in [*folder.parent.glob(f"{UNFINISHED}*"), *folder.parent.glob(folder.name)]:
+        for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a killed process, because we hold the lock
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as scratch:
             unfinished = Path(scratch) / folder.name
             unfinished.mkdir()
             make(unfinished)
-            (unfinished / SIZES).write_text(json.dumps(_sizes(unfinished)))
             unfinished.rename(folder)
     finally:
         lock.release()
