@@ -9,8 +9,8 @@
 #
 # A ready wheel is BAPO_FLASH_ATTN_WHEEL (a path or URL), or one that was built here before and is kept in .venv-wheels.
 # The build may be interrupted: the next one goes on with what is compiled. It needs g++, and nvcc of CUDA 13 from the
-# machine or from our list. Environment variables: MAX_JOBS and FLASH_ATTN_CUDA_ARCHS, which are chosen by cores, memory
-# and GPUs; BAPO_VENV, another environment.
+# machine or from our list. Environment variables: MAX_JOBS, files at a time (flash-attn chooses by cores and memory);
+# FLASH_ATTN_CUDA_ARCHS (chosen by GPUs); BAPO_VENV, another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
@@ -37,28 +37,6 @@ architectures() {  # a GPU runs the kernels of its major version (one of 8.6 run
         grep -xE '80|90|100|120' | sort -un | paste -sd ';' || true
 }
 
-of_cgroup() {  # of_cgroup FILE: its contents in our control group and in all above it (version 2, and 1)
-    local root=${BAPO_DEVICE_ROOT:-} path
-    for path in $(cut -d: -f3 "$root/proc/self/cgroup" 2>/dev/null | sort -u); do
-        path=${path%/}
-        while true; do
-            cat "$root/sys/fs/cgroup"{,/memory,/cpu}"$path/$1" 2>/dev/null || true
-            [ -n "$path" ] || break
-            path=${path%/*}
-        done
-    done
-}
-
-compile_jobs() {  # one for each core that we may use, but at most one for each 9 GB of memory, which is flash-attn's own rule
-    local cores bytes
-    cores=$({ env -u OMP_NUM_THREADS nproc
-        of_cgroup cpu.max | awk '$1 != "max" {print int($1 / $2)}'
-        of_cgroup cpu.cfs_quota_us | awk '$1 > 0 {print int($1 / 100000)}'; } | sort -n | head -n 1)
-    bytes=$({ awk '/^MemAvailable/ {printf "%.0f\n", $2 * 1024}' /proc/meminfo
-        of_cgroup memory.max; of_cgroup memory.limit_in_bytes; } | grep -x '[0-9]*' | sort -n | head -n 1)
-    printf '%s\n' "$cores" $((bytes / 9000000000)) | sort -n | head -n 1 | sed 's/^0$/1/'
-}
-
 find_nvcc() {  # set toolkit to what the build needs besides
     local nvcc release
     nvcc=$(PATH=${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin command -v nvcc || true)
@@ -83,13 +61,12 @@ link_toolkit() {  # make $venv/cuda, with CUDA's compiler and headers from our l
 }
 
 build() {  # build a wheel in $folder, where the object files stay until it is done: an interrupted build goes on with them
-    local names=${FLASH_ATTN_CUDA_ARCHS//[^;]/} pip=("$python" -m pip -q --disable-pip-version-check)
+    local pip=("$python" -m pip -q --disable-pip-version-check)
     type "${CXX:-g++}" >/dev/null 2>&1 || fail "no C++ compiler (${CXX:-g++}), which the build needs: install g++, or set CXX."
     find_nvcc
-    export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-    echo "  flash-attn from source: $kernels files for sm_$FLASH_ATTN_CUDA_ARCHS, $MAX_JOBS at a time, about three minutes" \
-        "each: about $((kernels * 3 * (${#names} + 1) / MAX_JOBS + 2)) minutes without what an earlier build has compiled." \
-        "Output: $folder/build.log"
+    echo "  flash-attn from source: $kernels files for sm_$FLASH_ATTN_CUDA_ARCHS, each about three minutes for an architecture" \
+        "and up to 9 GB. flash-attn compiles as many at once as the machine's cores and memory allow; in a container or a" \
+        "Slurm job with less, set MAX_JOBS. What is compiled stays, if it is interrupted. Output: $folder/build.log"
     mkdir -p "$folder"
     {
         [ -e "$folder/flash_attn-$version/setup.py" ] || {

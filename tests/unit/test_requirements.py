@@ -54,7 +54,7 @@ case "$*" in
         tar -czf "$folder/flash_attn-2.8.3.tar.gz" -C "$folder/made" flash_attn-2.8.3
         rm -r "$folder/made" ;;
     *" wheel "*)
-        echo "build archs=$FLASH_ATTN_CUDA_ARCHS jobs=$MAX_JOBS force=$FLASH_ATTENTION_FORCE_BUILD" \
+        echo "build archs=$FLASH_ATTN_CUDA_ARCHS force=$FLASH_ATTENTION_FORCE_BUILD" \
             "home=${CUDA_HOME:-} flags=${NVCC_APPEND_FLAGS:-}" >>"$CALLS"
         [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; }
         folder=$(echo "$*" | sed 's/.*--wheel-dir \([^ ]*\) .*/\1/')
@@ -169,8 +169,7 @@ def test_flash_attn_is_built_for_the_gpus_that_are_here_and_kept(set_up, tmp_pat
     gpus = GPUS | {"CAPABILITIES": capabilities} | ({"FLASH_ATTN_CUDA_ARCHS": given} if given else {})
     output, calls = set_up(FLASH_ATTN, **gpus)
     (seen,) = [call for call in calls if call.startswith("build ")]
-    assert re.fullmatch(rf"build archs={archs} jobs=[1-9]\d* force=TRUE home= flags=", seen)
-    assert re.search(r"about [1-9]\d* minutes without", output)
+    assert re.fullmatch(rf"build archs={archs} force=TRUE home= flags=", seen)
     wheel = f"{tmp_path}/.venv-wheels/torch-2-cp312-sm_{archs.replace(';', '_')}/{BUILT}"
     assert f"BAPO_FLASH_ATTN_WHEEL={wheel}\n" in output and any(f"--no-deps {wheel}" in call for call in calls)
     # The wheel is kept, so a new environment needs no other build.
@@ -211,31 +210,6 @@ def test_an_interrupted_build_goes_on_with_what_it_has_compiled(set_up, tmp_path
     _, calls = set_up(FLASH_ATTN, **GPUS)
     assert not any(" download " in call for call in calls)
     assert any(call.endswith(f" {source}") for call in calls) and not source.exists()
-
-
-@pytest.mark.parametrize(
-    "files, jobs",
-    [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "18500000000\n"}, "2"),
-        ({"proc/self/cgroup": "0::/slurm/job/step\n", "sys/fs/cgroup/slurm/job/memory.max": "9000000000\n"}, "1"),
-        ({"proc/self/cgroup": "4:memory:/a/b\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "27000000000\n"}, "3"),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, "4"),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, "7"),
-        ({"proc/self/cgroup": "2:cpu:/a\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "600000\n"}, "6"),
-    ],
-)
-def test_a_build_starts_as_many_jobs_as_the_control_group_allows(set_up, tmp_path, files, jobs):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for name, text in {
-        "nproc": "echo 7",
-        "awk": 'case "$*" in */proc/meminfo) echo 99000000000;; *) exec /usr/bin/awk "$@";; esac',
-    }.items():
-        (tmp_path / "stand-ins" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "stand-ins" / name).chmod(0o755)
-    calls = set_up(FLASH_ATTN, **GPUS)[1]
-    assert [call for call in calls if f" jobs={jobs} " in call], calls
 
 
 @pytest.mark.parametrize("glibc", ["glibc 2.28", "musl"])
