@@ -130,6 +130,8 @@ ValueError: not a worker's
     assert first_error(log) == "RuntimeError: no room for these weights (vLLMHttpServer)"
     log = "(vLLMHttpServer pid=7) default_worker.py serve: error: argument --dtype: invalid choice: 'float12'\n"
     assert first_error(log) == "error: argument --dtype: invalid choice: 'float12' (vLLMHttpServer)"
+    log = "(vLLMHttpServer pid=7) default_worker.py: error: unrecognized arguments: --nope 3\n"
+    assert first_error(log) == "error: unrecognized arguments: --nope 3 (vLLMHttpServer)"
     assert first_error("nothing went wrong") is None
 
 

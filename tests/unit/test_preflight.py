@@ -87,10 +87,8 @@ def failures(task, files):
         (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40 is not usable"),
         (f"{ACTOR}.loss_agg_mode=token_mean", f"{ACTOR} is not usable: "),
         (f"{ROLLOUT}.log_prob_micro_batch_size=8", "Please remove 'actor_rollout_ref.rollout.log_prob"),
-        (f"+{ROLLOUT}.engine_kwargs.vllm.max_num_seq=3", "options that vLLM does not know: max_num_seq"),
         # Files.
         ("trainer.rollout_data_dir=/proc/nope", "trainer.rollout_data_dir=/proc/nope is not usable: FileNotFoundErr"),
-        ("actor_rollout_ref.model.lora_adapter_path=/nope", "model.lora_adapter_path=/nope does not exist"),
         # Reward and data.
         ("data.train_max_samples=10", "has 10 usable rows, and a batch is data.train_batch_size=64"),
         ("reward.custom_reward_function.path=/no/such.py", "custom_reward_function=/no/such.py, name="),

@@ -117,7 +117,7 @@ def first_error(log: str) -> str | None:
     """Find the first exception in a run's log, and the worker that printed it; None if there is none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     of_vllm = r"(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]*\] )?"  # vLLM's processes print through their server
-    of_argparse = r"\S+ \w+: (?=error: )"  # vLLM's server parses its options like a command
+    of_argparse = r"\S+(?: \w+)?: (?=error: )"  # vLLM's server parses its options like a command
     pattern = rf"^\((\w+) pid=[^)]*\) (?:{of_vllm}|{of_argparse})((?:[\w.]*(?:Error|Exception))|error): (.*)$"
     match = re.search(pattern, plain, re.M)
     return f"{match[2]}: {match[3].strip()} ({match[1]})" if match else None

@@ -4,7 +4,7 @@
 import importlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +21,8 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.tracking import Tracking
 
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-# Files that only a process of a later hour would open, if their key is set; and the folders to which it would write.
-READ_LATE = (
-    f"{MODEL}.lora_adapter_path",
-    f"{ROLLOUT}.multi_turn.tool_config_path",
-    f"{ROLLOUT}.agent.agent_loop_config_path",
-)
-WRITTEN_LATE = (
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+WRITTEN_LATE = (  # keys of folders to which the run writes only hours later
     "trainer.default_local_dir",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
@@ -115,26 +109,8 @@ def check_loggers(config) -> str:
     return ", ".join(loggers)
 
 
-def check_vllm(config) -> str:
-    """Compare the options that are passed on to vLLM with those of its engine."""
-    options = set((config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).keys())
-    if not options - {"worker_extension_cls"}:  # the CPU platform sets it. Importing vLLM takes seconds.
-        return "its own options"
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    unknown = options - {field.name for field in fields(AsyncEngineArgs)}
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{ROLLOUT}.engine_kwargs.vllm has options that vLLM does not know: {names}. Correct them.")
-    return ", ".join(sorted(options))
-
-
-def check_late_files(config) -> str:
-    """Check what only a later process opens: files that it reads, and folders that it writes to."""
-    for key in READ_LATE:
-        path = OmegaConf.select(config, key)
-        if path and "://" not in path and not Path(path).exists():  # verl fetches hdfs://
-            raise ValueError(f"{key}={path} does not exist: name one that does, or null.")
+def check_folders(config) -> str:
+    """Check that the run can write to the folders that it uses only later."""
     for key in WRITTEN_LATE:
         path = OmegaConf.select(config, key)
         if path and not (key == "trainer.default_local_dir" and config.trainer.save_freq <= 0):
@@ -157,8 +133,7 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("settings", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
     ("loggers", check_loggers, ()),
-    ("vLLM's options", check_vllm, ()),
-    ("files", check_late_files, ()),
+    ("folders", check_folders, ()),
     ("checkpoint", data.check_checkpoint, ()),
     ("reward", data.check_reward, ()),
     ("model", model.check_model, ()),
