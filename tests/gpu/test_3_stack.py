@@ -82,7 +82,7 @@ def end(process):
         raise
 
 
-def look_at(folder, name, code, tell):
+def assert_it_trained(folder, name, code, tell):
     """Check what every run has to show. Returns its log."""
     from recipe.bapo.record import read_record
     from recipe.bapo.run.metrics import read_metrics
@@ -100,7 +100,7 @@ def look_at(folder, name, code, tell):
     )
     tell("rho by step", [f"{value:.3f}" for value in rho])
     tell("seconds of the last step", round(steps[-1]["timing_s/step"], 1))
-    tell("peak memory, GB", steps[-1].get("actor/perf/max_memory_allocated_gb"))  # this is None on a CPU
+    tell("peak memory, GB", steps[-1].get("actor/perf/max_memory_allocated_gb"))  # 0 on a CPU
     assert 0 <= off < MAX_DIFFERENCE
     assert all(0 < value < 1 for value in rho)
     return (folder / name / "train.log").read_text()
@@ -119,20 +119,20 @@ def sleeps_and_takes_weights(log, rehearsal, tell):
 
 
 def test_the_example(start, folder, rehearsal, tell):
-    log = look_at(folder, "example", end(start("example", *LENGTH, SLEEP)), tell)
+    log = assert_it_trained(folder, "example", end(start("example", *LENGTH, SLEEP)), tell)
     sleeps_and_takes_weights(log, rehearsal, tell)
     assert NEW_RUNNER not in log
 
 
 def test_the_example_with_a_llama(start, folder, rehearsal, tell):
     model = write_llama(EXAMPLE / "model", folder / "model")
-    log = look_at(folder, "llama", end(start("llama", *LENGTH, SLEEP, MODEL_PATH=str(model))), tell)
+    log = assert_it_trained(folder, "llama", end(start("llama", *LENGTH, SLEEP, MODEL_PATH=str(model))), tell)
     sleeps_and_takes_weights(log, rehearsal, tell)
     assert (NEW_RUNNER in log) != rehearsal
 
 
 def test_replay(start, folder, tell):
-    look_at(folder, "replay", end(start("replay", f"staleness={UPDATES}", *LENGTH, CONFIG="replay")), tell)
+    assert_it_trained(folder, "replay", end(start("replay", f"staleness={UPDATES}", *LENGTH, CONFIG="replay")), tell)
 
 
 def test_a_language_model_learns(on_gpu, start, folder, tell):
@@ -167,4 +167,4 @@ def test_two_runs_at_once(start, folder, rehearsal, tell):
     runs = {f"gpu{n}": start(f"gpu{n}", *LENGTH, inside=apart, CUDA_VISIBLE_DEVICES=str(n)) for n in (0, 1)}
     codes = {name: end(run) for name, run in runs.items()}
     for name, code in codes.items():
-        look_at(folder, name, code, lambda what, seen, name=name: tell(f"{name}: {what}", seen))
+        assert_it_trained(folder, name, code, lambda what, seen, name=name: tell(f"{name}: {what}", seen))

@@ -53,6 +53,8 @@ def test_the_real_stack_learned():
     for run, first, last in (("bapo", 0.36, 0.97), ("bapo_6_steps", 0.38, 0.97)):  # the page's numbers
         held_out = values(run, "val-core/bapo/sort/acc/mean@1")
         assert (round(held_out[0], 2), round(held_out[-1], 2)) == (first, last)
+    rewards = [round(reward, 2) for reward in values("bapo_h200", "critic/rewards/mean")]
+    assert rewards == [0.38, 0.51, 0.66, 0.72, 0.87]  # those of docs/results/gpu.md
     met, saturated = values("bapo", "actor/bapo/met_at_once"), values("bapo", "actor/bapo/saturated")
     assert (8 * sum(met), 8 * sum(saturated)) == (46, 34)  # of 80 updates
 
