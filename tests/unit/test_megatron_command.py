@@ -26,6 +26,7 @@ def config_of(command, *needed):
     """Compose verl's config with a command's overrides. Hydra refuses unknown keys."""
     program, *overrides = shlex.split(command.replace("\\\n", " "))[2:]
     assert program == "verl.trainer.main_ppo"
+    overrides = [override for override in overrides if override != "YOUR_ARGUMENTS"]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", [*overrides, *needed])
     OmegaConf.resolve(config)
