@@ -16,9 +16,9 @@
 #   --out DIR      folder for the report (runs/gpu_check)
 #
 # report.jsonl gets a line after each test, so that a run that is killed keeps its results; junit.xml is for tools. The
-# times of stages 2 and 3 are guesses: on an H200 the example alone took four minutes. The exit code is pytest's (0, or 1 if a test failed),
-# 1 if the check cannot start, or 2 if there is no GPU that torch can use. Environment variable: BAPO_VENV, as for the run
-# script.
+# times of stages 2 and 3 are guesses: on an H200 the example alone took four minutes. The exit code is pytest's (0, or 1
+# if a test failed), 1 if the check cannot start, or 2 if there is no GPU that torch can use. Environment variable:
+# BAPO_VENV, as for the run script.
 set -euo pipefail
 # Stage 1 needs only torch and pytest. Stage 2 needs the following packages, in the versions of requirements-cuda.txt, and
 # others that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Of Ray's wheel it does not
