@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Install flash-attn 2 into .venv-cuda. Without it runs use torch's attention (platform=gpu_without_flash_attn), which is
 # enough for the language-model example. There is no ready wheel of it for our torch, and a build from source takes about
-# an hour on a desktop: one of its 72 files took 218 s and 6.0 GB.
+# two hours on a desktop by calculation: one of its 72 files took 218 s and 6.0 GB.
 #
 #   bash scripts/flash_attn.sh           install a ready wheel; if there is none, build it
 #   bash scripts/flash_attn.sh --ready   only install a ready wheel; scripts/setup.sh calls this
@@ -96,7 +96,7 @@ folder=$PWD/.venv-wheels/$("$python" -c 'import sys; from importlib.metadata imp
 print("torch-%s-cp%d%d" % (version("torch"), *sys.version_info[:2]))')-sm_${FLASH_ATTN_CUDA_ARCHS//;/_}
 wheel=$(compgen -G "$folder/flash_attn-$version-*.whl" || true)
 if [ -z "$wheel" ] && [ "${1:-}" = --ready ]; then
-    echo "  without flash-attn: runs use torch's attention. To build it, perhaps for an hour: bash scripts/flash_attn.sh"
+    echo "  without flash-attn: runs use torch's attention. To build it, perhaps for two hours: bash scripts/flash_attn.sh"
     exit
 fi
 if [ -z "$wheel" ]; then

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: supervised steps on made-up answers, after which about a third of the model's answers are right.
+"""The warm-up: supervised steps on made-up answers, after which about 40 % of the model's answers are right.
 
 If hardly any answer were right, most groups of answers would be all wrong and would teach reinforcement learning
 nothing. If nearly all were right, nothing would be left to learn. The first lesson therefore has many right tries and
