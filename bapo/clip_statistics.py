@@ -7,7 +7,7 @@ r < c_high, and w*A of the others. N(c_low) needs the same two sums of the token
 buckets by their ratio, with the candidates as edges. Only this file knows the layout of the buckets.
 
 The worker and the loss rely on three properties: the sums of micro-batches and ranks add up, one collective reduces all
-of them, and nothing here makes the host wait for the device.
+of them, and nothing but ``ClipStatistics.to`` makes the host wait for the device.
 """
 
 from __future__ import annotations

@@ -125,14 +125,18 @@ def remeasure(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> 
 
     Returns:
         ``bounds`` with the three values of rho replaced. The other fields still describe the search that found the
-        bounds.
+        bounds; how it ended is false, as without a search, if no token has an advantage.
     """
     rho = measure_search_path(stats, config).positive_contribution
+    has_advantage = sum(stats.tokens_by_sign) > 0
     return replace(
         bounds,
         positive_contribution=rho.take(bounds.search_steps),
         positive_contribution_start=rho[0],
         positive_contribution_highest=rho.max(),
+        met_at_start=has_advantage & bounds.met_at_start,
+        met_by_moving=has_advantage & bounds.met_by_moving,
+        saturated=has_advantage & bounds.saturated,
     )
 
 

@@ -135,12 +135,13 @@ def _target_that_moves_bounds(updates, target):
 
 def _overrides(target, about):
     """Return the overrides that train with BAPO instead of the run's loss."""
+    dual_clip = about.get("clip_ratio_c", 3.0)
     return [
         f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         f"{LOSS}.loss_mode=bapo",
         f"++{LOSS}.positive_contribution_target={target:g}",
         f"++{LOSS}.bound_scope={'previous_batch' if about.get('strategy') == 'megatron' else 'mini_batch'}",
-        f"actor_rollout_ref.actor.clip_ratio_c={about.get('clip_ratio_c', 3.0)}",
+        f"actor_rollout_ref.actor.clip_ratio_c={'null' if dual_clip is None else dual_clip}",
     ]
 
 

@@ -47,7 +47,8 @@ def own_clip_of(actor_config) -> OwnClip | None:
         actor_config.clip_ratio if distance is None else distance
         for distance in (actor_config.clip_ratio_low, actor_config.clip_ratio_high)
     )
-    if mode == "vanilla" or (mode == "bypass_mode" and loss.rollout_correction.get("loss_type") == "ppo_clip"):
+    bypass_clips = mode == "bypass_mode" and loss.rollout_correction.get("loss_type", "ppo_clip") == "ppo_clip"
+    if mode == "vanilla" or bypass_clips:
         return OwnClip("clip", 1 - low, 1 + high, actor_config.clip_ratio_c or math.inf)
     if mode == "clip_cov":
         return OwnClip("clip", 1 - low, 1 + high)

@@ -110,13 +110,16 @@ class Start:
 
 
 def read_record(path: Path) -> Start:
-    """Read a file of a record, up to the last line that is complete.
+    """Read a file of a record, up to the last line that is complete. Without any, it has no updates.
 
     Raises:
         ValueError: the file is not a record of this version.
     """
+    complete = path.read_bytes().split(b"\n")[:-1]
+    if not complete:  # its process was killed, or the disk was full, at the first line
+        return Start(path, {}, BAPOConfig(), [])
     try:
-        first, *lines = path.read_text().split("\n")[:-1] or [""]
+        first, *lines = complete
         about = json.loads(first)
         config = BAPOConfig(**about["options"])
         updates = [_read_update(json.loads(line), config) for line in lines]

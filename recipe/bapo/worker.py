@@ -155,7 +155,7 @@ def replace_actor_worker_class() -> None:
             "installed: use verl 0.9.1."
         )
     for subclass in ActorRolloutRefWorker.__subclasses__():
-        own = subclass.actor_worker_cls
+        own = vars(subclass).get("actor_worker_cls", BAPOTrainingWorker)  # else it inherits ours
         if not issubclass(own, BAPOTrainingWorker) and not subclass.__module__.startswith("verl."):
             raise TypeError(
                 f"{subclass.__qualname__} sets actor_worker_cls={own.__qualname__}, which does not find clip bounds: "

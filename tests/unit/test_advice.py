@@ -47,6 +47,8 @@ def test_megatron_gets_the_scope_that_it_can_use():
 def test_the_runs_own_dual_clip_stays():
     expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=10.0") for line in SWITCH]
     assert said([update("met_by_moving")], clip_ratio_c=10.0).overrides == expected
+    expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=null") for line in SWITCH]
+    assert said([update("met_by_moving")], clip_ratio_c=None).overrides == expected
 
 
 def test_nothing_changes_while_bapo_moves_its_bounds():

@@ -266,6 +266,12 @@ def tokens_without_gradient(loss_mode, config, batch):
     return torch.autograd.grad(loss, leaf)[0] == 0
 
 
+def test_bypass_mode_clips_unless_it_names_another_loss():
+    for correction, clips in (({"rollout_rs": None}, True), ({"loss_type": "reinforce"}, False)):
+        config = actor_config(MonitorConfig(loss_mode="bypass_mode", rollout_correction=correction))
+        assert (own_clip_of(config) is not None) == clips
+
+
 @pytest.mark.parametrize("loss_mode", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0}])
 def test_the_own_share_is_autograds_or_absent(monkeypatch, loss_mode, settings):

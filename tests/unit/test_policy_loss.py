@@ -118,6 +118,11 @@ def test_a_worker_with_a_training_worker_of_its_own_is_named():
     assert error.startswith("TypeError: MyWorker sets actor_worker_cls=Mine, which does not find clip bounds")
 
 
+def test_a_worker_that_inherits_the_training_worker_is_accepted():
+    imported = "from verl.workers.engine_workers import ActorRolloutRefWorker"
+    assert make_config_after(f"{imported}\nclass MyWorker(ActorRolloutRefWorker): pass") == "nothing"
+
+
 def test_a_verl_without_a_place_for_our_worker_is_refused():
     error = make_config_after(
         "from verl.workers.engine_workers import ActorRolloutRefWorker\ndel ActorRolloutRefWorker.actor_worker_cls"

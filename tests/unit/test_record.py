@@ -78,7 +78,7 @@ def test_a_record_that_ends_inside_a_line_is_read_up_to_there(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "no record", '{"a": 1}\n', "[]\n", '{"options": {"unknown": 1}}\n', '{"options": {}}\n{"sums": 1}\n'],
+    ["no record\n", '{"a": 1}\n', "[]\n", '{"options": {"unknown": 1}}\n', '{"options": {}}\n{"sums": 1}\n'],
 )
 def test_another_file_is_refused_by_name(tmp_path, content):
     (tmp_path / "record.jsonl").write_text(content)

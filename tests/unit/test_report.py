@@ -101,7 +101,7 @@ def test_what_the_runs_loss_clips_is_counted_by_sign_and_position(tmp_path):
     places = run.by_position()
     assert list(places) == [1, 2] and clipped(run, places[1], by_bapo=False) == (0, 0)
     assert clipped(run, places[2], by_bapo=False) == pytest.approx(clipped_by(batches[1::2], rule))
-    unit, steps = run.by_step()
+    unit, steps = run.by_step(run.updates)
     assert unit == "training step" and list(steps) == [1, 2, 3, 4]
     assert clipped(run, steps[3], by_bapo=False) == pytest.approx(clipped_by(batches[4:6], rule))
 
@@ -152,11 +152,19 @@ def test_a_resumed_start_finds_its_run_beside_another(tmp_path):
     assert [len(run.starts) for run in read_runs(tmp_path)] == [2, 1]
 
 
+def test_a_start_that_died_at_its_first_line_costs_no_other(tmp_path):
+    path, _ = write_start(tmp_path, steps=[1, 2])
+    (tmp_path / "record-1.jsonl").write_text("")
+    (tmp_path / "record-2.jsonl").write_text(path.read_text().split("\n")[0][:-5])
+    (run,) = read_runs(tmp_path)
+    assert [start.path for start in run.starts] == [path]
+
+
 def write_broken(folder, batches):
-    """Record updates of these batches, without numbers."""
+    """Record updates of these batches, the first in step 1 and so on."""
     record = Record(folder, BAPOConfig(), {"applied": False})
-    for batch in batches:
-        record.write(*measure(batch, BAPOConfig()))
+    for step, batch in enumerate(batches, start=1):
+        record.write(*measure(batch, BAPOConfig()), step=step)
 
 
 def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypatch, capsys):
@@ -168,7 +176,7 @@ def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypa
     said = report_of(monkeypatch, capsys, tmp_path)
     assert "1 of the 4 updates could not be measured, because log-probs or advantages were not finite" in said
     assert f"{int(run.invalid[0].values['invalid_tokens'])} log-probs or advantages in this run were not" in said
-    assert "nan" not in said
+    assert "nan" not in said and "4 updates in 4 training steps (1 to 4)" in said
 
 
 def test_a_run_without_any_usable_update_gets_the_advice_alone(tmp_path, monkeypatch, capsys):
@@ -216,8 +224,9 @@ def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
 def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch, capsys):
     for name, applied in (("grpo", False), ("bapo", True)):
         write_start(tmp_path / name, steps=[1, 2], applied=applied)
-    out = tmp_path / "both.png"
-    said = report_of(monkeypatch, capsys, tmp_path / "grpo", tmp_path / "bapo", "--out", out)
+    said = report_of(monkeypatch, capsys, tmp_path / "grpo", tmp_path / "bapo", "--out", tmp_path)
+    out = tmp_path / "report.png"
+    assert said.endswith(f"Picture: {out}\n")
     assert said.index(f"{tmp_path / 'grpo'}\n") < said.index(f"{tmp_path / 'bapo'}\n")
     assert "Would BAPO's bounds move?" in said and "Did BAPO's bounds move?" in said and out.exists()
     figure = picture({name: read_runs(tmp_path / name)[0] for name in ("grpo", "bapo")})

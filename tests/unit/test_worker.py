@@ -150,7 +150,8 @@ def test_an_update_without_advantages_leaves_the_history_as_it_is(monkeypatch):
     assert bounds == [[(0.6, 1.2), first], [first, second], [first, later]]
     outcomes = ("met_at_start", "met_by_moving", "saturated")
     assert [found[0][0][f"actor/bapo/{name}"] for name in outcomes] == [[0], [0], [0]]  # no search gave its bounds
-    assert sum(found[1][0][f"actor/bapo/{name}"][0] for name in outcomes) == 1  # that of the first batch did
+    assert [found[1][0][f"actor/bapo/{name}"] for name in outcomes] == [[0], [0], [0]]  # it has nothing to measure
+    assert sum(found[1][1][f"actor/bapo/{name}"][0] for name in outcomes) == 1
 
 
 def test_one_collective_over_the_world_and_one_read_of_its_own(monkeypatch):

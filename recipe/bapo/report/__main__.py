@@ -54,12 +54,14 @@ def report(name: str, run: Run) -> Iterator[str]:
 
 
 def _what_was_recorded(run):
-    unit, steps = run.by_step()
+    unit, steps = run.by_step(run.recorded)
     span = f" in {_count(len(steps), unit)} ({min(steps)} to {max(steps)})" if steps and unit != "update" else ""
     starts = f", from {len(run.starts)} starts of the process" if len(run.starts) > 1 else ""
     loss = run.about.get("loss_mode", "another loss")
     if run.applied:
         trained = f"trained with BAPO, bound_scope={run.config.bound_scope}"
+        if run.config.bound_scope == "micro_batch":
+            trained += " (what its bounds clip is a mean over micro-batches)"
     elif run.own_clip is None:
         trained = f"trained with {loss}, BAPO only monitored"
     else:
@@ -85,7 +87,7 @@ def _clipping(run):
             rows.append(
                 (f"update{'s' if ' to ' in label else ''} {label} on a rollout batch", *_shares(run, updates, by_bapo))
             )
-    unit, steps = run.by_step()
+    unit, steps = run.by_step(run.updates)
     if len(steps) > 1:
         for label, updates in _parts(steps, STRETCHES):
             rows.append((f"{unit}{'s' if ' to ' in label else ''} {label}", *_shares(run, updates, by_bapo)))
@@ -201,9 +203,10 @@ def main():
         for name, run in runs.items():
             print("\n".join(report(name, run)), end="\n\n")
         out = arguments.out or next(iter(runs.values())).starts[0].path.with_name("report.png")
+        out = out / "report.png" if out.is_dir() else out
         drawn = {name: run for name, run in runs.items() if run.updates}
         if drawn:
-            picture(drawn).savefig(out / "report.png" if out.is_dir() else out, dpi=110)
+            picture(drawn).savefig(out, dpi=110)
             print(f"Picture: {out}")
     except (ValueError, OSError) as error:
         parser.exit(1, f"Error: {' '.join(str(error).split())}\n")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the report says of a run, as numbers: from the sums in its record. Shares are between 0 and 1.
 
-All of it is exact: a token is in a bucket of its ratio, and every candidate of a bound is an edge of a bucket.
+All of it is exact: a token is in a bucket of its ratio, and every candidate of a bound is an edge of a bucket. Only
+what ``bound_scope=micro_batch`` clips is not: it is a mean over micro-batches, because each has bounds of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -63,12 +64,12 @@ class Run:
         """The other updates, as far as they have a token with an advantage. All figures are about these."""
         return [update for update in self.recorded if is_valid(update) and sum(update.stats.tokens_by_sign) > 0]
 
-    def by_step(self) -> tuple[str, dict[int, list[Update]]]:
-        """Return the name of the largest unit of training that the record knows, and the updates by its number."""
+    def by_step(self, updates: list[Update]) -> tuple[str, dict[int, list[Update]]]:
+        """Return the name of the largest unit of training that the record knows, and some updates by its number."""
         for key, name, first in (("step", "training step", 0), ("call", "training call", 1)):
-            if all(key in update.numbers for update in self.updates):
-                return name, _group(self.updates, [int(update.numbers[key]) + first for update in self.updates])
-        return "update", _group(self.updates, list(range(1, len(self.updates) + 1)))
+            if all(key in update.numbers for update in updates):
+                return name, _group(updates, [int(update.numbers[key]) + first for update in updates])
+        return "update", _group(updates, list(range(1, len(updates) + 1)))
 
     def by_position(self) -> dict[int, list[Update]]:
         """Return the updates by their position on a rollout batch, from 1, as far as the record knows it."""

@@ -30,7 +30,7 @@ def picture(runs: dict[str, Run]) -> Figure:
 def _draw(run, panels, color):
     """Draw the curves of a run."""
     positive, negative, position, rho, ends, targets = panels
-    _, steps = run.by_step()
+    _, steps = run.by_step(run.updates)
     target = run.config.positive_contribution_target
     for by_bapo, style in ((False, "-"), (True, "--")):
         shares = [clipped(run, updates, by_bapo) for updates in steps.values()]
@@ -60,7 +60,7 @@ def _explain(panels, runs):
     """Add titles, units and legends."""
     capped = any(run.own_clip and run.own_clip["kind"] == "cap" for run in runs)
     clips = "clipped or capped" if capped else "clipped"
-    units = {run.by_step()[0] for run in runs}
+    units = {run.by_step(run.updates)[0] for run in runs}
     unit = units.pop() if len(units) == 1 else "training step or call"
     measures = " or ".join(sorted({run.config.contribution for run in runs}))
     by = [_line("-", "by the run's loss"), _line("--", "by the bounds that BAPO would use")]

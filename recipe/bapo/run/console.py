@@ -164,10 +164,10 @@ def summary(run_dir: Path) -> str:
 
 
 def uses_previous_batch(run_dir: Path) -> bool:
-    """Whether the config in a run's folder sets ``bound_scope=previous_batch``."""
+    """Whether the run in a folder trained with the bounds of the previous batch."""
     path = run_dir / CONFIG
-    key = "actor_rollout_ref.actor.policy_loss.bound_scope"
-    return path.exists() and OmegaConf.select(OmegaConf.load(path), key) == "previous_batch"
+    loss = OmegaConf.select(OmegaConf.load(path), "actor_rollout_ref.actor.policy_loss") if path.exists() else None
+    return loss is not None and loss.loss_mode == "bapo" and loss.get("bound_scope") == "previous_batch"
 
 
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
