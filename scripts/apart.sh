@@ -11,7 +11,8 @@ set -euo pipefail
 [ $# -gt 0 ] || { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1; }
 fail() { echo "Error: $*" >&2; exit 1; }
 for path in "$PWD" "OUTPUT_DIR=${OUTPUT_DIR:-}" "MODEL_PATH=${MODEL_PATH:-}" "TRAIN_FILE=${TRAIN_FILE:-}" \
-    "TEST_FILE=${TEST_FILE:-}" "BAPO_VENV=${BAPO_VENV:-}" "HF_HOME=${HF_HOME:-}" "$@"; do
+    "TEST_FILE=${TEST_FILE:-}" "BAPO_VENV=${BAPO_VENV:-}" "HF_HOME=${HF_HOME:-}" "BAPO_CACHE=${BAPO_CACHE:-}" \
+    "$@"; do
     [[ $path =~ (^|[=,[])/tmp(/|$|[],]) ]] || continue
     fail "$path is in /tmp. The command would get another /tmp, whose files are lost at its end: use another folder."
 done

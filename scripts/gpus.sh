@@ -2,7 +2,7 @@
 # Scripts that choose between GPUs and the CPU source this file. Each of them defines a function `fail`.
 # The tests set BAPO_DEVICE_ROOT to a folder that is searched instead of /.
 
-# Set gpus to the number of GPUs that nvidia-smi lists. Fail if there is a driver but it lists none, and if a GPU that a run
+# Set gpus to the number of GPUs that nvidia-smi lists; 0 if CUDA_VISIBLE_DEVICES hides all of them. Fail if there is a driver but it lists none, and if a GPU that a run
 # would use is too old.
 count_gpus() {
     local said sign
@@ -10,6 +10,7 @@ count_gpus() {
     said=${said#*gpus.sh: line *: }  # remove what bash puts before "nvidia-smi: command not found"
     gpus=$(grep -c '^GPU' <<<"$said" || true)
     if [ "${VERL_PLATFORM:-}" = cpu ]; then return; fi
+    case ${CUDA_VISIBLE_DEVICES-0} in '' | -*) gpus=0; return ;; esac
     if [ "$gpus" != 0 ]; then refuse_old_gpus; return; fi
     # Without nvidia-smi, in a container or in WSL2, a run would otherwise train on the CPU while the GPUs are idle.
     for sign in /dev/nvidia0 /dev/dxg /proc/driver/nvidia/version; do

@@ -30,7 +30,7 @@ fail() { echo "Error: $*" >&2; exit 1; }
 
 # The environment: BAPO_VENV, else the one that scripts/setup.sh sets up, else (without scripts/) the active one.
 python=python3
-if [ -d "$repository/scripts" ]; then
+if [ -f "$repository/scripts/gpus.sh" ]; then
     source "$repository/scripts/gpus.sh"
     count_gpus  # or say what is wrong with the driver
     [ -n "${BAPO_VENV:-}" ] || bash "$repository/scripts/setup.sh" >&2

@@ -48,8 +48,11 @@ def main() -> int:
         print_tables(results)
         return 0
     if arguments.command == "figure":
-        picture = results.with_suffix(".png")
-        draw(results).savefig(picture, dpi=110)
+        picture = results.parent / f"{results.name}.png"  # a model's name may have a dot
+        try:
+            draw(results).savefig(picture, dpi=110)
+        except ValueError as error:
+            sys.exit(f"Error: {error}")
         print(f"Picture: {picture}")
         return 0
     if arguments.command == "list":
@@ -61,7 +64,7 @@ def main() -> int:
     try:
         folder = warmed_up_model(given)
     except (ValueError, OSError) as error:
-        prefix = f"MODEL_PATH={given} is not usable; give a model of Hugging Face: " if given else ""
+        prefix = f"MODEL_PATH={given} is not usable; give a folder with a model of Hugging Face: " if given else ""
         print(f"Error: {prefix}{error}", file=sys.stderr)
         return 1
     commit_of_this_process()

@@ -21,15 +21,25 @@ LINE_STYLES = {  # Okabe-Ito
 }
 
 
+CLAIM = (  # what docs/results/language_model.md shows
+    "BAPO and a wide fixed range learn faster than GRPO, and end with less entropy\n"
+    "A language model of 135M parameters learns to sort; thin lines are 3 seeds, thick ones their mean"
+)
+
+
 def draw(folder: Path = ROWS) -> plt.Figure:
-    """Draw held-out reward and entropy by method: a thin line for each seed, a thick one for their mean."""
+    """Draw held-out reward and entropy by method: a thin line for each seed, a thick one for their mean.
+
+    Raises:
+        ValueError: no seed is complete with all methods.
+    """
+    runs = [(run, pd.read_parquet(folder / f"{run.name}.parquet")) for run in runs_of_whole_seeds(folder)]
+    if not runs:
+        raise ValueError(f"No seed in {folder} is complete with all methods yet: see the command list.")
     figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
     figure.suptitle(
-        "BAPO and a wide fixed range learn faster than GRPO, and end with less entropy\n"
-        "A language model of 135M parameters learns to sort; thin lines are 3 seeds, thick ones their mean",
-        fontsize=11,
+        CLAIM if folder == ROWS else f"{folder.name}: thin lines are seeds, thick ones their mean", fontsize=11
     )
-    runs = [(run, pd.read_parquet(folder / f"{run.name}.parquet")) for run in runs_of_whole_seeds(folder)]
     for method, (colour, style) in LINE_STYLES.items():
         of_method = [rows for run, rows in runs if run.method == method]
         rewards = [[rows["held_out_before"].iloc[0], *rows["held_out_reward"].dropna()] for rows in of_method]

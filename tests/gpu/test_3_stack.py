@@ -28,7 +28,7 @@ PATIENCE = 1800  # seconds for one run
 
 
 @pytest.fixture
-def folder(tmp_path_factory):
+def folder():
     """Make a folder outside /tmp, because scripts/apart.sh replaces that."""
     import tempfile
 

@@ -70,3 +70,11 @@ def test_the_picture_shows_each_seed_and_the_mean():
         assert len(axis.lines) == len(METHOD_NAMES) * (found["seeds"].iloc[0] + 1)
     last = {line.get_label(): line.get_ydata()[-1] for line in entropies.lines}
     assert all(last[name] == pytest.approx(found.loc[method, "entropy"]) for method, name in METHOD_NAMES.items())
+
+
+def test_only_our_own_runs_are_drawn_with_what_they_show(tmp_path):
+    with pytest.raises(ValueError, match="is complete with all methods yet"):
+        draw(tmp_path)
+    mine = tmp_path / "Qwen2.5-mine"
+    mine.symlink_to(RAW)
+    assert "learn faster" in draw().get_suptitle() and draw(mine).get_suptitle().startswith("Qwen2.5-mine: ")

@@ -15,7 +15,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform="cpu", stock=False, role="actor"):
+def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", stock=False, role="actor"):
     """Make the actor's worker as verl's ``ActorRolloutRefWorker`` does, from our example's config with ``overrides``.
 
     Args:
@@ -50,7 +50,7 @@ def make_actor(overrides, rank=0, size=1, port=0, experiment="example", platform
     if stock:
         config = compose_stock_config([f"+platform={platform}", *STOCK, *common, *overrides])
     else:
-        groups = [f"experiment={experiment}", "size=cpu", f"platform={platform}"]
+        groups = ["experiment=example", "size=cpu", f"platform={platform}"]
         no_record = "actor_rollout_ref.actor.policy_loss.record_dir=null"
         config = compose_config([*groups, *common, no_record, *overrides], ROOT / "configs")
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role=role)

@@ -2,7 +2,6 @@
 """Pretend that this machine has GPUs, and make folders of models of known sizes without their weights."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,10 +45,8 @@ def write_driver_file(root, name):
     return root
 
 
-def pretend_gpus(monkeypatch, folder, gpus=8, cpus=64):
-    """Make torch, the driver and Ray answer as on a machine with these GPUs."""
-    write_nvidia_smi(folder, gpus)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+def pretend_gpus(monkeypatch, gpus=8, cpus=64):
+    """Make torch and the system answer as on a machine with these GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)

@@ -90,7 +90,7 @@ class Launched:
 
 
 @pytest.fixture
-def launch(monkeypatch):
+def launch():
     """Start launchers, and kill the remaining processes at the end."""
     folders, started = [], []
 
@@ -134,10 +134,13 @@ def test_a_library_that_asks_a_question_ends_the_run(launch):
     assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
 
 
-def test_a_folder_that_cannot_be_written_is_named(launch, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "run").write_text("a file")
     run = Launched(tmp_path, "")
-    code, _, err = run.end()
+    try:
+        code, _, err = run.end()
+    finally:
+        run.process.kill()
     assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
 
 
@@ -275,10 +278,19 @@ def test_another_interruption_does_not_break_the_clean_up(launch):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 1)])
 def test_where_signals_are_ignored_sigint_ends_a_run_and_nohup_keeps_its_meaning(launch, number, code):
     """A shell without job control starts background processes with SIGINT ignored."""
-    training = "(folder / 'up').touch()\ntime.sleep(2)\nsend('error', 'of its own')\nsys.exit(1)"
+    training = """
+(folder / 'up').touch()
+while not (folder / 'go').exists():
+    time.sleep(0.05)
+send('error', 'of its own')
+sys.exit(1)
+"""
     run = launch(training, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     run.wait_for("up")
     run.process.send_signal(number)
+    if number == signal.SIGHUP:
+        time.sleep(1)  # in which a run that does not ignore it would end
+        (run.folder / "run" / "go").touch()
     found, _, err = run.end()
     assert found == code and ("of its own" in err) == (code == 1)
 
@@ -294,7 +306,6 @@ forking = (
 )
 for program in (sleeper, forking):
     subprocess.run(["setsid", "--fork", "env", "-i", sys.executable, "-c", program])
-time.sleep(1)
 (folder / "made").write_text(block.name)
 (folder / 'up').touch()
 time.sleep(60)
@@ -302,7 +313,11 @@ time.sleep(60)
     run = launch(code)
     run.wait_for("up")
     block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
-    assert block.exists() and len(run.left()) > 4  # launcher and training are two of them
+    until = time.monotonic() + 60
+    while len(run.left()) <= 4:  # launcher and training are two of them
+        assert time.monotonic() < until, run.left()
+        time.sleep(0.1)
+    assert block.exists()
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and not block.exists()
 

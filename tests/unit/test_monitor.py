@@ -274,7 +274,7 @@ def test_bypass_mode_clips_unless_it_names_another_loss():
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0}])
-def test_the_own_share_is_autograds_or_absent(monkeypatch, loss_mode, settings):
+def test_the_own_share_is_autograds_or_absent(loss_mode, settings):
     """Of ``clip_cov`` this is the clip of the ratio alone, so its drawn tokens are switched off here."""
     loss = MonitorConfig(loss_mode=loss_mode, dro_beta=0.1, clip_cov_lb=1e9)
     config = actor_config(loss, **settings)

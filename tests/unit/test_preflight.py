@@ -2,6 +2,7 @@
 """Preflight reports a mistake in a config in one line with the field, the value and the fix, before Ray starts."""
 
 import json
+import os
 import shutil
 
 import pandas as pd
@@ -34,8 +35,6 @@ def files(task, tmp_path_factory):
     row = {"prompt": [{"role": "user", "content": "9" * 300}], "reward_model": {"style": "rule", "ground_truth": "3"}}
     pd.DataFrame([{"data_source": "nobody/knows", **row}] * 70).to_parquet(folder / "long.parquet")
     (folder / "truncated.parquet").write_bytes(b"PAR1 and no more")
-    (folder / "dump").mkdir()
-    (folder / "dump" / "rank0-000000.safetensors").write_bytes(b"an earlier one")
     return folder
 
 
@@ -103,7 +102,9 @@ def failures(task, files):
         (f"{MODEL}/headless", "1 of the 27 tensors are missing (lm_head.weight is one)"),
     ],
 )
-def test_a_mistake_is_named_once(override, message, failures):
+def test_a_mistake_is_named_once(override, message, failures, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", os.devnull)
     (said,) = failures(override)
     assert message in said and "\n" not in said
 

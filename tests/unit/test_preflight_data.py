@@ -168,7 +168,7 @@ def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path)
         check_files(composed(task, *own, "data.train_batch_size=4"))
 
 
-def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch, tmp_path):
+def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch):
     def chosen(*overrides):
         config = composed(task, *overrides)
         choose_cluster(config)

@@ -2,6 +2,7 @@
 """The machine, with and without GPUs, which are pretended; and the table as a whole."""
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def results_of(config):
     return {line.name: line for line in stages.run_stages(config)}
 
 
-def test_the_example_passes_and_nothing_is_written(task, tmp_path):
+def test_the_example_passes_and_nothing_is_written(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
     lines = results_of(composed(task, f"run_dir={tmp_path}/run"))
     assert [line for line in lines.values() if line.status != "ok"] == []
     assert lines["settings"].detail.startswith("64 prompts of 8 responses, 8 updates on each batch; the ratio is")
@@ -65,6 +67,13 @@ def test_the_command_prints_the_table_alone():
         "failed   keys             "
         "trainer.no_such_key is not usable: the config has no key trainer.no_such_key: remove it.\n"
     )
+
+
+def test_what_libraries_print_is_not_in_the_table():
+    code = "from recipe.bapo.run.preflight.__main__ import nothing_printed\nwith nothing_printed(): print('verl')"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 def test_another_verl_is_a_warning(task, monkeypatch):
@@ -174,7 +183,7 @@ def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
 
 
 def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch, tmp_path):
-    pretend_gpus(monkeypatch, tmp_path)
+    pretend_gpus(monkeypatch)
     for changes, wanted in (({}, 8), ({"trainer.n_gpus_per_node": 4, **SEPARATE}, 7)):
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted)
         assert machine.check_devices(config(changes=changes)).endswith(f"{wanted} GPUs here")
@@ -304,7 +313,7 @@ SHORT = (
     ],
 )
 def test_what_is_said_of_a_machine(config, monkeypatch, tmp_path, check, machine_is, changes, status, said):
-    pretend_gpus(monkeypatch, tmp_path, **machine_is)
+    pretend_gpus(monkeypatch, **machine_is)
     (function,) = [function for name, function, _ in stages.STAGES if name == check]
     try:
         found = "ok", function(config(changes=changes))
@@ -316,7 +325,7 @@ def test_what_is_said_of_a_machine(config, monkeypatch, tmp_path, check, machine
 
 
 def test_a_cluster_counts_its_own_cpus(config, monkeypatch, tmp_path):
-    pretend_gpus(monkeypatch, tmp_path, cpus=1)
+    pretend_gpus(monkeypatch, cpus=1)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert machine.check_cpus(config()) == "the nodes of the Ray cluster count their own"
 
@@ -325,7 +334,7 @@ def test_a_cluster_counts_its_own_cpus(config, monkeypatch, tmp_path):
 def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monkeypatch, tmp_path, name):
     large, small, separate = name.endswith("32b"), name == "gsm8k", name == "separate_async"
     gpus = 1 if small else 4 if separate else 8
-    pretend_gpus(monkeypatch, tmp_path, gpus=1 if small else 8)
+    pretend_gpus(monkeypatch, gpus=1 if small else 8)
     monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
     monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")

@@ -251,7 +251,7 @@ def test_what_the_machine_lacks_is_said_at_once_before_anything_is_made(set_up, 
         ("6.1", {"VERL_PLATFORM": "cpu"}, None),
     ],
 )
-def test_gpus_that_are_too_old_are_refused_before_anything_is_made(set_up, tmp_path, capabilities, variables, said):
+def test_gpus_that_are_too_old_are_refused_before_anything_is_made(set_up, capabilities, variables, said):
     output, calls = set_up(code=int(said is not None), **GPUS | {"CAPABILITIES": capabilities}, **variables)
     assert (said or "Setting up .venv") in output and bool(calls) == (said is None)
 

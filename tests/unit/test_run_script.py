@@ -46,7 +46,8 @@ def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(scrip
         ("", 8, True, "8 GPUs"),
     ],
 )
-def test_gpus_are_counted_or_the_driver_is_named(platform, tool, driver, said, tmp_path):
+@pytest.mark.parametrize("visible", [None, "", "-1"])
+def test_gpus_are_counted_or_the_driver_is_named(platform, tool, driver, said, visible, tmp_path):
     (tmp_path / "grep").symlink_to(shutil.which("grep"))
     if tool:
         write_nvidia_smi(tmp_path, tool)
@@ -56,6 +57,8 @@ def test_gpus_are_counted_or_the_driver_is_named(platform, tool, driver, said, t
         write_driver_file(tmp_path, DRIVER_FILES[0])
     code = 'fail() { echo "Error: $*"; exit 1; }; source scripts/gpus.sh; count_gpus; echo "$gpus GPUs"'
     environment = {"PATH": str(tmp_path), "VERL_PLATFORM": platform, "BAPO_DEVICE_ROOT": str(tmp_path)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"], said = visible, "0 GPUs"
     run = subprocess.run(
         [shutil.which("bash"), "-euc", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
@@ -64,12 +67,13 @@ def test_gpus_are_counted_or_the_driver_is_named(platform, tool, driver, said, t
 
 @pytest.fixture
 def copy(tmp_path):
-    """Copy the run script into a folder without scripts/, with stand-ins for Python that print their arguments."""
+    """Copy the run script into a tree with other scripts, such as verl's; stand-ins for Python say what they get."""
     for name in ("python3", "venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $@ from $PWD with $PYTHONPATH"\n')
         (tmp_path / name).chmod(0o755)
     (tmp_path / "tree/recipe/bapo").mkdir(parents=True)
+    (tmp_path / "tree/scripts").mkdir()
     return shutil.copy(ROOT / "recipe/bapo/run_bapo_example.sh", tmp_path / "tree/recipe/bapo")
 
 

@@ -23,6 +23,8 @@ def nothing_printed():
             os.dup2(nowhere.fileno(), 2)
             yield
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os.dup2(kept[0], 1)
             os.dup2(kept[1], 2)
 

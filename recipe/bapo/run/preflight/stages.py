@@ -105,7 +105,7 @@ def check_loggers(config) -> str:
             if name not in ("file", "console", "rl_insight"):
                 package = importlib.import_module({"vemlp_wandb": "volcengine_ml_platform"}.get(name, name))
             if name == "wandb":
-                package.login()  # needs no network; without a key and without a terminal it raises
+                package.login()  # raises without a key and a terminal; asks the server unless WANDB_MODE=offline
     return ", ".join(loggers)
 
 
