@@ -24,11 +24,12 @@ set -euo pipefail
 # others that PyTorch images have (numpy, pandas, pyarrow, psutil, peft, rich and others). Of Ray's wheel it does not
 # need the jars, rllib, serve, data and tune. Stage 3 needs all of requirements-cuda.txt.
 wheels_of_stage_2=(
-    annotated-types antlr4-python3-runtime attrs cloudpickle codetiming colorful datasets dill email-validator fastapi
-    google-api-core google-auth googleapis-common-protos hydra-core jmespath jsonschema jsonschema-specifications
-    msgpack msgspec multiprocess omegaconf orjson pillow protobuf pydantic pydantic-core pydantic-extra-types
-    python-multipart pyvers pyzmq ray referencing requests rpds-py starlette tensordict tokenizers transferqueue
-    transformers typing-inspection urllib3 uvicorn verl watchfiles xxhash
+    annotated-types antlr4-python3-runtime anyio attrs certifi charset-normalizer cloudpickle codetiming colorful
+    datasets dill email-validator fastapi google-api-core google-auth googleapis-common-protos h11 httpcore httpx
+    huggingface-hub hydra-core jmespath jsonschema jsonschema-specifications msgpack msgspec multiprocess omegaconf
+    orjson pillow protobuf pydantic pydantic-core pydantic-extra-types python-multipart pyvers pyzmq ray referencing
+    requests rpds-py starlette tensordict tokenizers transferqueue transformers typing-inspection urllib3 uvicorn
+    verl watchfiles xxhash
 )  # `pip wheel --no-deps` also makes those that are published as source alone, such as antlr4
 fail() { echo "Error: $*" >&2; exit 1; }
 stages=() rehearse=() wheels='' out=''
