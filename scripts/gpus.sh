@@ -2,8 +2,8 @@
 # Scripts that choose between GPUs and the CPU source this file. Each of them defines a function `fail`.
 # The tests set BAPO_DEVICE_ROOT to a folder that is searched instead of /.
 
-# Set gpus to the number of GPUs that nvidia-smi lists; 0 if CUDA_VISIBLE_DEVICES hides all of them. Fail if there is a driver but it lists none, and if a GPU that a run
-# would use is too old.
+# Set gpus to the number of GPUs that nvidia-smi lists, or to 0 if CUDA_VISIBLE_DEVICES hides all of them. Fail if there is
+# a driver but no GPU is listed, and if a GPU that a run would use is too old.
 count_gpus() {
     local said sign
     said=$(nvidia-smi -L 2>&1 || true)

@@ -110,7 +110,7 @@ class Start:
 
 
 def read_record(path: Path) -> Start:
-    """Read a file of a record, up to the last line that is complete. Without any, it has no updates.
+    """Read a file of a record, up to the last line that is complete. If none is, there are no updates.
 
     Raises:
         ValueError: the file is not a record of this version.

@@ -37,7 +37,8 @@ finish() {
     done
     kill $(jobs -rp) 2>/dev/null || true
     wait
-    "${step[@]}" --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster || true  # the address of a Ray that is gone
+    # The address of a Ray that is gone.
+    "${step[@]}" --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster || true
 }
 trap finish EXIT
 "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \

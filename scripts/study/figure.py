@@ -35,7 +35,7 @@ def draw(folder: Path = ROWS) -> plt.Figure:
     """
     runs = [(run, pd.read_parquet(folder / f"{run.name}.parquet")) for run in runs_of_whole_seeds(folder)]
     if not runs:
-        raise ValueError(f"No seed in {folder} is complete with all methods yet: see the command list.")
+        raise ValueError(f"No seed in {folder} is complete with all methods yet: `list` shows what is left to run.")
     figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
     figure.suptitle(
         CLAIM if folder == ROWS else f"{folder.name}: thin lines are seeds, thick ones their mean", fontsize=11

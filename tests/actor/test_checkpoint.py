@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the real actor worker on two ranks: everything is restored, and training continues as before."""
 
+import json
 import random
 
 import numpy as np
@@ -61,6 +62,8 @@ def updates(actor, rank, first, folder):
 
 
 def save_and_resume(rank, port, task, folder):
+    """Train, save and go on; then resume in a new actor and make the same updates. What was found goes to a file."""
+
     def make():
         return make_actor(
             [
@@ -81,16 +84,24 @@ def save_and_resume(rank, port, task, folder):
     straight = updates(actor, rank, STEPS, folder)
 
     resumed = make()
-    assert not same(state_of(resumed)["model"], saved["model"])
+    fresh = state_of(resumed)
     resumed.load_checkpoint(f"{folder}/checkpoint")
     restored = state_of(resumed)
-    assert [part for part in saved if not same(restored[part], saved[part])] == []
-    for (*bounds, gradient), (*other_bounds, other) in zip(
-        straight, updates(resumed, rank, STEPS, folder), strict=True
-    ):
-        assert bounds == other_bounds
-        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-5)
+    found = {
+        "model is new": not same(fresh["model"], saved["model"]),
+        "not restored": [part for part in saved if not same(restored[part], saved[part])],
+        "straight": straight,
+        "resumed": updates(resumed, rank, STEPS, folder),
+    }
+    (folder / f"found-rank{rank}.json").write_text(json.dumps(found))
 
 
 def test_everything_is_restored_bit_for_bit_and_the_bounds_are_those_of_an_uninterrupted_run(task, tmp_path):
     mp.spawn(save_and_resume, args=(free_port(), str(task), tmp_path), nprocs=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found-rank{rank}.json").read_text())
+        assert found["model is new"] and found["not restored"] == []
+        straight, resumed = np.array(found["straight"]), np.array(found["resumed"])
+        assert straight.shape == (STEPS, len(METRICS))
+        assert np.array_equal(straight[:, :-1], resumed[:, :-1])  # bounds and loss
+        np.testing.assert_allclose(resumed[:, -1], straight[:, -1], atol=1e-5, rtol=1e-5)  # the gradient's norm

@@ -182,7 +182,7 @@ def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
     assert any(said in detail for detail in details), details
 
 
-def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch, tmp_path):
+def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch):
     pretend_gpus(monkeypatch)
     for changes, wanted in (({}, 8), ({"trainer.n_gpus_per_node": 4, **SEPARATE}, 7)):
         monkeypatch.setattr(machine.torch.cuda, "device_count", lambda wanted=wanted: wanted)
@@ -312,7 +312,7 @@ SHORT = (
         ),
     ],
 )
-def test_what_is_said_of_a_machine(config, monkeypatch, tmp_path, check, machine_is, changes, status, said):
+def test_what_is_said_of_a_machine(config, monkeypatch, check, machine_is, changes, status, said):
     pretend_gpus(monkeypatch, **machine_is)
     (function,) = [function for name, function, _ in stages.STAGES if name == check]
     try:
@@ -324,7 +324,7 @@ def test_what_is_said_of_a_machine(config, monkeypatch, tmp_path, check, machine
     assert found[0] == status and re.search(said, found[1]), found
 
 
-def test_a_cluster_counts_its_own_cpus(config, monkeypatch, tmp_path):
+def test_a_cluster_counts_its_own_cpus(config, monkeypatch):
     pretend_gpus(monkeypatch, cpus=1)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert machine.check_cpus(config()) == "the nodes of the Ray cluster count their own"

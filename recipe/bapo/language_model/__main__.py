@@ -58,7 +58,7 @@ def obtain(stage: str) -> Path | None:
     except (ValueError, OSError) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
-        print("Error: interrupted; the next start goes on.", file=sys.stderr)
+        print("Error: interrupted.", file=sys.stderr)
         sys.exit(130)
     for number, handler in before.items():
         signal.signal(number, handler)
