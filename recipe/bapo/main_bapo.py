@@ -22,7 +22,7 @@ from omegaconf import OmegaConf, open_dict
 from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.run import demands
 from recipe.bapo.run.cleanup import remove_on_every_node
-from recipe.bapo.run.files import CONFIG, LOG, METRICS, keep_earlier
+from recipe.bapo.run.files import CONFIG, METRICS, keep_earlier
 from recipe.bapo.run.locks import claim_cluster, claim_machine
 from recipe.bapo.run.messages import send, wait_for_final_check
 from recipe.bapo.run.preflight.keys import ERRORS, explain
@@ -47,7 +47,6 @@ def main(config):
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
     send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
-    send("info", f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {run_dir / LOG}")
     train(config)
 
 

@@ -31,17 +31,20 @@ class _BAPOTrainer:
         self._measure_arrived(batch, metrics)
         # verl lists responses in the order in which they ended, short ones first. Sort them by key (a random id of the
         # prompt with a number) instead: mini-batches are then whole groups, whose advantages sum to zero. On one rank
-        # this holds for all groups; on several for nearly all, because verl then balances lengths over the ranks.
+        # this holds for all groups if every response has arrived; on several for nearly all, because verl then balances
+        # lengths over the ranks.
         batch.reorder(sorted(range(len(batch)), key=batch.keys.__getitem__))
         return super()._balance_batch(batch, metrics, *args, **kwargs)
 
     def _measure_arrived(self, batch, metrics):
         """Log the share of the responses that arrived, and end the run if it is too small.
 
-        verl drops a response whose reward, tool or agent loop fails, and then fills the batch with copies of others.
+        verl drops a response whose reward, tool or agent loop fails, and fills the batch with empty rows. In the
+        asynchronous modes it drops all responses to that prompt, and samples another prompt in its place.
         """
         arrived = len({key.rpartition("_")[0] for key in batch.keys})  # a key is the prompt's id, response, turn
-        expected, least = self.prompts * self.config.actor_rollout_ref.rollout.n, self.config.watchdog.min_arrived
+        sampled = self.prompts + metrics.get("training/rollout_failure/evicted_samples", 0)  # prompts
+        expected, least = sampled * self.config.actor_rollout_ref.rollout.n, self.config.watchdog.min_arrived
         metrics["training/responses_arrived"] = arrived / expected
         if arrived < least * expected:
             raise RuntimeError(

@@ -202,13 +202,22 @@ def compute_score(*args, **kwargs):
 """
 
 
-@pytest.mark.parametrize("share, ends", [(0.2, False), pytest.param(0.8, True, marks=pytest.mark.slow)])
-def test_responses_that_get_lost_are_counted_and_named(start, tmp_path, share, ends):
+@pytest.mark.parametrize(
+    "mode, share, ends",
+    [
+        ("sync", 0.2, False),
+        pytest.param("sync", 0.8, True, marks=pytest.mark.slow),
+        pytest.param("colocate_async", 0.2, True, marks=pytest.mark.slow),  # one of 8 fails for most prompts
+    ],
+)
+def test_responses_that_get_lost_are_counted_and_named(start, tmp_path, mode, share, ends):
     (tmp_path / "reward.py").write_text(FAILS_FOR_SOME.format(share=share))
-    run = start(f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1")
+    one_step = (f"trainer.v1.trainer_mode={mode}", "trainer.total_training_steps=1")
+    run = start(f"reward.custom_reward_function.path={tmp_path}/reward.py", *one_step)
     code, _ = run.end(timeout=400)
     text = run.text()
-    assert code == int(ends) and "ValueError: the judge did not answer (AgentLoopWorkerTQ)" in text, text
+    failed = "Warning: a response failed in its reward, tool or agent loop. The first error is ValueError: the judge"
+    assert code == int(ends) and f"{failed} did not answer (AgentLoopWorkerTQ)" in text, text
     if ends:
         assert "responses arrived, fewer than watchdog.min_arrived=0.5" in text
     else:

@@ -36,14 +36,31 @@ def test_a_step_that_lost_responses_or_trained_nothing_is_warned_of_once(tmp_pat
     steps = [record(1, **step_data(1, 0)), record(2, **step_data(2, 0) | lost), record(3, **step_data(3, 0) | lost)]
     steps += [record(4, **step_data(4, 0) | {"actor/grad_norm": 0.0}), record(5, **step_data(5, 0) | still)]
     (tmp_path / "metrics.jsonl").write_text("".join(steps))
-    StepPrinter(tmp_path, 5).print_new()
+    StepPrinter(tmp_path, tmp_path / "train.log", 5).print_new()
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning: ")]
     assert [line.partition("The first error is")[0] for line in warned] == [
-        "Warning: in step 2 75% of the responses arrived; verl dropped the others and trained on copies of these. ",
+        "Warning: in step 2 75% of the responses arrived; verl trained without the others. ",
         "Warning: in step 5 the gradient norm was 0 although there were advantages, so nothing was trained: look at "
         "the learning rate, LoRA's alpha and frozen parameters. ",
     ]
     assert warned[0].endswith("The first error is ValueError: no number in the answer (AgentLoopWorkerTQ).")
+
+
+def test_a_failed_response_is_warned_of_before_any_step(tmp_path, capsys):
+    """In verl's asynchronous modes no step ends if every response fails. The log may be in another folder."""
+    log = tmp_path / "logs.txt"
+    printer = StepPrinter(tmp_path / "run", log, 5)
+    for uid in ("a", "b"):
+        with open(log, "a") as out:
+            out.write(f"(AgentLoopWorkerTQ pid=7) Error in _run_prompt for uid={uid}\n")
+        printer.print_new()
+        with open(log, "a") as out:
+            out.write(f"(AgentLoopWorkerTQ pid=7) ValueError: no number in answer {uid}\n")
+        printer.print_new()
+    assert capsys.readouterr().out == (
+        "Warning: a response failed in its reward, tool or agent loop. The first error is ValueError: no number in "
+        "answer a (AgentLoopWorkerTQ).\n"
+    )
 
 
 def test_the_summary_shows_the_same_prompts_before_and_after(tmp_path):
@@ -152,7 +169,7 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
 
 
 def test_each_step_is_a_line_and_the_workers_advice_is_shown(tmp_path, capsys):
-    printer = StepPrinter(tmp_path, total=25)
+    printer = StepPrinter(tmp_path, tmp_path / "train.log", total=25)
     printer.print_new()  # before the files exist
     said = "BAPO: in 100% of the updates of the last 10 training calls the search was saturated."
     with open(tmp_path / "metrics.jsonl", "w") as metrics, open(tmp_path / "train.log", "w") as log:
@@ -174,7 +191,7 @@ def test_a_terminal_has_a_progress_bar_and_a_file_has_none(tmp_path, capsys, mon
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         (tmp_path / "metrics.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
-        printer = StepPrinter(tmp_path, total=25)
+        printer = StepPrinter(tmp_path, tmp_path / "train.log", total=25)
         printer.print_new()
         printer.close()
         assert ("training:   8%" in capsys.readouterr().err) == terminal

@@ -51,12 +51,19 @@ def hear_sighup():
 class Launched:
     """A launcher in its own session, whose training is the program ``code``."""
 
-    def __init__(self, folder, code, before="", preexec_fn=None):
+    def __init__(self, folder, code, before="", preexec_fn=None, **environment):
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
-            env={**os.environ, "OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                "OUTPUT_DIR": str(folder / "run"),
+                "TMPDIR": str(folder),
+                "RAY_TMPDIR": "",
+                "PYTHONPATH": str(ROOT),
+                **environment,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -157,13 +164,17 @@ def test_a_process_that_crashes_after_training_has_ended_well(launch):
 
 
 def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
-    """The console reads them from the folder that the config names."""
-    data = {"training/global_step": 1, "critic/rewards/mean": 0.5}
+    """The console reads them from the folder that the config names; the log is in the folder of the environment."""
+    data = {"training/global_step": 1, "critic/rewards/mean": 0.5, "training/responses_arrived": 0.75}
     write = f"(folder / 'other' / 'metrics.jsonl').write_text({json.dumps({'step': 1, 'data': data}) + chr(10)!r})"
+    write += "\nprint('BAPO: all is well')"
     run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
     code, out, err = run.end()
     assert code == 0 and not err, err
-    assert out.startswith("it trains\nstep 1/2  reward 0.500") and "1 steps, mean of" in out
+    log = f"{run.folder}/run/train.log"
+    assert out.startswith(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {log}\n")
+    assert "\nit trains\nstep 1/2  reward 0.500" in out and "Warning: in step 1 75%" in out
+    assert "\nBAPO: all is well\n" in out and "1 steps, mean of" in out and Path(log).exists()
     assert f"\nPicture: {run.folder}/run/other/dynamics.png\n" in out
 
 
@@ -386,15 +397,26 @@ def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
     os.rmdir(parent)
 
 
+def test_an_empty_output_folder_is_a_new_one(launch, tmp_path):
+    before = f"import os; os.chdir({str(tmp_path)!r})"
+    (tmp_path / "train.log").write_text("of the user")
+    code, out, _ = launch("print('trainer: {}')", before=before, OUTPUT_DIR="").end()
+    assert code == 0 and (tmp_path / "train.log").read_text() == "of the user"
+    assert len(list(tmp_path.glob("runs/bapo-*/train.log"))) == 1
+
+
 @pytest.mark.parametrize("code, kept", [(0, False), (1, True)])
 def test_rays_logs_of_a_failure_are_kept(launch, code, kept):
     make_logs = """
-logs = Path(os.environ["TMPDIR"], "ray", "session_latest", "logs")
+logs = Path(os.environ["RAY_TMPDIR"], "ray", "session_latest", "logs")  # Ray prefers it to TMPDIR
 (logs / "old").mkdir(parents=True)  # with mode 0777, as Ray makes them
 (logs / "gcs_server.out").write_text("a log")
 """
-    run = launch(f"train()\n{make_logs}\nsys.exit({code})", preexec_fn=lambda: os.umask(0))
-    assert run.end()[0] == code
+    with tempfile.TemporaryDirectory(prefix="launch", dir="/tmp") as other:
+        program = f"train()\n{make_logs}\nsys.exit({code})"
+        run = launch(program, preexec_fn=lambda: os.umask(0), RAY_TMPDIR=f"{other}/ray")
+        assert run.end()[0] == code
+        assert os.listdir(f"{other}/ray") == []  # the run's own folder in it is removed
     copy = run.folder / "run" / "ray_logs"
     assert (copy / "gcs_server.out").exists() == kept
     if kept:

@@ -92,6 +92,17 @@ def test_the_share_of_the_responses_that_arrived_is_logged(keys, arrived):
     assert metrics == {"training/responses_arrived": arrived}  # the turns of a response are one
 
 
+def test_prompts_that_an_asynchronous_mode_has_replaced_count_as_lost():
+    metrics = {"training/rollout_failure/evicted_samples": 2}
+    keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+    trainer = Trainer("colocate_async", True, 0)
+    trainer._balance_batch(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 4), metrics)
+    assert metrics["training/responses_arrived"] == 0.5
+    metrics["training/rollout_failure/evicted_samples"] = 3
+    with pytest.raises(RuntimeError, match="only 4 of 10 responses arrived"):
+        trainer._balance_batch(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 4), metrics)
+
+
 def test_a_batch_of_which_too_little_arrived_ends_the_run():
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
     with pytest.raises(RuntimeError, match="only 1 of 4 responses arrived, fewer than watchdog.min_arrived=0.5"):

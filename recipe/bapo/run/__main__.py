@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # also when it is redirected to a file
     interruptions = catch_interruptions()
     cleanup.adopt_orphans()
-    run_dir = Path(os.environ.setdefault("OUTPUT_DIR", time.strftime("runs/bapo-%Y%m%d-%H%M%S"))).absolute()
+    os.environ["OUTPUT_DIR"] = os.environ.get("OUTPUT_DIR") or time.strftime("runs/bapo-%Y%m%d-%H%M%S")
+    run_dir = Path(os.environ["OUTPUT_DIR"]).absolute()
     try:
         log = keep_earlier(run_dir / LOG)
         log.touch()
@@ -93,7 +94,9 @@ def catch_interruptions() -> list[signal.Signals]:
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``."""
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= MAX_TEMP_LENGTH else "/tmp"
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    parent = parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"
+    os.makedirs(parent, exist_ok=True)  # as Ray makes the first
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
@@ -119,7 +122,7 @@ class Supervisor:
         with childs_end, open(log, "ab") as out:
             self.process = subprocess.Popen(
                 [*TRAINING, *arguments],
-                env={**os.environ, "TMPDIR": scratch, PIPE: str(childs_end.fileno())},
+                env={**os.environ, "TMPDIR": scratch, "RAY_TMPDIR": scratch, PIPE: str(childs_end.fileno())},
                 pass_fds=(childs_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -160,7 +163,8 @@ class Supervisor:
             self.config = OmegaConf.load(path)
             run_dir = Path(self.config.run_dir)
             self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
-            self.printer = console.StepPrinter(run_dir, self.config.trainer.total_training_steps)
+            self.printer = console.StepPrinter(run_dir, self.log, self.config.trainer.total_training_steps)
+            print(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {self.log}")
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
         elif kind == "trained":

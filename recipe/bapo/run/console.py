@@ -15,7 +15,7 @@ from statistics import fmean
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.run.files import ANSWERS, CONFIG, LOG, METRICS
+from recipe.bapo.run.files import ANSWERS, CONFIG, METRICS
 from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
@@ -39,40 +39,49 @@ BEFORE_AND_AFTER = {
 
 
 class StepPrinter:
-    """Prints a line for each step of a run of ``total`` steps, and what the worker says of the search in its log."""
+    """Prints a line for each step of a run of ``total`` steps, and what the worker says of the search in ``log``."""
 
-    def __init__(self, run_dir: Path, total: int | None):
-        self.run_dir, self.total = run_dir, total
-        self.offsets = {METRICS: 0, LOG: 0}  # bytes of the run's files that have been read
+    def __init__(self, run_dir: Path, log: Path, total: int | None):
+        self.metrics, self.log, self.total = run_dir / METRICS, log, total
+        self.offsets = {self.metrics: 0, self.log: 0}  # bytes of the two files that have been read
         self.bar: tqdm | None = None  # made at the first step, minutes after the start
-        self.warned: set[str] = set()  # metrics of which the user was warned
+        self.response_failed = False  # whether the log says so
+        self.warned: set[str] = set()  # of what the user was warned: metrics, and a failed response
 
     def print_new(self) -> None:
         """Print the steps and the advice that were written since the last call."""
-        for step, data in parse_lines(self.read_new(METRICS)):
+        for step, data in parse_lines(self.read_new(self.metrics)):
             tqdm.write(step_line(step, self.total, data))
             if "training/global_step" in data:
                 if self.bar is None:  # disable=None shows the bar in a terminal only
                     self.bar = tqdm(total=self.total, initial=step, unit="step", desc="training", disable=None)
                 self.bar.update(step - self.bar.n)
             for metric, text in warnings_of(data).items():
-                if metric not in self.warned:
-                    self.warned.add(metric)
-                    error = first_error((self.run_dir / LOG).read_text(errors="replace"))
-                    tqdm.write(f"Warning: in step {step} {text}{f' The first error is {error}.' if error else ''}")
-        for said in re.findall(r"\bBAPO(?:'s monitor)?: .+", self.read_new(LOG)):
+                self.warn(metric, f"in step {step} {text}")
+        if self.response_failed:  # verl's asynchronous modes go on, even if no response ever arrives
+            self.warn("a failed response", "a response failed in its reward, tool or agent loop.")
+        added = self.read_new(self.log)
+        # The error itself is some lines further down, which may not be written yet.
+        self.response_failed = self.response_failed or "Error in _run_prompt" in added
+        for said in re.findall(r"\bBAPO(?:'s monitor)?: .+", added):
             tqdm.write(said)
 
-    def read_new(self, name: str) -> str:
+    def warn(self, of: str, text: str) -> None:
+        """Print a warning with the log's first error, unless the user was warned of the same before."""
+        if of not in self.warned:
+            self.warned.add(of)
+            error = first_error(self.log.read_text(errors="replace"))
+            tqdm.write(f"Warning: {text}{f' The first error is {error}.' if error else ''}")
+
+    def read_new(self, path: Path) -> str:
         """Read the complete lines that were added to a file since the last call."""
-        path = self.run_dir / name
         if not path.exists():
             return ""
         with open(path, "rb") as file:
-            file.seek(self.offsets[name])
+            file.seek(self.offsets[path])
             added = file.read()
         complete = added[: added.rfind(b"\n") + 1]
-        self.offsets[name] += len(complete)
+        self.offsets[path] += len(complete)
         return complete.decode(errors="replace")
 
     def close(self) -> None:
@@ -102,7 +111,7 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
     arrived = data.get("training/responses_arrived", 1.0)
     if arrived < 1:
         found["training/responses_arrived"] = (
-            f"{arrived:.0%} of the responses arrived; verl dropped the others and trained on copies of these."
+            f"{arrived:.0%} of the responses arrived; verl trained without the others."
         )
     advantages = [data.get(f"critic/advantages/{side}", 0.0) for side in ("min", "max")]
     if data.get("actor/grad_norm") == 0 and advantages != [0, 0]:
@@ -159,7 +168,7 @@ def summary(run_dir: Path) -> str:
         lines.append("No training step was recorded. verl's mean and spread over n responses to each problem:")
         figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
-    lines.append(f"Metrics, log and records: {run_dir}")
+    lines.append(f"Metrics and records: {run_dir}")
     return "\n".join(lines)
 
 
