@@ -10,6 +10,7 @@
 #
 # Environment variables, with their defaults in parentheses; recipe/bapo/run/start.py chooses where one is not set:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
+#                   (on a CPU a hub name only if the model is in the hub's cache)
 #   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
 #   TEST_FILE       the same, for validation           GPU: the language model's data   CPU: the example's own data
 #                   (on a GPU give all three, or none)
@@ -27,6 +28,7 @@
 set -euo pipefail
 repository=$(dirname "$(dirname "$(dirname "$(realpath "$0")")")")
 fail() { echo "Error: $*" >&2; exit 1; }
+case " $* " in *" -h "* | *" --help "*) sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0"; exit ;; esac
 
 # The environment: BAPO_VENV, else the one that scripts/setup.sh sets up, else (without scripts/) the active one.
 python=python3

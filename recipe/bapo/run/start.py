@@ -94,7 +94,7 @@ def choose(
 
     here = 1 if cpu else gpus
     train, sample = _shares(given, here, config, cpu)
-    if language_model and "GPUS_PER_NODE" not in given and config != "separate_async":
+    if language_model and "GPUS_PER_NODE" not in given:
         train = max(number for number in (1, 2, 4, 8) if number <= max(train, 1))  # these divide its batches
     used = train + sample * (config == "separate_async")
     run = Request(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
@@ -136,7 +136,7 @@ def choose(
 def _platform(given, choice, gpus, amd):
     """Return the number of nodes, whether the run is on several nodes or a cluster, and whether it is on the CPU."""
     nodes = _count(given, "NNODES", 1)
-    cluster = given.get("RAY_ADDRESS", "").startswith("http")
+    cluster = given.get("RAY_ADDRESS", "local") != "local"
     platform = given.get("VERL_PLATFORM")
     if platform not in (None, "cpu", "nvidia"):
         raise ValueError(f"VERL_PLATFORM={platform} is not usable: leave it unset on NVIDIA GPUs, or set cpu.")
@@ -158,7 +158,7 @@ def _platform(given, choice, gpus, amd):
     cpu = platform == "cpu" or gpus == 0
     if cpu:  # Ray would compare CUDA_VISIBLE_DEVICES with its logical slots, which it calls GPUs
         choice.environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": None}
-    if nodes == 1 and given.get("RAY_ADDRESS", "local") == "local":
+    if nodes == 1 and not cluster:
         # Have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does this by default on
         # Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
         choice.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -275,10 +275,6 @@ def has_flash_attn() -> bool:
 
 def main(arguments: list[str]) -> int:
     """Run the command. It ends as preflight or as the run."""
-    if {"-h", "--help"} & set(arguments):
-        head = (ROOT / "recipe" / "bapo" / "run_bapo_example.sh").read_text().partition("\nset ")[0]
-        print("\n".join(line[2:] for line in head.splitlines()[2:]))
-        return 0
     for name in (*INPUTS, "OUTPUT_DIR", "BAPO_CACHE"):  # relative to where the command was given
         value = os.environ.get(name)
         if value and (name != "MODEL_PATH" or Path(value).exists()):  # else it is a name on the hub
