@@ -85,7 +85,8 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
         try:
             worker.replace_actor_worker_class()
         except TypeError as error:
-            logger.warning("MonitorConfig does nothing in this run: %s Training goes on without the monitor.", error)
+            nothing = "BAPO's monitor: MonitorConfig does nothing in this run: %s Training goes on without the monitor."
+            logger.warning(nothing, error)
 
 
 def _check_folder(record_dir):

@@ -96,7 +96,8 @@ class BAPOTrainingWorker(TrainingWorker):
         except Exception as error:
             if scope_class.applied:
                 raise
-            logger.warning("%s does nothing in this run: %s Training goes on without the monitor.", ours, error)
+            nothing = "BAPO's monitor: %s does nothing in this run: %s Training goes on without the monitor."
+            logger.warning(nothing, ours, error)
             return None
 
     def _train_engine(self, data, loss_function):

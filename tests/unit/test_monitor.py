@@ -4,6 +4,7 @@
 import json
 import logging
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -168,7 +169,9 @@ def test_where_it_cannot_measure_it_leaves_verls_worker_as_it_is(monkeypatch, ca
     for name, value in changes.items():
         object.__setattr__(config, name, value)
     worker = make_worker(config, monkeypatch, model_config=MODEL)
-    assert caplog.text.count("MonitorConfig does nothing in this run") == 1 and reason in caplog.text
+    said = "MonitorConfig does nothing in this run"
+    assert caplog.text.count(said) == 1 and reason in caplog.text
+    assert re.search(rf"BAPO's monitor: .*{said}", caplog.text)  # the console shows what begins like this
     assert worker.engine.train_batch == worker.verl_train_batch and worker.loss_fn.keywords["config"] is config
     call(worker)
 
@@ -200,10 +203,8 @@ def test_a_config_that_cannot_be_used_is_refused_when_it_is_built(monkeypatch, c
         MonitorConfig(ratio_lower_max=1.2)
     monkeypatch.delattr(ActorRolloutRefWorker, "actor_worker_cls")
     MonitorConfig()
-    assert (
-        "MonitorConfig does nothing in this run: verl 0.9.1 has no ActorRolloutRefWorker.actor_worker_cls"
-        in caplog.text
-    )
+    said = "BAPO's monitor: MonitorConfig does nothing in this run: verl 0.9.1 has no ActorRolloutRefWorker"
+    assert said in caplog.text
 
 
 def test_it_has_verl_make_our_worker(monkeypatch):

@@ -141,6 +141,15 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
     assert done.stdout.splitlines()[-1] == "['recipe', 'recipe.bapo', 'recipe.bapo.cpu']", done.stderr[-2000:]
 
 
+def test_the_cpu_platform_keeps_a_variable_that_is_set():
+    """Ray sets them in its workers, where the config may have changed one."""
+    code = "import os, verl; print([os.environ[name] for name in ('VLLM_CPU_KVCACHE_SPACE', 'TQ_NUM_THREADS')])"
+    environment = {name: value for name, value in os.environ.items() if name != "TQ_NUM_THREADS"}
+    environment |= {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "['4', '1']", done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     "scope, actor, model, message",
     [

@@ -279,6 +279,7 @@ def test_what_fused_kernels_cannot_do(config, name, changes, message):
             model.check_model(chosen)
 
 
+SCORERS = {"enable_resource_pool": True, "nnodes": 1, "n_gpus_per_node": 2}
 SHORT = (
     "Ray is asked for 33 CPUs \\(1 for the transfer queue's controller, 8 for its storage units, 24 for 8 GPUs to train"
 )
@@ -309,6 +310,13 @@ SHORT = (
             {"reward.reward_manager.name": "remote", "reward.num_workers": 2},
             "ok",
             "37 CPUs .*, 4 for reward workers",
+        ),
+        (
+            "CPUs",
+            {"cpus": 36},
+            {f"reward.reward_model.{key}": value for key, value in SCORERS.items()},
+            "ok",
+            "39 CPUs .*, 6 for 2 GPUs to score",
         ),
     ],
 )

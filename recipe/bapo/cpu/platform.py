@@ -104,7 +104,8 @@ class _VLLMDistribution:
 
 def install() -> None:
     """Register the platform in this process, and patch the two places where verl would fail on a CPU."""
-    os.environ.update(cpu_environment())
+    for name, value in cpu_environment().items():  # Ray has set them in its workers, perhaps changed by the config
+        os.environ.setdefault(name, value)
     PlatformRegistry.register(platform="cpu")(CPUPlatform)
     # verl would request the backend "cpu:gloo,cpu:gloo", which torch refuses.
     distributed.initialize_global_process_group_ray = functools.partial(

@@ -46,7 +46,7 @@ def teach(numbers: list[int], right: float, rng: random.Random) -> str:
 
 
 def draw_rows(split: str, count: int) -> Iterator[dict]:
-    """Draw rows in verl's schema. ``split`` seeds the draw, so each split has its own items."""
+    """Draw rows in verl's schema. ``split`` seeds the draw, so two splits have hardly an item in common."""
     rng = random.Random(split)
     for index in range(count):
         numbers = draw_numbers(rng)

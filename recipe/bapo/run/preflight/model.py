@@ -73,7 +73,7 @@ def check_tokenizer(config, model) -> None:
 def _check_lengths(config, text):
     """Check ``max_model_len``.
 
-    vLLM refuses a value above the model's positions. With a smaller one, it silently cuts longer sequences.
+    verl refuses a value above the model's positions. With a smaller one, vLLM silently cuts longer sequences.
     """
     positions, needed = getattr(text, "max_position_embeddings", None), Settings(config).longest
     if positions is None:  # verl then reports this itself

@@ -9,7 +9,6 @@ config: a stage can call it. The message names the field, its value and the fix.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -63,10 +62,13 @@ class Settings:
 
     @property
     def pools(self) -> list[tuple[str, int, int]]:
-        """``(verb, nodes, GPUs per node)`` of the GPUs that train and, if other GPUs sample, also of those."""
+        """``(verb, nodes, GPUs per node)`` of the GPUs that train, and of others that sample or run a reward model."""
         pools = [("train", self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node)]
         if self.config.trainer.v1.trainer_mode == "separate_async":
             pools.append(("sample", self.rollout.nnodes, self.rollout.n_gpus_per_node))
+        scorer = self.config.reward.reward_model
+        if scorer.enable_resource_pool:
+            pools.append(("score", scorer.nnodes, scorer.n_gpus_per_node))
         return pools
 
     @property
@@ -90,7 +92,7 @@ class Settings:
         """The responses of a rank in an update."""
         return self.actor.ppo_mini_batch_size * self.rollout.n // self.ranks
 
-    @cached_property
+    @property
     def log_prob_rows(self) -> int:
         """The responses for which a rank computes old log-probs at once: one call's share of the rollout batch."""
         calls = self.config.trainer.v1.get(self.config.trainer.v1.trainer_mode, {}).get("parameter_sync_step", 1)
@@ -196,9 +198,9 @@ REFUSED = (
         "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
     ),
     Rule(
-        lambda s: all(_divides(s.served, nodes * gpus) for _, nodes, gpus in s.pools),
-        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={s.served} does not divide the GPUs that sample "
-        "({s.pools}): choose a divisor.",
+        lambda s: all(_divides(s.served, nodes * gpus) for verb, nodes, gpus in s.pools if verb != "score"),
+        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={s.served} does not divide the GPUs that train, or "
+        "sample: choose a divisor.",
     ),
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
         lambda s: not need_critic(s.config) or _attention(s.config) == "flash_attention_2",
