@@ -96,7 +96,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``."""
     parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     parent = parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"
-    os.makedirs(parent, exist_ok=True)  # as Ray makes the first
+    os.makedirs(parent, exist_ok=True)  # Ray makes RAY_TMPDIR, too, if it is not there
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
