@@ -397,6 +397,11 @@ def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
     os.rmdir(parent)
 
 
+def test_a_temporary_folder_that_cannot_be_made_is_named(launch):
+    code, _, err = launch("", RAY_TMPDIR="/dev/null/folder").end()
+    assert code == 1 and err.startswith("Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): "), err
+
+
 def test_an_empty_output_folder_is_a_new_one(launch, tmp_path):
     before = f"import os; os.chdir({str(tmp_path)!r})"
     (tmp_path / "train.log").write_text("of the user")

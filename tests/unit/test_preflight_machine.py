@@ -214,6 +214,10 @@ def test_data_parallel_ranks_by_either_key_of_sequence_parallelism(config, field
 
 
 SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 3}
+SCORERS = {
+    f"reward.reward_model.{key}": value
+    for key, value in {"enable_resource_pool": True, "nnodes": 1, "n_gpus_per_node": 3}.items()
+}
 
 
 @pytest.mark.parametrize(
@@ -243,6 +247,10 @@ def test_what_verl_would_assert_in_a_worker(config, changes, message):
     with pytest.raises(ValueError) as error:
         rules.check_rules(config(changes=changes))
     assert message in str(error.value)
+
+
+def test_a_reward_models_gpus_need_not_be_divided_by_a_served_model(config):
+    assert rules.check_rules(config(changes={**SCORERS, f"{ROLLOUT}.tensor_model_parallel_size": 2}))
 
 
 def test_the_size_of_a_pass_that_bypass_mode_leaves_out_is_not_judged(config):
@@ -279,7 +287,6 @@ def test_what_fused_kernels_cannot_do(config, name, changes, message):
             model.check_model(chosen)
 
 
-SCORERS = {"enable_resource_pool": True, "nnodes": 1, "n_gpus_per_node": 2}
 SHORT = (
     "Ray is asked for 33 CPUs \\(1 for the transfer queue's controller, 8 for its storage units, 24 for 8 GPUs to train"
 )
@@ -314,9 +321,9 @@ SHORT = (
         (
             "CPUs",
             {"cpus": 36},
-            {f"reward.reward_model.{key}": value for key, value in SCORERS.items()},
+            SCORERS,
             "ok",
-            "39 CPUs .*, 6 for 2 GPUs to score",
+            "42 CPUs .*, 9 for 3 GPUs to score",
         ),
     ],
 )

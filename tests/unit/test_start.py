@@ -224,6 +224,6 @@ def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkey
 
 def test_help_is_the_head_of_the_run_script():
     command = ["bash", "recipe/bapo/run_bapo_example.sh", "--help"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert not run.stderr  # it sets nothing up
     assert run.stdout.startswith("Train with BAPO.") and "BAPO_VENV" in run.stdout.splitlines()[-1]

@@ -54,7 +54,12 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
-    with scratch_folder() as scratch:
+    try:
+        temporary = scratch_folder()
+    except OSError as error:
+        print(f"Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): {error}", file=sys.stderr)
+        return 1
+    with temporary as scratch:
         run = Supervisor(arguments, log, scratch)
         try:
             while run.poll() and not interruptions:
@@ -94,7 +99,7 @@ def catch_interruptions() -> list[signal.Signals]:
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
     """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``."""
-    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    parent = os.path.abspath(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     parent = parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"
     os.makedirs(parent, exist_ok=True)  # Ray makes RAY_TMPDIR, too, if it is not there
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
