@@ -30,19 +30,24 @@ UNBOUNDED_RATIO = 3.0
 # GPU launches few kernels.
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
+# Maps ratios and advantages, ``(B, T)``, to whether a loss other than BAPO's clips or caps the token.
+OwnClipFunction = Callable[[Tensor, Tensor], Tensor]
+
 
 class TokenSums(NamedTuple):
     """Float64 sums over response tokens: the first six by bucket, the others 0-d.
 
     Bucket b of A > 0 holds the ratios that are at or above exactly b candidates of ``c_high``. Bucket b of A < 0 holds
     those that are above exactly b candidates of ``c_low``, up to the dual clip. The tokens with A < 0 and a ratio from
-    the dual clip on are summed apart.
+    the dual clip on are summed apart. A ratio is compared in its own type with a candidate rounded to that type, as the
+    loss compares it (``bapo.loss``), so both agree about a token that lies exactly on a bound: it is clipped.
 
     Attributes:
         positive_weight, negative_weight: w*|A|.
         positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
         positive_tokens, negative_tokens: 1 for each token.
-        dual_clipped_weighted_ratio, dual_clipped_tokens: the same of the tokens from the dual clip on.
+        dual_clipped_weight, dual_clipped_weighted_ratio, dual_clipped_tokens: the same of the tokens from the dual clip
+            on.
         tokens: number of response tokens, without those that have no usable old log-prob.
         positive_responses, negative_responses: number of responses that have a token with this sign of A.
         ratio, ratio_squared: r and r^2.
@@ -64,6 +69,7 @@ class TokenSums(NamedTuple):
     negative_weight: Tensor
     negative_weighted_ratio: Tensor
     negative_tokens: Tensor
+    dual_clipped_weight: Tensor
     dual_clipped_weighted_ratio: Tensor
     dual_clipped_tokens: Tensor
     tokens: Tensor
@@ -121,6 +127,11 @@ class ClipStatistics:
         """Number of tokens with A > 0 and with A < 0, 0-d each."""
         return self.sums.positive_tokens.sum(), self.sums.negative_tokens.sum() + self.sums.dual_clipped_tokens
 
+    @property
+    def weight_by_sign(self) -> tuple[Tensor, Tensor]:
+        """Sum of w*|A| of the tokens with A > 0 and of those with A < 0, 0-d each; it does not depend on the ratios."""
+        return self.sums.positive_weight.sum(), self.sums.negative_weight.sum() + self.sums.dual_clipped_weight
+
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
         """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(candidates,)`` each.
 
@@ -147,10 +158,10 @@ class ClipStatistics:
         from_it, up_to_it = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]
         return torch.where(upper >= high, from_it, 0).sum(), torch.where(lower <= low, up_to_it, 0).sum()
 
-    def _as_vector(self):
+    def _as_vector(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self.sums])
 
-    def _with(self, vector):
+    def _with(self, vector: Tensor) -> ClipStatistics:
         parts = vector.split([tensor.numel() for tensor in self.sums])
         return replace(self, sums=TokenSums(*(part.view_as(own) for part, own in zip(parts, self.sums, strict=True))))
 
@@ -163,7 +174,7 @@ def collect_clip_statistics(
     response_mask: Tensor,
     config: BAPOConfig,
     clip_ratio_c: float | None = None,
-    own_clip: Callable[[Tensor, Tensor], Tensor] | None = None,
+    own_clip: OwnClipFunction | None = None,
 ) -> ClipStatistics:
     """Collect the statistics of one micro-batch without making the host wait for the device.
 
@@ -185,18 +196,11 @@ def collect_clip_statistics(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    upper_edges, lower = config.upper.grid(log_prob.device), config.lower.grid(log_prob.device)
-    # The dual clip is one more edge: r >= clip_ratio_c is the same as r > the number just below it.
-    dual_clip = math.inf if clip_ratio_c is None else math.nextafter(clip_ratio_c, 0)
-    lower_edges = torch.cat([lower, lower.new_full((1,), dual_clip)])
     chunk = CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // max(1, log_prob.shape[1]))
-    chunks = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
-    first, *others = [
-        _sum_tokens(old, new, advantage, mask, config.token_weight, lower_edges, upper_edges, own_clip)
-        for old, new, advantage, mask in chunks
-    ]
-    return sum((ClipStatistics(sums, config) for sums in others), start=ClipStatistics(first, config))
+    chunks = (Tokens(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True))
+    first, *others = [ClipStatistics(_sum_tokens(tokens, config, clip_ratio_c, own_clip), config) for tokens in chunks]
+    return sum(others, start=first)
 
 
 def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None = None) -> ClipStatistics:
@@ -205,38 +209,36 @@ def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None 
     return collect_clip_statistics(nothing, nothing, nothing, nothing, config)
 
 
+class Tokens(NamedTuple):
+    """The arguments of ``collect_clip_statistics`` for some rows, ``(rows, T)`` each."""
+
+    old_log_prob: Tensor
+    log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+
+
 def _sum_tokens(
-    old_log_prob, log_prob, advantages, response_mask, token_weight, lower_edges, upper_edges, own_clip
+    tokens: Tokens, config: BAPOConfig, clip_ratio_c: float | None, own_clip: OwnClipFunction | None
 ) -> TokenSums:
     """Sum the tokens of some rows."""
-    response, usable = response_mask.bool(), is_usable(old_log_prob)
+    response, usable = tokens.response_mask.bool(), is_usable(tokens.old_log_prob)
     mask = response & usable
-    ratio = log_ratio_of(old_log_prob, log_prob).exp()
-    own_clipped = None if own_clip is None else own_clip(ratio, advantages)  # in the type in which that loss compares
+    ratio = log_ratio_of(tokens.old_log_prob, tokens.log_prob).exp()
+    buckets = _Buckets(config, clip_ratio_c, ratio)
+    own_clipped = torch.zeros_like(mask) if own_clip is None else own_clip(ratio, tokens.advantages)
+    # From here on in float64. Where a token does not count, both numbers are 0, and so are its terms of the sums.
     ratio = torch.where(mask, ratio.double(), 0)
-    advantages = torch.where(mask, advantages.double(), 0)
+    advantages = torch.where(mask, tokens.advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
     size = advantages.abs()
-    unbounded = torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0)
     weight = size
-    if token_weight == "rollout_prob":
-        weight = size * torch.where(mask, old_log_prob, 0).double().exp()
-    # The ratios of tokens with A < 0 are negated: the edges are then -dual clip, -c_low from the largest to the
-    # smallest, 0, and c_high from the smallest to the largest. One search for all tokens takes half the time of one for
-    # each sign. Where A = 0 the weight is 0.
-    edges = torch.cat([-lower_edges.flip(0), lower_edges.new_zeros(1), upper_edges])
-    bucket = torch.bucketize(ratio.copysign(advantages), edges, right=True).flatten()
-    sizes = [1, len(lower_edges), len(upper_edges) + 1]  # from left to right: the dual clip, A < 0, A > 0
-
-    def sum_by_bucket(values):
-        # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
-        sums = values.new_zeros(sum(sizes)).scatter_add_(0, bucket, values.flatten())
-        dual_clipped, of_negative, of_positive = sums.split(sizes)
-        return of_positive, of_negative.flip(0), dual_clipped.squeeze()
-
-    positive_weight, negative_weight, _ = sum_by_bucket(weight)
-    positive_weighted_ratio, negative_weighted_ratio, dual_clipped_weighted_ratio = sum_by_bucket(weight * ratio)
-    positive_tokens, negative_tokens, dual_clipped_tokens = sum_by_bucket((positive | negative).double())
+    if config.token_weight == "rollout_prob":
+        weight = size * torch.where(mask, tokens.old_log_prob, 0).double().exp()
+    bucket = buckets.of(ratio, advantages)
+    positive_weight, negative_weight, dual_clipped_weight = buckets.sum(weight, bucket)
+    positive_weighted_ratio, negative_weighted_ratio, dual_clipped_ratio = buckets.sum(weight * ratio, bucket)
+    positive_tokens, negative_tokens, dual_clipped_tokens = buckets.sum((positive | negative).double(), bucket)
     return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
@@ -244,7 +246,8 @@ def _sum_tokens(
         negative_weight=negative_weight,
         negative_weighted_ratio=negative_weighted_ratio,
         negative_tokens=negative_tokens,
-        dual_clipped_weighted_ratio=dual_clipped_weighted_ratio,
+        dual_clipped_weight=dual_clipped_weight,
+        dual_clipped_weighted_ratio=dual_clipped_ratio,
         dual_clipped_tokens=dual_clipped_tokens,
         tokens=_count(mask),
         positive_responses=_count(positive.any(1)),
@@ -252,17 +255,45 @@ def _sum_tokens(
         ratio=ratio.sum(),
         ratio_squared=torch.tensordot(ratio, ratio),
         gradient=torch.tensordot(size, ratio),
-        unbounded_gradient=torch.tensordot(unbounded, ratio),
+        unbounded_gradient=torch.tensordot(torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0), ratio),
         invalid_old_log_probs=_count(response & ~usable),
-        invalid_log_probs=_count(response & ~(log_prob.abs() < math.inf)),  # half of isfinite()'s time
+        invalid_log_probs=_count(response & ~(tokens.log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),
-        own_clipped_positive=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & positive),
-        own_clipped_negative=ratio.new_zeros(()) if own_clipped is None else _count(own_clipped & negative),
+        own_clipped_positive=_count(own_clipped & positive),
+        own_clipped_negative=_count(own_clipped & negative),
         uncollected=ratio.new_zeros(()),
     )
 
 
-def _count(found):
+class _Buckets:
+    """The buckets of ``TokenSums``, and sums by bucket.
+
+    The ratio of a token with A < 0 counts as negative here, so that one sorted list of edges serves both signs: -dual
+    clip, -c_low from the largest candidate to the smallest, 0, and c_high from the smallest to the largest. One search
+    for all tokens takes half the time of one for each sign.
+    """
+
+    def __init__(self, config: BAPOConfig, clip_ratio_c: float | None, ratio: Tensor):
+        """Make the edges. ``ratio`` gives the device, and the type in which ratios and candidates are compared."""
+        lower, upper = (bound.grid(ratio.device).to(ratio.dtype).double() for bound in (config.lower, config.upper))
+        dual_clip = ratio.new_full((1,), math.inf if clip_ratio_c is None else clip_ratio_c).double()
+        below_dual_clip = torch.nextafter(dual_clip, torch.zeros_like(dual_clip))  # r >= c is r > the number before c
+        self.edges = torch.cat([-below_dual_clip, -lower.flip(0), lower.new_zeros(1), upper])
+        self.sizes = [1, len(lower) + 1, len(upper) + 1]  # from left to right: the dual clip, A < 0, A > 0
+
+    def of(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Return the number of each token's bucket, ``(tokens,)``. Where A = 0 it does not matter."""
+        return torch.bucketize(ratio.copysign(advantages), self.edges, right=True).flatten()
+
+    def sum(self, values: Tensor, bucket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums by bucket: for A > 0, for A < 0, and of the tokens from the dual clip on (0-d)."""
+        # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
+        sums = values.new_zeros(sum(self.sizes)).scatter_add_(0, bucket, values.flatten())
+        dual_clipped, of_negative, of_positive = sums.split(self.sizes)
+        return of_positive, of_negative.flip(0), dual_clipped.squeeze()
+
+
+def _count(found: Tensor) -> Tensor:
     return found.count_nonzero().double()
 
 

@@ -25,8 +25,7 @@ class Diagnostics:
 
     Attributes:
         positive_token_fraction: fraction of the response tokens with A > 0.
-        clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``, as the search counts
-            them. (``pg_clipfrac`` leaves out ratios that are equal to a bound.)
+        clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``.
         clipfrac_negative: fraction of the tokens with A < 0 whose ratio is at or below ``low``.
         length_positive: mean number of tokens with A > 0 in the responses that have such a token; 0 if none has.
         length_negative: the same for A < 0.

@@ -21,7 +21,8 @@ class SurrogateLoss:
 
     Attributes:
         loss: carries the graph.
-        pg_clipfrac: fraction of the tokens with A > 0 and a ratio above ``high``, or A < 0 and one below ``low``.
+        pg_clipfrac: fraction of the tokens with A > 0 and a ratio at or above ``high``, or A < 0 and one at or below
+            ``low``.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: fraction of the tokens whose surrogate is clipped by the dual clip.
         entropy_covariance: see the function of this name; tokens that this loss clips count with A = 0.
@@ -53,7 +54,7 @@ def clipped_surrogate_loss(
     """Compute PPO's loss ``-min(r*A, clip(r, low, high)*A)`` per token, aggregated.
 
     For A > 0 that is ``-A*min(r, high)``; for A < 0 it is ``-A*max(r, low)``, with dual clip
-    ``-A*min(max(r, low), clip_ratio_c)``: one clamp per token.
+    ``-A*min(max(r, low), clip_ratio_c)``.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
@@ -74,21 +75,22 @@ def clipped_surrogate_loss(
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)
     ratio = log_ratio.exp()
 
-    # One clamp for each token: its floor and ceiling depend on the sign of its advantage.
+    # The floor and the ceiling of a token's ratio depend on the sign of its advantage. A ratio exactly on a bound
+    # counts as clipped, as in the search, and gets no gradient.
     negative = advantages < 0
     low, high = (x.to(ratio.dtype) if isinstance(x, Tensor) else ratio.new_full((), x) for x in (low, high))
     floor = torch.where(negative, low, 0.0)
     ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
-    clipped_ratio = ratio.clamp(floor, ceiling)
-    token_loss = -advantages * clipped_ratio
-    is_clipped = clipped_ratio != ratio
+    below, above = ratio <= floor, ratio >= ceiling
+    is_clipped = below | above
+    token_loss = -advantages * torch.where(below, floor, torch.where(above, ceiling, ratio))
     tokens = mask.count_nonzero().clamp(min=1)
     covariance = entropy_covariance(log_prob, advantages, ratio, mask, is_clipped)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
     clipped = (is_clipped & (advantages != 0)).count_nonzero()
-    dual_clipped = (negative & (ratio > ceiling)).count_nonzero()
+    dual_clipped = (negative & above).count_nonzero()
     return SurrogateLoss(
         loss=aggregate(token_loss, mask),
         pg_clipfrac=(clipped - dual_clipped) / tokens,

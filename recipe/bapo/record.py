@@ -8,7 +8,6 @@ trainer can write a record.
 """
 
 import json
-import logging
 import math
 import os
 import socket
@@ -21,8 +20,7 @@ from pathlib import Path
 import torch
 
 from bapo import BAPOConfig, ClipStatistics, TokenSums
-
-logger = logging.getLogger(__name__)
+from recipe.bapo.tell import tell
 
 
 class Record:
@@ -63,7 +61,7 @@ class Record:
             self._append(_finite(line))
         except OSError as error:
             self.failed = True
-            logger.warning("BAPO: no record is written from now on, because %s.", error)
+            tell(f"no record is written from now on, because {error}.")
 
     def _create(self):
         now = datetime.now(UTC)
@@ -121,7 +119,8 @@ def read_record(path: Path) -> Start:
     try:
         first, *lines = complete
         about = json.loads(first)
-        config = BAPOConfig(**about["options"])
+        # The sums do not depend on the scope, and a record may have one that is no longer an option.
+        config = BAPOConfig(**{name: value for name, value in about["options"].items() if name != "bound_scope"})
         updates = [_read_update(json.loads(line), config) for line in lines]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a record of this version ({type(error).__name__}: {error}).") from error
@@ -129,7 +128,8 @@ def read_record(path: Path) -> Start:
 
 
 def _read_update(line, config):
-    sums = {name: torch.tensor(_numbers(line["sums"][name]), dtype=torch.float64) for name in TokenSums._fields}
+    recorded = {"dual_clipped_weight": 0.0, **line["sums"]}  # a sum that records before version 0.3 do not have
+    sums = {name: torch.tensor(_numbers(recorded[name]), dtype=torch.float64) for name in TokenSums._fields}
     values = {name: _numbers(value) for name, value in line["values"].items()}
     numbers = {name: value for name, value in line.items() if name not in ("values", "sums") and value is not None}
     return Update(numbers, values, ClipStatistics(TokenSums(**sums), config))

@@ -21,16 +21,25 @@ def response_tokens(old_log_prob, log_prob, advantages, mask):
     return [tensor[mask.bool()].double() for tensor in tensors]
 
 
-def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c):
-    """Compute P and N at one pair of bounds in float64. All tensors are 1-D and hold response tokens only."""
+def rounded(bound, dtype):
+    """Round a bound to the type in which ratios are compared with it."""
+    return math.inf if bound is None else torch.tensor(bound, dtype=dtype).double().item()
+
+
+def contribution(ratio, advantages, weight, low, high, kind, clip_ratio_c, dtype=torch.float64):
+    """Compute P and N at one pair of bounds in float64. All tensors are 1-D and hold response tokens only.
+
+    ``dtype`` is the type in which the ratios were computed.
+    """
     positive, negative = advantages > 0, advantages < 0
     r_pos, w_pos = ratio[positive], (weight * advantages)[positive]
     r_neg, w_neg = ratio[negative], (weight * -advantages)[negative]
-    if kind == "value":
-        return (w_pos * r_pos.clamp(max=high)).sum().item(), (w_neg * r_neg.clamp(min=low)).sum().item()
-    ceiling = math.inf if clip_ratio_c is None else clip_ratio_c
-    keeps = (r_neg > low) & (r_neg < ceiling)
-    return (w_pos * r_pos)[r_pos < high].sum().item(), (w_neg * r_neg)[keeps].sum().item()
+    at_low, at_high, ceiling = (rounded(bound, dtype) for bound in (low, high, clip_ratio_c))
+    if kind == "value":  # a clipped token counts with its bound
+        p = torch.where(r_pos >= at_high, high, r_pos) * w_pos
+        return p.sum().item(), (torch.where(r_neg <= at_low, low, r_neg) * w_neg).sum().item()
+    keeps = (r_neg > at_low) & (r_neg < ceiling)
+    return (w_pos * r_pos)[r_pos < at_high].sum().item(), (w_neg * r_neg)[keeps].sum().item()
 
 
 def grid_point(start, maximum, step, k):
@@ -42,6 +51,7 @@ def grid_point(start, maximum, step, k):
 def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_ratio_c=None):
     """Find the bounds by the literal loop. Returns (low, high, rho, rho at the start, steps taken, saturated)."""
     ratio, adv, old, _ = response_tokens(old_log_prob, log_prob, advantages, mask)
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
     weight = old.exp() if config.token_weight == "rollout_prob" else torch.ones_like(adv)
 
     def point(side, k):
@@ -54,7 +64,7 @@ def sequential_search(old_log_prob, log_prob, advantages, mask, config, clip_rat
     start = None
     while True:
         low, high = point("lower", k["lower"]), point("upper", k["upper"])
-        p, n = contribution(ratio, adv, weight, low, high, config.contribution, clip_ratio_c)
+        p, n = contribution(ratio, adv, weight, low, high, config.contribution, clip_ratio_c, dtype)
         rho = p / (p + n) if p + n > 0 else 0.0
         start = rho if start is None else start
         reached = (1 - target) * p - target * n >= -1e-9 * (p + n)
@@ -71,6 +81,7 @@ def share(part, whole):
 def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
     """Compute the metrics of ``bapo.Diagnostics`` by name, without the counts of invalid input."""
     ratio, adv, *_ = response_tokens(old_log_prob, log_prob, advantages, mask)
+    low, high = (rounded(bound, torch.promote_types(log_prob.dtype, torch.float32)) for bound in (low, high))
     positive, negative, size = adv > 0, adv < 0, ratio * adv.abs()
     responses = {sign: ((advantages * sign > 0) & mask.bool()).any(1).sum() for sign in (1, -1)}
     return {
@@ -85,8 +96,12 @@ def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
 
 
 def surrogate(ratio, advantage, low, high, clip_ratio_c):
-    """Compute PPO's clipped objective of a token with verl's dual clip, and its derivative by the ratio."""
+    """Compute PPO's clipped objective of a token with verl's dual clip, and its derivative by the ratio.
+
+    A ratio exactly on a bound is clipped: its derivative is 0.
+    """
     objective = min(ratio * advantage, min(max(ratio, low), high) * advantage)
     if clip_ratio_c is not None and advantage < 0:
         objective = max(objective, clip_ratio_c * advantage)
-    return objective, advantage if objective == ratio * advantage else 0.0
+    above = ratio >= high if advantage > 0 else clip_ratio_c is not None and ratio >= clip_ratio_c
+    return objective, 0.0 if above or (advantage < 0 and ratio <= low) else advantage

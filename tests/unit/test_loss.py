@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from support import oracle
 from support.batches import batches, make_batch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics, find_clip_bounds
 from bapo.loss import masked_mean
 
 
@@ -30,16 +30,16 @@ def test_three_tokens_by_hand():
 
 
 def by_definition(batch, low, high, clip_ratio_c, weights):
-    """Compute loss and metrics, each as (value, size of its terms), and the gradient for ratios not at a bound."""
+    """Compute loss and metrics, each as (value, size of its terms), and the gradient."""
     mask = batch[3]
     columns = [tensor.tolist() for tensor in (*oracle.response_tokens(*batch), weights[mask].double())]
     tokens, gradient = max(1, len(columns[0])), []
     losses, kl, clipped, dual_clipped, weighted = [], [], 0, 0, []
     for ratio, advantage, _, log_prob, weight in zip(*columns, strict=True):
         objective, derivative = oracle.surrogate(ratio, advantage, low, high, clip_ratio_c)
-        is_dual = clip_ratio_c is not None and advantage < 0 and ratio > clip_ratio_c
+        is_dual = clip_ratio_c is not None and advantage < 0 and ratio >= clip_ratio_c
         dual_clipped += is_dual
-        clipped += objective != ratio * advantage and not is_dual
+        clipped += advantage != 0 and derivative == 0 and not is_dual
         losses.append(-weight * objective / tokens)
         kl.append(-math.log(ratio) / tokens)
         weighted.append((ratio, ratio * derivative, log_prob))
@@ -88,20 +88,62 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
 
     result.loss.backward()
     assert old.grad is None and advantages.grad is None and not log_prob.grad[~mask].any()
-    smooth = torch.tensor([r not in (low, high, clip_ratio_c) for r in ratio.tolist()], dtype=torch.bool)
     found, gradient = log_prob.grad[mask].double(), torch.tensor(gradient, dtype=torch.float64)
     rounding = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(log_prob.dtype, 1e-5)
     smallest = torch.finfo(log_prob.dtype).tiny  # below this a gradient loses bits
-    torch.testing.assert_close(found[smooth], gradient[smooth], rtol=rounding, atol=smallest)
+    torch.testing.assert_close(found, gradient, rtol=rounding, atol=smallest)
 
 
 @pytest.mark.parametrize("bound, sign", [("clip_ratio_c", -1.0), ("high", 1.0), ("low", -1.0)])
-def test_a_token_exactly_at_a_bound_is_not_clipped(bound, sign):
-    log_prob = torch.tensor([[-0.5 if bound == "low" else 0.5]])
+def test_a_token_exactly_on_a_bound_is_clipped(bound, sign):
+    log_prob = torch.tensor([[-0.5 if bound == "low" else 0.5]], requires_grad=True)
     bounds = {"low": 0.1, "high": 9.0, "clip_ratio_c": 9.0, bound: log_prob.exp().item()}
     result = clipped_surrogate_loss(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), torch.ones(1, 1), **bounds)
-    assert (result.pg_clipfrac.item(), result.pg_clipfrac_lower.item()) == (0, 0)
+    dual = bound == "clip_ratio_c"
+    assert (result.pg_clipfrac.item(), result.pg_clipfrac_lower.item()) == (not dual, dual)
     assert result.loss.item() == pytest.approx(-sign * bounds[bound])
+    result.loss.backward()
+    assert log_prob.grad.item() == 0
+
+
+def log_probs_on(ratios, dtype):
+    """Return log-probs ``(T,)`` whose ``exp`` is one of the ratios rounded to ``dtype``, where there is one."""
+    ratios = torch.tensor(ratios, dtype=dtype)
+    integer = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]  # adding 1 gives the next float
+    steps = torch.arange(-32, 33, dtype=integer)[:, None]
+    neighbours = (ratios.double().log().to(dtype).view(integer) + steps).view(dtype)
+    hits = neighbours.exp() == ratios
+    return neighbours.gather(0, hits.int().argmax(0)[None])[0][hits.any(0)]
+
+
+def tokens_on_candidates(dtype):
+    """Yield configs, and log-probs ``(T,)`` whose ratios to an old log-prob of 0 are candidates."""
+    if dtype != torch.bfloat16:
+        config = BAPOConfig()
+        yield config, log_probs_on([*config.lower.grid().tolist(), *config.upper.grid().tolist(), 3.0], dtype)
+        return
+    log_probs = (torch.arange(-64, 141) / 128).to(dtype)  # exact in this type
+    ratios = log_probs.float().exp().double()
+    for low, high in zip(ratios[ratios < 0.99].tolist(), ratios[ratios > 1.01].tolist(), strict=False):
+        fixed = dict(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+        yield BAPOConfig(**fixed), log_probs
+
+
+@pytest.mark.parametrize("dtype, least", [(torch.float32, 40), (torch.float64, 40), (torch.bfloat16, 10_000)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_count_and_gradient_agree_about_tokens_on_every_candidate(dtype, least, sign):
+    on_a_candidate = 0
+    for config, log_probs in tokens_on_candidates(dtype):
+        log_prob, old = log_probs[None], torch.zeros_like(log_probs)[None]
+        advantages, mask = torch.full_like(log_prob, sign), torch.ones_like(log_prob)
+        stats = collect_clip_statistics(old, log_prob, advantages, mask, config, clip_ratio_c=3.0)
+        on_a_candidate += log_prob.numel()
+        for low, high in torch.cartesian_prod(config.lower.grid(), config.upper.grid()):
+            leaf = log_prob.clone().requires_grad_()
+            clipped_surrogate_loss(old, leaf, advantages, mask, low, high, clip_ratio_c=3.0).loss.backward()
+            clipped = sum(stats.clipped_tokens(low, high)) + stats.sums.dual_clipped_tokens
+            assert (leaf.grad == 0).sum() == clipped, (low, high)
+    assert on_a_candidate >= least
 
 
 @pytest.mark.parametrize("kind", ["value", "gradient"])

@@ -2,7 +2,6 @@
 """What is written to a record is read again, and a record that cannot be written does not end a run."""
 
 import json
-import logging
 import math
 
 import pytest
@@ -45,17 +44,16 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert torch.equal(update.stats.sums.positive_tokens, finite) and finite.isfinite().all()
 
 
-def test_a_folder_that_cannot_be_written_warns_once(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_warns_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     record = Record(tmp_path / "file", CONFIG, {})
-    with caplog.at_level(logging.WARNING):
-        for seed in range(3):
-            record.write(*measure(make_tokens(seed), CONFIG))
-    (message,) = [line.getMessage() for line in caplog.records]
-    assert "no record is written from now on" in message and str(tmp_path / "file") in message
+    for seed in range(3):
+        record.write(*measure(make_tokens(seed), CONFIG))
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "BAPO: no record is written from now on" in message and str(tmp_path / "file") in message
 
 
-def test_nothing_is_written_after_a_failed_write(tmp_path, caplog):
+def test_nothing_is_written_after_a_failed_write(tmp_path, capsys):
     record, update = Record(tmp_path, CONFIG, {}), measure(make_tokens(0), CONFIG)
     record.write(*update)
     file = record.path.rename(tmp_path / "kept")
@@ -64,7 +62,7 @@ def test_nothing_is_written_after_a_failed_write(tmp_path, caplog):
     record.path.rmdir()
     file.rename(record.path)
     record.write(*update)
-    assert len(read_record(record.path).updates) == 1 and len(caplog.records) == 1
+    assert len(read_record(record.path).updates) == 1 and capsys.readouterr().err.count("BAPO") == 1
 
 
 def test_a_record_that_ends_inside_a_line_is_read_up_to_there(tmp_path):
@@ -89,3 +87,17 @@ def test_another_file_is_refused_by_name(tmp_path, content):
 def test_each_start_writes_a_file_of_its_own(tmp_path):
     paths = {write_start(tmp_path, steps=[1])[0] for _ in range(3)}
     assert len(paths) == 3 and paths == set(tmp_path.glob("record-*.jsonl"))
+
+
+def test_a_record_of_a_scope_that_is_gone_stays_readable(tmp_path):
+    """Version 0.2 had one more scope, and one sum less."""
+    path, _ = write_start(tmp_path, steps=[1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["options"]["bound_scope"] = "previous_batch"
+    for line in lines[1:]:
+        del line["sums"]["dual_clipped_weight"]
+    old = tmp_path / "old.jsonl"
+    old.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for found, expected in zip(read_record(old).updates, read_record(path).updates, strict=True):
+        assert found.values == expected.values and found.stats.sums.dual_clipped_weight == 0
+        assert torch.equal(found.stats.sums.negative_weight, expected.stats.sums.negative_weight)

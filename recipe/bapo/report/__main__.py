@@ -59,8 +59,9 @@ def _what_was_recorded(run):
     starts = f", from {len(run.starts)} starts of the process" if len(run.starts) > 1 else ""
     loss = run.about.get("loss_mode", "another loss")
     if run.applied:
-        trained = f"trained with BAPO, bound_scope={run.config.bound_scope}"
-        if run.config.bound_scope == "micro_batch":
+        scope = run.about["options"]["bound_scope"]
+        trained = f"trained with BAPO, bound_scope={scope}"
+        if scope == "micro_batch":
             trained += " (what its bounds clip is a mean over micro-batches)"
     elif run.own_clip is None:
         trained = f"trained with {loss}, BAPO only monitored"
