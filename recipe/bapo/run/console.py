@@ -6,16 +6,16 @@ you may change the texts; the README shows the summary.
 """
 
 import json
+import math
 import re
 import textwrap
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from recipe.bapo.run.files import ANSWERS, CONFIG, METRICS
+from recipe.bapo.run.files import ANSWERS, METRICS
 from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
@@ -63,7 +63,7 @@ class StepPrinter:
         added = self.read_new(self.log)
         # The error itself is some lines further down, which may not be written yet.
         self.response_failed = self.response_failed or "Error in _run_prompt" in added
-        for said in re.findall(r"\bBAPO(?:'s monitor)?: .+", added):
+        for said in re.findall(r"\bBAPO: .+", added):
             tqdm.write(said)
 
     def warn(self, of: str, text: str) -> None:
@@ -113,6 +113,12 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
         found["training/responses_arrived"] = (
             f"{arrived:.0%} of the responses arrived; verl trained without the others."
         )
+    if skipped(data):
+        share = data.get("actor/bapo/skipped")  # logged with BAPO's loss or the monitor
+        of_updates = "an update" if share is None else f"{share:.0%} of the updates"
+        found["actor/grad_norm, not finite"] = (
+            f"verl skipped {of_updates}, because the gradient norm was not finite (docs/troubleshooting.md)."
+        )
     advantages = [data.get(f"critic/advantages/{side}", 0.0) for side in ("min", "max")]
     if data.get("actor/grad_norm") == 0 and advantages != [0, 0]:
         found["actor/grad_norm"] = (
@@ -120,6 +126,11 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
             "rate, LoRA's alpha and frozen parameters."
         )
     return found
+
+
+def skipped(data: dict[str, float]) -> bool:
+    """Whether verl skipped an update of a step, as it does where the gradient norm is not finite."""
+    return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get("actor/bapo/skipped", 0.0) > 0
 
 
 def first_error(log: str) -> str | None:
@@ -157,12 +168,13 @@ def summary(run_dir: Path) -> str:
             values = [data[key] for data in steps if key in data]
             if values:
                 before_and_after(label, values, part)
+        lost = sum(map(skipped, steps))
+        if lost:
+            lines.append(f"  {'steps with an update that verl skipped':<46}{lost:>9}  of {len(steps)}")
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
         lines += search_lines([data for data in steps if "actor/bapo/met_by_moving" in data])
-        if uses_previous_batch(run_dir):
-            lines.append("  (bound_scope=previous_batch: an update uses what the search found on the batch before)")
         lines += answer_lines(run_dir / ANSWERS)
     else:
         lines.append("No training step was recorded. verl's mean and spread over n responses to each problem:")
@@ -170,13 +182,6 @@ def summary(run_dir: Path) -> str:
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics and records: {run_dir}")
     return "\n".join(lines)
-
-
-def uses_previous_batch(run_dir: Path) -> bool:
-    """Whether the run in a folder trained with the bounds of the previous batch."""
-    path = run_dir / CONFIG
-    loss = OmegaConf.select(OmegaConf.load(path), "actor_rollout_ref.actor.policy_loss") if path.exists() else None
-    return loss is not None and loss.loss_mode == "bapo" and loss.get("bound_scope") == "previous_batch"
 
 
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
