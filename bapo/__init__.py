@@ -2,17 +2,17 @@
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
 Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``search``, ``diagnostics``, ``bounds``,
-``bounds_history``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
+``forecast``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
 the names in ``__all__``; everything else may change.
 """
 
 from bapo.bounds import find_clip_bounds, read_and_validate, read_scalars
-from bapo.bounds_history import BoundsHistory
 from bapo.clip_statistics import ClipStatistics, TokenSums, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
+from bapo.forecast import BoundsForecaster, Forecast, same_tokens_are_clipped
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
-from bapo.search import ClipBounds, remeasure, search_clip_bounds
+from bapo.search import ClipBounds, search_clip_bounds
 
 __version__ = "0.2.0"
 
@@ -21,7 +21,8 @@ __all__ = [
     "ClipBounds",
     "ClipStatistics",
     "Diagnostics",
-    "BoundsHistory",
+    "BoundsForecaster",
+    "Forecast",
     "Range",
     "SurrogateLoss",
     "TokenSums",
@@ -32,6 +33,6 @@ __all__ = [
     "find_clip_bounds",
     "read_and_validate",
     "read_scalars",
-    "remeasure",
+    "same_tokens_are_clipped",
     "search_clip_bounds",
 ]

@@ -16,7 +16,7 @@ CHOICES = {
     "contribution": ("value", "gradient"),
     "token_weight": ("rollout_prob", "uniform"),
     "search_order": ("upper_first", "lower_first"),
-    "bound_scope": ("mini_batch", "previous_batch", "micro_batch"),
+    "bound_scope": ("mini_batch", "micro_batch"),
 }
 # The statistics grow with the number of candidates. A range with more steps than this has a mistyped step.
 MAX_STEPS = 100_000
@@ -68,10 +68,8 @@ class BAPOConfig:
         search_order: ``upper_first`` raises ``c_high`` first (Algorithm 1), ``lower_first`` raises ``c_low`` first (the
             authors' code).
         bound_scope: which tokens the bounds of an optimizer update are found on. ``mini_batch``: all tokens of the
-            update itself (Algorithm 1). ``previous_batch``: all tokens of the same update on the rollout batch before,
-            or of the latest update if there was none; this needs no extra forward. ``micro_batch``: the tokens of the
-            micro-batches that the ranks train on at the same time (the authors' code); the result then depends on how
-            the mini-batch is cut.
+            update itself (Algorithm 1). ``micro_batch``: the tokens of the micro-batches that the ranks train on at the
+            same time (the authors' code); the result then depends on how the mini-batch is cut.
 
     Raises:
         ValueError: names the field, its value and the fix. Raised on construction.
@@ -93,7 +91,12 @@ class BAPOConfig:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                _refuse(name, value, f"use one of {', '.join(choices)}")
+                fix = f"use one of {', '.join(choices)}"
+                if value == "previous_batch":
+                    fix = (
+                        "leave it out, because the default is exact now, works with Megatron and rarely makes a forward"
+                    )
+                _refuse(name, value, fix)
         target = self.positive_contribution_target
         _require_number("positive_contribution_target", target)
         if not 0 < target < 1:

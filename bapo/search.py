@@ -8,7 +8,7 @@ choosing the same bounds, bit for bit, from the same sums, and on nothing here m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,28 +46,6 @@ class ClipBounds:
     met_by_moving: Tensor
     saturated: Tensor
 
-    @classmethod
-    def before_any_search(cls, config: BAPOConfig) -> ClipBounds:
-        """Return the start of both ranges, for an update before any search; rho is 0 and not measured."""
-        zero = torch.zeros((), dtype=torch.float64)
-        no = zero.bool()
-        return cls(
-            low=config.lower.grid()[0],
-            high=config.upper.grid()[0],
-            positive_contribution=zero,
-            positive_contribution_start=zero,
-            positive_contribution_highest=zero,
-            search_steps=zero.long(),
-            met_at_start=no,
-            met_by_moving=no,
-            saturated=no,
-        )
-
-    @property
-    def searched(self) -> Tensor:
-        """Whether the bounds come from tokens with an advantage, 0-d bool."""
-        return self.met_at_start | self.met_by_moving | self.saturated
-
 
 class SearchPath(NamedTuple):
     """The pairs of bounds on the path, in its order, with P and N at each (Eq. 8, Eq. 5): float64 ``(pairs,)``."""
@@ -99,7 +77,7 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
     path = measure_search_path(stats, config)
     reached = reaches_target(path.p, path.n, config.positive_contribution_target)
     met, searched = reached.any(), sum(stats.tokens_by_sign) > 0
-    chosen = torch.where(met, reached.int().argmax(), len(reached) - 1)  # argmax: the first that reaches it
+    chosen = first_on_path(reached)
     rho = path.positive_contribution
     return ClipBounds(  # take(chosen), because [chosen] would make the host wait for the index
         low=path.low.take(chosen),
@@ -114,32 +92,6 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
     )
 
 
-@torch.no_grad()
-def remeasure(stats: ClipStatistics, bounds: ClipBounds, config: BAPOConfig) -> ClipBounds:
-    """Measure rho on the tokens of this update, at bounds that an earlier update found.
-
-    Args:
-        stats: statistics of the update that uses the bounds.
-        bounds: the result of an earlier search with the same config, or ``ClipBounds.before_any_search``.
-        config: as in ``search_clip_bounds``.
-
-    Returns:
-        ``bounds`` with the three values of rho replaced. The other fields still describe the search that found the
-        bounds; how it ended is false, as without a search, if no token has an advantage.
-    """
-    rho = measure_search_path(stats, config).positive_contribution
-    has_advantage = sum(stats.tokens_by_sign) > 0
-    return replace(
-        bounds,
-        positive_contribution=rho.take(bounds.search_steps),
-        positive_contribution_start=rho[0],
-        positive_contribution_highest=rho.max(),
-        met_at_start=has_advantage & bounds.met_at_start,
-        met_by_moving=has_advantage & bounds.met_by_moving,
-        saturated=has_advantage & bounds.saturated,
-    )
-
-
 def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
     """Compute P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
     stats.check_config(config)
@@ -147,6 +99,15 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
     low, high = config.lower.grid(n.device), config.upper.grid(p.device)
     index_of_high, index_of_low = path_indices(config, high.device)
     return SearchPath(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
+
+
+def first_on_path(reached: Tensor) -> Tensor:
+    """Return the index of the first pair that reaches the target, or of the last pair if none does: 0-d int64.
+
+    Args:
+        reached: whether each pair on the path reaches it, ``(pairs,)`` bool.
+    """
+    return torch.where(reached.any(), reached.int().argmax(), len(reached) - 1)
 
 
 def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:

@@ -140,7 +140,6 @@ def _overrides(target, about):
         f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         f"{LOSS}.loss_mode=bapo",
         f"++{LOSS}.positive_contribution_target={target:g}",
-        f"++{LOSS}.bound_scope={'previous_batch' if about.get('strategy') == 'megatron' else 'mini_batch'}",
         f"actor_rollout_ref.actor.clip_ratio_c={'null' if dual_clip is None else dual_clip}",
     ]
 

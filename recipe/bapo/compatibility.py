@@ -43,30 +43,25 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
             "verl divides by each micro-batch's padded width, so the loss would depend on how the mini-batch is split. "
             "Set actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
         )
-    if actor_config.policy_loss.bound_scope == "mini_batch" and model_config.enable_activation_offload:
-        raise ValueError(
-            "actor_rollout_ref.model.enable_activation_offload=true is not usable with bound_scope=mini_batch: verl's "
-            "offloading expects a backward after every forward, and the search makes a forward without one. Set it to "
-            "false, or use bound_scope=previous_batch, which makes no such forward."
-        )
 
 
-def refuse_to_monitor(actor_config, model_config) -> None:
+def refuse_to_monitor(actor_config) -> None:
     """Refuse settings under which a run with another loss than BAPO's cannot be measured.
 
     Args:
         actor_config: verl's ``ActorConfig`` with a ``MonitorConfig``.
-        model_config: not looked at; the worker calls ``refuse_unusable_settings`` with the same arguments.
 
     Raises:
-        ValueError: says why. The worker logs it and leaves verl's loss as it is.
+        ValueError: says why. The worker tells it to the user and leaves verl's loss as it is.
     """
     if actor_config.strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ValueError(f"strategy={actor_config.strategy} was not tried.")
-    if actor_config.strategy == "megatron" and actor_config.megatron.dynamic_context_parallel:
-        raise ValueError(
-            "with megatron.dynamic_context_parallel=true each rank has samples of its own, but only one reports."
-        )
+    if actor_config.strategy == "megatron":
+        _require_megatron_section(actor_config)
+        if actor_config.megatron.dynamic_context_parallel:
+            raise ValueError(
+                "with megatron.dynamic_context_parallel=true each rank has samples of its own, but only one reports."
+            )
     if actor_config.clip_ratio_c is not None and not actor_config.clip_ratio_c > 1:
         raise ValueError(f"the search needs a clip_ratio_c above 1 or null, not {actor_config.clip_ratio_c}.")
 
@@ -92,18 +87,20 @@ def _refuse_on_fsdp(actor_config, model_config) -> None:
         )
 
 
-def _refuse_on_megatron(actor_config) -> None:
+def _require_megatron_section(actor_config) -> None:
     if not hasattr(actor_config, "megatron"):
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron is not usable without Megatron's section of the config: set "
             "model_engine=megatron, which sets the strategy and adds the section."
         )
-    scope = actor_config.policy_loss.bound_scope
-    if scope != "previous_batch":
+
+
+def _refuse_on_megatron(actor_config) -> None:
+    _require_megatron_section(actor_config)
+    if actor_config.policy_loss.bound_scope == "micro_batch":
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.bound_scope={scope} is not usable with strategy=megatron: set it to "
-            "previous_batch. Only the last pipeline stage calls the loss, so with another scope the other stages would "
-            "have no tokens to search, and tensor- or context-parallel ranks could find different bounds."
+            "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch is not usable with strategy=megatron: use "
+            "mini_batch. Only the last stage of a pipeline calls the loss, so the others could not join a search there."
         )
     if actor_config.megatron.dynamic_context_parallel:
         raise ValueError(

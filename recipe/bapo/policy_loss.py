@@ -8,7 +8,6 @@ and verl passes the config to the loss. ``bapo_trainer.yaml`` lists the config's
 compares the two.
 """
 
-import logging
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +18,9 @@ from torch import Tensor
 from bapo import BAPOConfig, clipped_surrogate_loss, read_scalars
 from recipe.bapo import worker
 from recipe.bapo.scopes import Bounds
+from recipe.bapo.tell import tell
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,6 +53,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
+        from recipe.bapo import verl_fixes  # noqa: F401  importing it changes verl, which a monitored run must not
+
         worker.replace_actor_worker_class()
 
 
@@ -85,8 +85,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
         try:
             worker.replace_actor_worker_class()
         except TypeError as error:
-            nothing = "BAPO's monitor: MonitorConfig does nothing in this run: %s Training goes on without the monitor."
-            logger.warning(nothing, error)
+            tell(f"MonitorConfig does nothing in this run: {error} Training goes on without the monitor.")
 
 
 def _check_folder(record_dir):

@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bounds of an update come from: one class for each ``bound_scope``, all with the same methods.
+"""Where the bounds of an update come from: one class for each ``bound_scope``. ``monitor.py`` has one more.
 
-One more, ``Monitor``, leaves the loss as it is.
-
-The worker calls them in this order: ``next_batch`` when a rollout batch begins; then for each update ``before_update``,
-``for_micro_batch`` in the loss of each micro-batch, and ``before_step`` right before the optimizer's step.
-``for_evaluation`` takes the place of ``for_micro_batch`` where a loss is computed without gradient, outside any update.
+The worker calls ``update`` in place of verl's forwards and backwards of an optimizer update. While these run, verl
+calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for its bounds.
 """
 
-import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from tensordict import TensorDict
 
 from bapo import (
-    BoundsHistory,
+    BoundsForecaster,
+    ClipBounds,
     ClipStatistics,
     collect_clip_statistics,
     diagnose,
     empty_clip_statistics,
     read_and_validate,
-    read_scalars,
-    remeasure,
+    same_tokens_are_clipped,
     search_clip_bounds,
 )
 from recipe.bapo import compatibility
-from recipe.bapo.own_clip import OwnClip, own_clip_of
+from recipe.bapo.engine_state import EngineState, can_be_restored
+from recipe.bapo.own_clip import OwnClip
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
-logger = logging.getLogger(__name__)
-
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
 Bounds = tuple[float, float]  # c_low and c_high
+Pass = Callable[[], dict]  # verl's forwards and backwards of an update; returns the engine's output
 
 
 @dataclass(frozen=True)
@@ -43,41 +40,48 @@ class Measured:
 
     Attributes:
         stats: sums of the tokens, on the host.
-        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them; with ``MicroBatch`` means over
-            the micro-batches. ``Monitor`` has ``invalid_tokens`` alone where input was not finite, and nothing where
-            tokens could not be collected.
+        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them, with ``extra_forward`` and
+            ``redone``: 1 if a forward pass was made to find the bounds, and if the forwards and backwards were made
+            twice, otherwise 0. With ``MicroBatch`` they are means over the micro-batches.
     """
 
     stats: ClipStatistics
     values: dict[str, float]
 
-    @property
-    def bounds(self) -> Bounds:
-        """The bounds that the update uses."""
-        return self.values["low"], self.values["high"]
-
 
 class BoundScope:
-    """Finds the bounds of each update; see the module for the order of the calls.
+    """Finds the bounds of each update.
 
     Attributes:
         applied: whether the loss takes the bounds.
 
     Args:
         actor_config: verl's ``ActorConfig`` with one of our policy-loss configs.
+        model_config: verl's ``HFModelConfig``.
         engine: verl's training engine.
         device: the device of this rank, as verl's ``get_device_id`` gives it.
-        device_name: ``cpu`` or ``cuda``.
+        guard: for what must not end the run.
+
+    Raises:
+        ValueError: the settings cannot be used.
     """
 
     applied = True
     own_clip: OwnClip | None = None  # what another loss than BAPO's clips
-    refuse_unusable_settings = staticmethod(compatibility.refuse_unusable_settings)
 
-    def __init__(self, actor_config, engine, device, device_name="cpu"):
+    def __init__(self, actor_config, model_config, engine, device, guard):
+        self.refuse_unusable_settings(actor_config, model_config)
         self.config, self.clip_ratio_c = actor_config.policy_loss, actor_config.clip_ratio_c
         self.strategy = actor_config.strategy
-        self.engine, self.device, self.device_name = engine, device, device_name
+        self.engine, self.device, self.guard = engine, device, guard
+        self.collected: ClipStatistics | None = None  # of the micro-batches of the current pass so far
+        # The bounds of the latest update, for a loss that is computed outside an update; None: the loss takes none.
+        self.latest: Bounds | None = (self.config.ratio_lower_start, self.config.ratio_upper_start)
+        self.measured: Measured  # of the latest update
+
+    def refuse_unusable_settings(self, actor_config, model_config) -> None:
+        """Refuse settings of verl with which the bounds or the loss would be wrong."""
+        compatibility.refuse_unusable_settings(actor_config, model_config)
 
     def about(self) -> dict:
         """Return what the first line of the record says of the run's loss."""
@@ -88,88 +92,158 @@ class BoundScope:
             "strategy": self.strategy,
         }
 
-    def next_batch(self) -> None:
-        """Begin a rollout batch."""
+    def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
+        """Make the forwards and backwards of an update with its bounds, and return what verl's engine returns for it.
 
-    def before_update(self, data: TensorDict, position: int, on_policy: bool) -> None:
-        """Begin an update, with nothing left of the last one.
+        When this returns, the gradients are those of the whole mini-batch, and the optimizer's step may follow.
 
         Args:
             data: this rank's part of the mini-batch.
             position: number of the update on its rollout batch, from 0.
-            on_policy: whether every ratio is to be taken as 1; only ``MiniBatch`` uses it.
+            on_policy: whether every ratio is to be taken as 1.
+            run_pass: makes the forwards and backwards, and adds to the gradients.
+
+        Raises:
+            ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step.
         """
+        raise NotImplementedError
+
+    def measure(self) -> Measured:
+        """Return what was measured of the update whose ``update`` has returned."""
+        return self.measured
 
     def for_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
         raise NotImplementedError
 
-    def for_evaluation(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
-        """Return the bounds for a loss that is not trained on: a search over the tokens of the micro-batch."""
-        return self._search(self._collect(data, log_probs)).bounds
-
-    def before_step(self) -> Measured:
-        """Finish the update before the optimizer's step."""
-        raise NotImplementedError
-
-    def _collect(self, data, log_probs=None) -> ClipStatistics:
+    def _collect(self, data: TensorDict, log_probs: torch.Tensor | None = None) -> ClipStatistics:
         """Collect the statistics of a batch; without ``log_probs`` every ratio is 1."""
         log_prob = None if log_probs is None else no_padding_2_padding(log_probs, data)
         tokens, own_clip = tokens_of(data, log_prob), self.own_clip
         return collect_clip_statistics(**tokens, config=self.config, clip_ratio_c=self.clip_ratio_c, own_clip=own_clip)
 
-    def _search(self, stats) -> Measured:
-        """Search over the tokens of all data-parallel ranks. For invalid input this raises on all of them together."""
-        stats = stats.all_reduce(self.engine.get_data_parallel_group()).to("cpu")
+    def _add(self, data: TensorDict, log_probs: torch.Tensor) -> None:
+        """Add the tokens of a micro-batch to ``collected``."""
+        stats = self._collect(data, log_probs)
+        self.collected = stats if self.collected is None else self.collected + stats
+
+    def _reduce(self, stats: ClipStatistics | None) -> ClipStatistics:
+        """Add the sums of all ranks, and copy them to the host.
+
+        Of the ranks that work on the same data, only one contributes sums, so that every token counts once. All ranks
+        of the world take part in the collective, including those that never call the loss, such as the earlier stages
+        of a pipeline. So all of them hold the same sums, decide alike, and raise together.
+        """
+        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
+            stats = empty_clip_statistics(self.config, self.device)
+        return stats.all_reduce(torch.distributed.group.WORLD).to("cpu")
+
+    def _search(self, stats: ClipStatistics) -> tuple[ClipBounds, Measured]:
+        """Search on reduced sums, and validate them."""
         bounds = search_clip_bounds(stats, self.config)
-        return Measured(stats, read_and_validate(bounds, diagnose(stats, bounds)))
+        values = read_and_validate(bounds, diagnose(stats, bounds))
+        return bounds, Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0})
+
+    def _is_one_micro_batch(self, data: TensorDict) -> bool:
+        """Whether the mini-batch is a single micro-batch, whose training forward has all log-probs before the loss.
+
+        Under a pipeline only the last stage calls the loss, so there it cannot be used.
+        """
+        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
+        size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
+        return self.strategy != "megatron" and not dynamic and len(data) == size
 
 
 class MiniBatch(BoundScope):
-    """Algorithm 1: the tokens of the update itself.
+    """Algorithm 1: the bounds of an update are found on all of its own tokens.
 
-    Their log-probs come from a forward pass without gradient before the first training forward. It is skipped if every
-    ratio is to be taken as 1, and if the mini-batch is a single micro-batch, whose training forward has all log-probs.
+    Their log-probs are known only after a forward pass. So the update trains with a forecast of its bounds, and the
+    sums of its training forwards then show whether the exact bounds clip the same tokens (``bapo.forecast`` says why
+    the gradient is then exact). If they do not, the forwards and backwards are made again with the exact bounds. If the
+    forecast is not trusted, a forward pass without gradient comes first and finds the exact bounds.
     """
 
-    def before_update(self, data, position, on_policy):
-        self.found: Measured | None = None
-        # If all ratios are 1, use that instead of a real forward, which would round differently: where rho equals the
-        # target exactly, the bounds would depend on how the mini-batch is split.
+    def __init__(self, actor_config, model_config, engine, device, guard):
+        super().__init__(actor_config, model_config, engine, device, guard)
+        self.forecaster = BoundsForecaster(self.config)
+        # verl's activation offload expects a backward after every forward, so there no forward can come first.
+        self.can_make_forward = not model_config.enable_activation_offload
+        self.can_repeat = can_be_restored(engine)
+        self.bounds: Bounds | None = None  # of the current pass; None: the loss finds them
+        self.measures = False  # whether the current pass adds up its tokens
+
+    def update(self, data, position, on_policy, run_pass):
         if on_policy:
-            self.found = self._search(self._collect(data.select(*SEARCH_FIELDS).to(self.device)))
-        elif not self._is_one_micro_batch(data):
-            self.found = self._search(self._collect_by_forward(data))
+            # Not a real forward, which would round differently for every way to split the mini-batch. Where rho equals
+            # the target exactly, that would decide the bounds.
+            bounds, self.measured = self._search(self._collect_at_ratio_1(data))
+            output = self._train(bounds, run_pass)
+        elif self._is_one_micro_batch(data):
+            output = self._train(None, run_pass)
+        else:
+            output = self._update_by_forecast(data, position == 0, run_pass)
+        self.latest = self.measured.values["low"], self.measured.values["high"]
+        return output
 
     def for_micro_batch(self, data, log_probs):
-        if self.found is None:  # the mini-batch is this micro-batch
-            self.found = self._search(self._collect(data, log_probs))
-        return self.found.bounds
+        if self.bounds is None:  # the mini-batch is this micro-batch
+            bounds, self.measured = self._search(self._reduce(self._collect(data, log_probs)))
+            return bounds.low.item(), bounds.high.item()
+        if self.measures:
+            self._add(data, log_probs)
+        return self.bounds
 
-    def before_step(self):
-        return self.found
+    def _update_by_forecast(self, data, first, run_pass):
+        own = self._collect_at_ratio_1(data)
+        self._search(own)  # raises for an invalid advantage or old log-prob before anything is computed
+        forecast, state = self.forecaster.forecast(own, first), EngineState(self.engine)
+        makes_forward = self.can_make_forward and not (forecast.trusted and self.can_repeat)
+        repeats = False
+        if makes_forward:
+            stats = self._reduce(self._collect_by_forward(data))
+            state.restore()  # with dropout, the training forwards then draw the same masks
+            bounds, self.measured = self._search(stats)
+            output = self._train(bounds, run_pass)
+        else:
+            output = self._train(forecast.bounds, run_pass, measures=True)
+            stats = self._reduce(self.collected)
+            bounds, self.measured = self._search(stats)
+            repeats = not same_tokens_are_clipped(stats, forecast.bounds, bounds)
+            if repeats:
+                state.restore()
+                self.engine.optimizer_zero_grad()
+                output = self._train(bounds, run_pass)
+        self.forecaster.learn(forecast, stats, bounds, first)
+        self.measured.values.update(extra_forward=float(makes_forward), redone=float(repeats))
+        return output
 
-    def _is_one_micro_batch(self, data):
-        dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
-        return not dynamic and len(data) == tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
+    def _train(self, bounds: ClipBounds | None, run_pass: Pass, measures: bool = False) -> dict:
+        """Make forwards and backwards with these bounds. ``measures``: add up the tokens in ``collected``."""
+        self.bounds = None if bounds is None else (bounds.low.item(), bounds.high.item())
+        self.collected, self.measures = None, measures
+        return run_pass()
 
-    def _collect_by_forward(self, data):
-        """Collect the statistics of a mini-batch by a forward without gradient over all its micro-batches."""
-        collected = []
+    def _collect_at_ratio_1(self, data: TensorDict) -> ClipStatistics:
+        """Collect the statistics of the update over all ranks as if every ratio were 1, without a forward pass."""
+        return self._reduce(self._collect(data.select(*SEARCH_FIELDS).to(self.device)))
+
+    def _collect_by_forward(self, data: TensorDict) -> ClipStatistics | None:
+        """Collect the statistics of a mini-batch by a forward without gradient over all its micro-batches.
+
+        Returns None on a rank that never calls the loss.
+        """
+        self.collected = None
 
         def collect(model_output, data, dp_group=None):
             # Taken out of the output, because verl's engine keeps the outputs of all micro-batches.
             log_probs = model_output.pop("log_probs")
-            collected.append(self._collect(data, log_probs))
+            self._add(data, log_probs)
             return log_probs.values().new_zeros(()), {}
 
         view = data.copy()  # a shallow copy, so that the setting below does not reach the update
         tu.assign_non_tensor(view, calculate_entropy=False)
-        # Restore the random state afterwards, so that with dropout the training forward draws the same masks.
-        devices = [] if self.device_name == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device_name):
-            self.engine.infer_batch(view, loss_function=collect)
-        return sum(collected[1:], start=collected[0])
+        self.engine.infer_batch(view, loss_function=collect)
+        return self.collected
 
 
 class MicroBatch(BoundScope):
@@ -178,148 +252,22 @@ class MicroBatch(BoundScope):
     An update has many of these searches, so what it logs is their mean.
     """
 
-    def before_update(self, data, position, on_policy):
+    def update(self, data, position, on_policy, run_pass):
         self.found: list[Measured] = []
-
-    def for_micro_batch(self, data, log_probs):
-        self.found.append(self._search(self._collect(data, log_probs)))
-        return self.found[-1].bounds
-
-    def before_step(self):
+        output = run_pass()
         first, *others = [found.stats for found in self.found]
         means = {name: fmean(found.values[name] for found in self.found) for name in self.found[0].values}
-        return Measured(sum(others, start=first), means)
-
-
-class _SumsTrainingForwards(BoundScope):
-    """Adds up the tokens of an update's training forwards, and reduces them once, before the optimizer's step."""
-
-    collected: ClipStatistics | None = None  # of the micro-batches of this update so far
-
-    def before_update(self, data, position, on_policy):
-        self.collected = None
-
-    def _add(self, data, log_probs):
-        stats = self._collect(data, log_probs)
-        self.collected = stats if self.collected is None else self.collected + stats
-
-    def _reduce(self) -> ClipStatistics:
-        """Add the sums of all ranks, and copy them to the host.
-
-        Of the ranks that work on the same data, only one contributes sums, so that every token counts once. All ranks
-        of the world take part in the collective, including those that never call the loss. So all of them hold the same
-        sums, and all of them raise for invalid input while weights and optimizer state are still unchanged.
-        """
-        stats = self.collected
-        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
-            stats = empty_clip_statistics(self.config, self.device)
-        return stats.all_reduce(torch.distributed.group.WORLD).to("cpu")
-
-
-class PreviousBatch(_SumsTrainingForwards):
-    """The tokens of the same update on the previous rollout batch, without an extra forward pass.
-
-    Right before its optimizer step, when all its training forwards are done, an update searches bounds for the same
-    update on the next batch. The history starts empty, also where a run is resumed: see ``BoundsHistory``.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.history = BoundsHistory(self.config)
-        self.position, self.used = 0, self.history.latest  # of this update
-
-    def next_batch(self):
-        self.history.next_batch()
-
-    def before_update(self, data, position, on_policy):
-        super().before_update(data, position, on_policy)
-        self.position, self.used = position, self.history.get(position)
+        self.measured = Measured(sum(others, start=first), means)
+        return output
 
     def for_micro_batch(self, data, log_probs):
-        self._add(data, log_probs)
-        return self.used.low.item(), self.used.high.item()
-
-    def for_evaluation(self, data, log_probs):
-        return self.history.latest.low.item(), self.history.latest.high.item()
-
-    def before_step(self):
-        """Measure and validate this update, and search bounds for the next rollout batch."""
-        stats = self._reduce()
-        used = remeasure(stats, self.used, self.config)
-        measured = Measured(stats, read_and_validate(used, diagnose(stats, used)))
-        found = search_clip_bounds(stats, self.config)
-        self.history.put(self.position, found if found.searched else None)
-        return measured
+        _, found = self._search(self._reduce(self._collect(data, log_probs)))
+        self.found.append(found)
+        self.latest = found.values["low"], found.values["high"]
+        return self.latest
 
 
-class Monitor(_SumsTrainingForwards):
-    """Measures what BAPO would do in a run with any of verl's losses, and changes nothing: ``MonitorConfig``.
-
-    If the tokens of a micro-batch cannot be collected on a rank, that is logged once, the rank still takes part in the
-    collective, and the update counts as not measured.
-    """
-
-    applied = False
-    refuse_unusable_settings = staticmethod(compatibility.refuse_to_monitor)
-
-    def __init__(self, actor_config, *args, **kwargs):
-        super().__init__(actor_config, *args, **kwargs)
-        self.own_clip = own_clip_of(actor_config)
-        self.warned: set[str] = set()
-
-    def about(self):
-        return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
-
-    def for_micro_batch(self, data, log_probs):
-        try:
-            self._add(data, log_probs)
-        except Exception as error:  # whatever it is, the run goes on
-            reason = f"{type(error).__name__}: {error}"
-            self._warn("collect", f"the tokens of a micro-batch could not be measured ({reason})")
-            nothing = empty_clip_statistics(self.config, self.device)
-            self.collected = replace(nothing, sums=nothing.sums._replace(uncollected=nothing.sums.uncollected + 1))
-
-    def for_evaluation(self, data, log_probs):
-        return None
-
-    def before_step(self):
-        stats = self._reduce()
-        if stats.sums.uncollected > 0:
-            return Measured(stats, {})
-        bounds = search_clip_bounds(stats, self.config)
-        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._own_shares(stats))
-        invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
-        if invalid:
-            self._warn("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite")
-            return Measured(stats, {"invalid_tokens": invalid})
-        unusable = values.pop("invalid_old_log_probs")  # their share stays, as masked_token_fraction
-        if unusable:
-            self._warn("masked", f"{unusable:.0f} response tokens without a usable old log-prob are left out")
-        return Measured(stats, values | {"invalid_tokens": 0.0})
-
-    def _own_shares(self, stats):
-        """Return the share of the tokens of each sign that the run's own loss clips or caps."""
-        if self.own_clip is None:
-            return {}
-        positive, negative = (tokens.clamp(min=1) for tokens in stats.tokens_by_sign)
-        name = f"own_{self.own_clip.kind}frac"
-        return {
-            f"{name}_positive": stats.sums.own_clipped_positive / positive,
-            f"{name}_negative": stats.sums.own_clipped_negative / negative,
-        }
-
-    def _warn(self, kind, text):
-        if kind not in self.warned:
-            self.warned.add(kind)
-            logger.warning("BAPO's monitor: %s. Training goes on as without the monitor.", text)
-
-
-SCOPES = {"mini_batch": MiniBatch, "previous_batch": PreviousBatch, "micro_batch": MicroBatch}
-
-
-def scope_class_of(policy_loss) -> type[BoundScope]:
-    """Return the class for one of our policy-loss configs."""
-    return SCOPES[policy_loss.bound_scope] if policy_loss.loss_mode == "bapo" else Monitor
+SCOPES = {"mini_batch": MiniBatch, "micro_batch": MicroBatch}
 
 
 def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -339,11 +287,10 @@ def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[st
     }
 
 
-def bounds_metrics(values: dict[str, float], applied: bool) -> dict[str, float]:
-    """Map the values of an update to the keys that verl logs, ``actor/bapo/...``, and add ``applied``.
+def bounds_metrics(values: dict[str, float]) -> dict[str, float]:
+    """Map the values of an update to the keys that verl logs, ``actor/bapo/...``.
 
     The bounds are ``clip_low`` and ``clip_high`` there; all other names stay.
     """
     names = {"low": "clip_low", "high": "clip_high"}
-    named = {names.get(name, name): value for name, value in values.items()}
-    return {f"actor/bapo/{name}": value for name, value in {**named, "applied": float(applied)}.items()}
+    return {f"actor/bapo/{names.get(name, name)}": value for name, value in values.items()}

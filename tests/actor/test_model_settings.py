@@ -9,7 +9,7 @@ from support.capture import bounds_of, bounds_used, capture_to, read_updates
 
 ROWS = 16
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-SCOPES = ("mini_batch", "previous_batch", "micro_batch")
+SCOPES = ("mini_batch", "micro_batch")
 PADDED = {  # split into the same micro-batches as without a setting
     "none": [],
     "offload": [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
@@ -40,17 +40,13 @@ def update_with_settings(_, names, task, folder):
             )
             data = make_mini_batch(actor, seed=3, rows=ROWS)
             capture_to(f"{folder}/{name}/{scope}")
-            run_update(actor, data.copy())
-            if scope == "previous_batch":  # repeat the mini-batch, so that it gets the bounds of its own tokens
-                actor.updates_on_batch = 0
-                actor.scope.next_batch()
-                run_update(actor, data)
+            run_update(actor, data)
             torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def updates(task, tmp_path_factory):
-    """Return the updates by setting and scope: one, or two with ``previous_batch``."""
+    """Return the updates by setting and scope, one each."""
     folder = tmp_path_factory.mktemp("settings")
     # A process for each kind, because verl patches the model's class for remove-padding and fused kernels.
     patched = {name: [word for word in ("remove-padding", "fused") if word in name] for name in SETTINGS}
@@ -69,15 +65,6 @@ def test_the_mini_batchs_bounds_are_the_same_with_every_setting(updates, name):
         assert found["logged"][field] == plain["logged"][field]
     for field in ("positive_contribution_start", "positive_contribution"):
         assert found["logged"][field] == pytest.approx(plain["logged"][field], abs=1e-6)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_next_batch_gets_the_same_bounds_with_every_setting(updates, name):
-    (plain,), (first, second) = updates["none", "mini_batch"], updates[name, "previous_batch"]
-    assert bounds_of(first) == (0.6, 1.2)
-    assert set(bounds_used(second)) == {bounds_of(second)}
-    for field in ("clip_low", "clip_high", "search_steps"):
-        assert second["logged"][field] == plain["logged"][field]
 
 
 @pytest.mark.parametrize("name", PADDED)

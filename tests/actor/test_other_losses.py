@@ -97,7 +97,7 @@ def refused_loss_functions(rank, task, folder):
     from verl.workers.utils.losses import sft_loss
 
     actor, _, _ = train(OURS, task)
-    _, config = actor.loss_fn.args  # of verl's loss, which our worker has wrapped
+    *_, config = actor.loss_fn.args  # of verl's loss, which our worker has wrapped
     loss_fn = partial(sft_loss, config=None)
     actor.set_loss_fn(loss_fn)  # any other callable is passed through
     assert actor.loss_fn is loss_fn and actor.scope is None

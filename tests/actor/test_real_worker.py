@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update of the real actor worker has the same bounds and gradient however its mini-batch is split or sharded."""
 
+import io
 import json
-import logging
+from contextlib import redirect_stderr
 from dataclasses import replace
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from statistics import fmean
 
@@ -129,7 +129,7 @@ def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
     config = BAPOConfig(positive_contribution_target=0.45)
     (update,), (found,) = read_updates(tmp_path), values_of_updates(tmp_path, config)
     assert len(update["micro_batches"]) > 1  # else their training forward is also the search's
-    assert update["logged"] == pytest.approx(found, abs=1e-9)
+    assert {name: update["logged"][name] for name in found} == pytest.approx(found, abs=1e-9)
 
 
 def warnings_of_rollout_batches(rank, port, task, folder):
@@ -141,13 +141,11 @@ def warnings_of_rollout_batches(rank, port, task, folder):
     actor = make_actor(overrides, port=port)
     data = make_mini_batch(actor, seed=7, rows=4)
     tu.assign_non_tensor(data, mini_batch_size=4, epochs=1)
-    messages = BufferingHandler(capacity=1000)
-    logging.getLogger("recipe.bapo").addHandler(messages)
     warned = []
     for number in range(20):
-        actor.train_mini_batch(data.copy())
-        warned += [number for said in messages.buffer if "was met at the start" in said.getMessage()]
-        messages.flush()
+        with redirect_stderr(io.StringIO()) as printed:
+            actor.train_mini_batch(data.copy())
+        warned += [number] * printed.getvalue().count("was met at the start")
     (Path(folder) / "warned.json").write_text(json.dumps(warned))
 
 
@@ -203,13 +201,13 @@ def test_a_replay_of_the_captured_tokens_finds_what_was_logged(ranks):
         logged = ranks[0][name]["update"]["logged"]
         (found,) = values_of_updates(ranks[0]["folder"] / name, definition)
         assert (found["clip_low"], found["clip_high"]) == (logged["clip_low"], logged["clip_high"]), name
-        assert logged == pytest.approx(found, abs=1e-9), name
+        assert {value: logged[value] for value in found} == pytest.approx(found, abs=1e-9), name
 
 
-def test_one_collective_and_one_pass_an_update(ranks):
+def test_a_first_update_makes_two_collectives_and_a_forward(ranks):
     for rank in ranks:
         for name in ("halves", "single", "dynamic", "dynamic, whole", "gradient, quarters"):
-            assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 1), name
+            assert (rank[name]["collectives"], rank[name]["passes"]) == (2, 1), name
         for name in ("whole", "gradient, whole"):
             assert (rank[name]["collectives"], rank[name]["passes"]) == (1, 0), name
         micro_batches = 4 // len(ranks)
@@ -230,8 +228,10 @@ def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks
 def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
     for rank in ranks:
         marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
-        assert (marked["passes"], plain["passes"], whole["passes"]) == (3, 4, 0)
-        assert marked["collectives"] == plain["collectives"] == whole["collectives"] == 4
+        for found in (marked, plain):
+            assert found["passes"] == sum(update["extra_forward"] for update in found["logged"])
+        assert marked["logged"][0]["extra_forward"] == 0 < plain["logged"][0]["extra_forward"] and whole["passes"] == 0
+        assert (marked["collectives"], plain["collectives"], whole["collectives"]) == (7, 8, 4)
         starts = [update["positive_contribution_start"] for update in plain["logged"]]
         assert len(set(starts)) == len(starts) == 4  # each update has its own search
         # Known ratios do not depend on how the mini-batch is split. A forward finds the same except for rounding.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare updates with ``bound_scope=previous_batch`` in layouts of verl's Megatron engine with FSDP's, in a table.
+"""Compare BAPO's updates in layouts of verl's Megatron engine with FSDP's, in a table.
 
     .venv/bin/python tests/engines/layouts.py [--only WORD] [--folder FOLDER]
 
 A layout is a way to divide the work among ranks. Every layout makes the same three updates from the same weights and
-tokens, and then one with an infinite advantage in the share of its last data-parallel rank. The first run installs two
-packages into ``.megatron/``. ``tests/support/megatron.py`` says what this shows and what not. Each rank writes its
-results to ``<layout>/rank<N>.json`` and what it prints to ``<layout>/rank<N>.log``.
+tokens, once with a forward before each and once with wrong forecasts, so that each is redone. Then it makes one with an
+infinite advantage in the share of its last data-parallel rank. The first run installs two packages into ``.megatron/``.
+``tests/support/megatron.py`` says what this shows and what not. Each rank writes its results to
+``<layout>/rank<N>.json`` and what it prints to ``<layout>/rank<N>.log``.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from support.megatron import ACTOR, MEGATRON, install_packages, make_megatron_ac
 ROWS, BATCHES, LIMIT_S = 16, 3, 1800
 LOSS = f"{ACTOR}.policy_loss"
 LOSS_OPTIONS = {"positive_contribution_target": 0.42}
+KINDS = {"forward": False, "redone": True}  # of updates, by whether every forecast is trusted
+TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true"]
 PADDED = ["actor_rollout_ref.model.use_remove_padding=false"]
 
@@ -59,22 +62,51 @@ LAYOUTS = {
     "2 tensor ranks x 2 stages": (4, parallel(tensor=2, pipeline=2)),
     "2 expert ranks": (2, parallel(expert=2)),
 }
-EXACT_SCOPE = "2 stages, exact scope"
+# Without a counterpart on FSDP. In the first each pass changes the bias of the router, in the second random generators.
+ALONE = {
+    "2 expert ranks, bias": (
+        2,
+        [
+            *parallel(expert=2),
+            f"+{TRANSFORMER}.moe_router_enable_expert_bias=true",
+            f"+{TRANSFORMER}.moe_router_score_function=sigmoid",
+            f"+{TRANSFORMER}.moe_router_bias_update_rate=0.5",
+        ],
+    ),
+    "2 tensor ranks, dropout": (2, [*parallel(tensor=2), f"+{TRANSFORMER}.hidden_dropout=0.2"]),
+}
 MONITOR = {
     "2 stages, verl's loss": [],
     "2 stages, monitored": [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"],
 }
 
 
-def loss_options(scope="previous_batch"):
+def loss_options(**options):
     """Return the overrides that add BAPO to verl's own config, with a target."""
     values = {
         "loss_mode": "bapo",
         "_target_": "recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-        "bound_scope": scope,
         **LOSS_OPTIONS,
+        **options,
     }
     return [f"++{LOSS}.{name}={value}" for name, value in values.items()]
+
+
+def fixed_options(low, high):
+    """Return the overrides with which both bounds are fixed."""
+    sides = {"lower": low, "upper": high}
+    return loss_options(**{f"ratio_{side}_{end}": bound for side, bound in sides.items() for end in ("start", "max")})
+
+
+def trust_forecasts(trusted):
+    """Have every forecast of this process be trusted or not, and every trusted one be wrong."""
+    from bapo import BoundsForecaster, Forecast, search_clip_bounds
+
+    def forecast(forecaster, own, first):
+        # With every ratio 1 and this target the search ends at the start or the end, where no exact search ends here.
+        return Forecast(search_clip_bounds(own, forecaster.config), trusted)
+
+    BoundsForecaster.forecast = forecast
 
 
 def reference_of(name):
@@ -110,6 +142,7 @@ def make_reference(rank, size, port, folder, name):
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
+    trust_forecasts(False)
     actor = make_actor([*options, *loss_options()], rank, size, port, stock=True)
     for number in range(BATCHES):
         torch.save(make_mini_batch(actor, seed=number + 1, rows=ROWS), folder / name / f"batch{number}.pt")
@@ -118,31 +151,30 @@ def make_reference(rank, size, port, folder, name):
 
 def make_layout(rank, size, port, folder, name):
     """Make the updates of a rank in a layout. Returns their results, and those of ``bad_update``."""
+    layout, _, kind = name.rpartition(": ")
     inputs = folder / reference_of(name)
-    overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *LAYOUTS[name][1], *loss_options()]
+    trust_forecasts(KINDS[kind])
+    overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *{**LAYOUTS, **ALONE}[layout][1], *loss_options()]
     config_name = "bapo_trainer" if "our config" in name else "ppo_megatron_trainer"
     actor = make_megatron_actor(overrides, rank, size, port, config_name)
     return {"updates": make_updates(actor, inputs, folder / name), "bad": bad_update(actor, inputs)}
+
+
+def make_fixed(rank, size, port, folder, name):
+    """Make the first update of a layout with fixed bounds: those that its redone update found."""
+    layout, _, _ = name.rpartition(": ")
+    bounds = bounds_of(read_updates(folder / f"{layout}: redone" / "capture", rank)[0])
+    inputs = folder / reference_of(name)
+    overrides = [f"actor_rollout_ref.model.path='{inputs}/model'", *{**LAYOUTS, **ALONE}[layout][1]]
+    actor = make_megatron_actor([*overrides, *fixed_options(*bounds)], rank, size, port)
+    return {"updates": make_updates(actor, inputs, folder / name, batches=1)}
 
 
 def make_with_verls_loss(rank, size, port, folder, name):
     """Make the updates of a rank with verl's ``vanilla`` loss, monitored or not. Returns a hash of its weights, too."""
     overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2), *MONITOR[name]]
     actor = make_megatron_actor(overrides, rank, size, port)
-    updates = make_updates(actor, folder / "FSDP", folder / name)
-    bytes_of = [tensor.flatten().view(torch.uint8).numpy().tobytes() for tensor in state_of(actor) if tensor.numel()]
-    state = hashlib.sha256(b"".join(bytes_of)).hexdigest()
-    return {"updates": updates, "state": state}
-
-
-def refuse_exact_scope(rank, size, port, folder, name):
-    """Make an actor with the default scope on a rank, and return the error that it raises."""
-    overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2)]
-    try:
-        make_megatron_actor([*overrides, *loss_options("mini_batch")], rank, size, port)
-    except ValueError as error:
-        return {"error": str(error)}
-    return {"error": "none"}
+    return {"updates": make_updates(actor, folder / "FSDP", folder / name)}
 
 
 def batch_of_rank(actor, folder, number):
@@ -156,20 +188,26 @@ def batch_of_rank(actor, folder, number):
     return data
 
 
-def make_updates(actor, inputs, folder):
+def make_updates(actor, inputs, folder, batches=BATCHES):
     """Make one update on each batch, captured to a folder.
 
-    Returns the loss and gradient norm of each; None on ranks without outputs.
+    Returns of each the loss and gradient norm, None on ranks without outputs, and a hash of this rank's state after it.
     """
     from verl.utils import tensordict_utils as tu
 
     capture_to(folder / "capture")
     updates = []
-    for number in range(BATCHES):
+    for number in range(batches):
         output = actor.train_mini_batch(batch_of_rank(actor, inputs, number))
-        metrics = None if output is None else tu.get(output, "metrics")
-        updates.append(metrics and {name: metrics[name][0] for name in ("loss", "grad_norm")})
+        metrics = {} if output is None else tu.get(output, "metrics")
+        found = {name: metrics[name][0] for name in ("loss", "grad_norm") if name in metrics}
+        updates.append(found | {"state": hash_of(state_of(actor))})
     return updates
+
+
+def hash_of(tensors):
+    bytes_of = [getattr(t, "to_local", lambda t=t: t)().flatten().view(torch.uint8).numpy().tobytes() for t in tensors]
+    return hashlib.sha256(b"".join(bytes_of)).hexdigest()
 
 
 def bad_update(actor, folder):
@@ -192,12 +230,14 @@ def bad_update(actor, folder):
 
 
 def state_of(actor):
-    """Copy the weights and the optimizer's tensors."""
-    optimizer = actor.engine.optimizer
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    tensors = [parameter for chunk in actor.engine.module for parameter in chunk.parameters()]
-    tensors += [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
-    return [tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    """Copy the weights, the buffers (such as the router's bias and counts) and the optimizer's tensors."""
+    engine = actor.engine
+    parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    chunks = engine.module if isinstance(engine.module, list) else [engine.module]
+    tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    optimizers = [getattr(part, "optimizer", part) for part in parts]
+    tensors += [value for one in optimizers for state in one.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel()]
 
 
 def run_rank(rank, size, port, function, folder, name):
@@ -239,22 +279,26 @@ def run_ranks(function, folder, name, size) -> list[dict]:
 def results_of(folder, name, ranks) -> dict:
     """Return bounds, rho, loss and gradient norm of each update, and whether these are bit-identical on all ranks.
 
-    The bounds that each loss got have to be those that its rank logged.
+    The bounds that each loss got in the last pass of an update have to be those that its rank logged.
     """
     captured = [read_updates(folder / name / "capture", rank)[:BATCHES] for rank in range(len(ranks))]
     logged = [[update["logged"] for update in of_rank] for of_rank in captured]
     used = all(set(bounds_used(update)) <= {bounds_of(update)} for of_rank in captured for update in of_rank)
-    sources = [rank["updates"] for rank in ranks if rank["updates"][0] is not None]
+    sources = [
+        [update | {"state": None} for update in rank["updates"]] for rank in ranks if "loss" in rank["updates"][0]
+    ]
+    values = ("clip_low", "clip_high", "positive_contribution", "extra_forward", "redone")
     return {
         "ranks": len(ranks),
         "updates": [
-            {value: line[value] for value in ("clip_low", "clip_high", "positive_contribution")} | source
+            {value: line[value] for value in values} | source
             for line, source in zip(logged[0], sources[0], strict=True)
         ],
         "equal": used
         and all(of_rank == logged[0] for of_rank in logged)
         and all(source == sources[0] for source in sources),
         "bad": [rank["bad"] for rank in ranks if "bad" in rank],
+        "states": [[update["state"] for update in rank["updates"]] for rank in ranks],
     }
 
 
@@ -271,19 +315,18 @@ def run_layouts(folder: Path, word: str = "") -> dict:
         if reference_of(name) not in results:
             run(make_reference, reference_of(name), 1)
 
-    for name, (size, _) in LAYOUTS.items():
+    for name, (size, _) in {**LAYOUTS, **ALONE}.items():
         if word in name:
-            run_reference(name)
-            run(make_layout, name, size)
-    if word in EXACT_SCOPE:
-        run_reference(EXACT_SCOPE)  # it writes the model
-        results[EXACT_SCOPE] = run_ranks(refuse_exact_scope, folder, EXACT_SCOPE, 2)
-        print(f"\n{EXACT_SCOPE}: {results[EXACT_SCOPE][0]['error']}")
+            run_reference(name)  # it writes the model and the batches
+            for kind in KINDS:
+                run(make_layout, f"{name}: {kind}", size)
+            run(make_fixed, f"{name}: fixed", size)
     for name in MONITOR:
         if word in name:
             run_reference(name)
-            results[name] = run_ranks(make_with_verls_loss, folder, name, 2)
-            print(f"\n{name}: weights and optimizer {[rank['state'][:12] for rank in results[name]]}")
+            ranks = run_ranks(make_with_verls_loss, folder, name, 2)
+            results[name] = [rank["updates"] for rank in ranks]
+            print(f"\n{name}: weights and optimizer {[rank[-1]['state'][:12] for rank in results[name]]}")
     (folder / "results.json").write_text(json.dumps(results))
     return results
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare ``bound_scope=previous_batch`` in layouts of verl's real Megatron engine with FSDP.
+"""Compare BAPO's updates in layouts of verl's real Megatron engine with FSDP's.
 
 ``layouts.py`` makes the updates. To see the figures as a table, run it by hand.
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines.layouts import BATCHES, EXACT_SCOPE, LAYOUTS, LOSS_OPTIONS, MONITOR, reference_of
+from engines.layouts import ALONE, BATCHES, KINDS, LAYOUTS, LOSS_OPTIONS, MONITOR, reference_of
 from support.capture import bounds_of, read_updates, tokens_of_updates, values_of_updates
 from support.megatron import install_packages
 from support.oracle import sequential_search
@@ -39,9 +39,10 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_makes_the_updates_that_fsdp_makes(results, name):
-    expected, found = results[reference_of(name)]["updates"], results[name]["updates"]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_makes_the_updates_that_fsdp_makes(results, layout, kind):
+    expected, found = results[reference_of(layout)]["updates"], results[f"{layout}: {kind}"]["updates"]
     for update, (row, reference) in enumerate(zip(found, expected, strict=True)):
         assert (row["clip_low"], row["clip_high"]) == (reference["clip_low"], reference["clip_high"]), update
         assert row["positive_contribution"] == pytest.approx(reference["positive_contribution"], rel=1e-5)
@@ -55,32 +56,44 @@ def test_the_updates_use_different_bounds(results):
     assert len({(row["clip_low"], row["clip_high"]) for row in rows}) == BATCHES
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_all_ranks_hold_the_same_bits_also_those_that_never_call_the_loss(results, name):
-    assert results[name]["ranks"] == LAYOUTS[name][0] and results[name]["equal"]
+ALL = {**LAYOUTS, **ALONE}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(results, name):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ALL)
+def test_all_ranks_hold_the_same_bits_also_those_that_never_call_the_loss(results, layout, kind):
+    found = results[f"{layout}: {kind}"]
+    assert found["ranks"] == ALL[layout][0] and found["equal"]
+    made = {"forward": (1, 0), "redone": (0, 1)}[kind]
+    assert [(row["extra_forward"], row["redone"]) for row in found["updates"]] == [made] * BATCHES
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_a_redone_update_leaves_the_state_of_one_that_is_made_once(results, layout):
+    """Compare weights, optimizer, and buffers such as the router's bias, on every rank, bit for bit."""
+    states = {kind: results[f"{layout}: {kind}"]["states"] for kind in (*KINDS, "fixed")}
+    assert states["redone"] == states["forward"]
+    assert [rank[0] for rank in states["redone"]] == [rank[0] for rank in states["fixed"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ALL)
+def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(results, layout, kind):
     """Check the count, too. If all ranks added their tokens, it would double, and the bounds would not show that."""
-    assert len(results[name]["bad"]) == LAYOUTS[name][0]
-    for rank in results[name]["bad"]:
+    found = results[f"{layout}: {kind}"]["bad"]
+    assert len(found) == ALL[layout][0]
+    for rank in found:
         assert "on response tokens: 1 in advantages. No optimizer step" in rank["error"]
         assert rank["unchanged"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_each_update_searches_on_the_captured_tokens(folder, results, name):
-    found = values_of_updates(folder / name / "capture", BAPOConfig(**LOSS_OPTIONS))
-    rows = results[name]["updates"]
-    for side in ("clip_low", "clip_high"):
-        assert [values[side] for values in found[: BATCHES - 1]] == [row[side] for row in rows[1:]]
-
-
-def test_the_exact_scope_is_refused_on_every_rank(results):
-    assert len(results[EXACT_SCOPE]) == 2
-    for rank in results[EXACT_SCOPE]:
-        assert "bound_scope=mini_batch is not usable with strategy=megatron: set it to previous_batch" in rank["error"]
+@pytest.mark.parametrize("layout", ALL)
+def test_each_update_searches_on_its_own_tokens(folder, results, layout):
+    for kind in KINDS:
+        found = values_of_updates(folder / f"{layout}: {kind}" / "capture", BAPOConfig(**LOSS_OPTIONS))
+        rows = results[f"{layout}: {kind}"]["updates"]
+        for side in ("clip_low", "clip_high"):
+            assert [values[side] for values in found[:BATCHES]] == [row[side] for row in rows]
 
 
 def test_the_monitor_leaves_every_ranks_weights_and_sees_each_token_once(folder, results):

@@ -73,6 +73,11 @@ def let_fsdp1_run_on_a_cpu():
 
     _init_utils._init_device_handle = fully_sharded_data_parallel._init_device_handle = use_cpu
     _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+
+    def make_weights(module):
+        return module if torch.distributed.get_rank() == 0 else module.to_empty(device="cpu", recurse=False)
+
+    transformer_impl.init_fn = make_weights  # of untied models, which verl loads on the first rank alone
     transformer_impl.get_device_id = lambda: torch.device("cpu")
     fsdp_utils.get_device_id = lambda: 0  # for offload
 
@@ -122,11 +127,11 @@ def untie_embeddings(source, folder):
     return folder
 
 
-def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1):
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1, axes=1):
     """Make this rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout.
 
     The old log-probs differ from the model's by ``staleness`` (standard deviation). ``samples`` consecutive rows have
-    the same prompt.
+    the same prompt. Vision-language models have positions on 4 ``axes``.
     """
     import torch
     from tensordict import NonTensorData, TensorDict
@@ -144,7 +149,8 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
         sequences["prompts"].append(prompt)
         sequences["responses"].append(response)
         sequences["input_ids"].append(torch.cat([prompt, response]))
-        sequences["position_ids"].append(torch.arange(4 + length))
+        positions = torch.arange(4 + length)
+        sequences["position_ids"].append(positions if axes == 1 else positions.expand(axes, -1))
         sequences["loss_mask"].append(torch.cat([torch.zeros(4), torch.ones(length)]).long())
         masks.append(torch.ones(length).long())
         advantages.append(torch.full((length,), 1.0 if len(advantages) % 2 else -1.0))

@@ -51,9 +51,23 @@ def patch_verl() -> None:
 
         return compute
 
+    def keep_the_last_pass(worker):
+        """Have our worker forget the micro-batches of a pass that it makes again."""
+        one_pass = worker.verl_forward_backward_batch
+
+        @wraps(one_pass)
+        def clear_and_pass(*args, **kwargs):
+            micro_batches.clear()
+            return one_pass(*args, **kwargs)
+
+        worker.verl_forward_backward_batch = clear_and_pass
+
     @wraps(verl_train_batch)
     def train_batch(worker, data):
         micro_batches.clear()
+        passes = getattr(worker, "verl_forward_backward_batch", None)  # verl's own worker has none
+        if passes is not None and not hasattr(passes, "__wrapped__"):
+            keep_the_last_pass(worker)
         output = verl_train_batch(worker, data)
         logged = getattr(worker, "logged", {})  # verl's own worker has none
         logged = {name.removeprefix("actor/bapo/"): value for name, value in logged.items()}

@@ -23,4 +23,7 @@ METRICS = {
     "actor/bapo/entropy_covariance",
     "actor/bapo/negative_unbounded_share",
     "actor/bapo/masked_token_fraction",
+    "actor/bapo/extra_forward",
+    "actor/bapo/redone",
+    "actor/bapo/skipped",
 }

@@ -13,7 +13,6 @@ SWITCH = [
     f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
     f"{LOSS}.loss_mode=bapo",
     f"++{LOSS}.positive_contribution_target=0.4",
-    f"++{LOSS}.bound_scope=mini_batch",
     "actor_rollout_ref.actor.clip_ratio_c=3.0",
 ]
 
@@ -25,8 +24,8 @@ def update(end, start=0.38, highest=0.42, **more):
     return {**ends, **rho, **more}
 
 
-def said(updates, options=OPTIONS, applied=False, strategy="fsdp2", clip_ratio_c=3.0):
-    about = {"applied": applied, "strategy": strategy, "clip_ratio_c": clip_ratio_c}
+def said(updates, options=OPTIONS, applied=False, clip_ratio_c=3.0):
+    about = {"applied": applied, "clip_ratio_c": clip_ratio_c}
     return advise(updates, options, about, "this run")
 
 
@@ -37,11 +36,6 @@ def test_bounds_that_would_move_are_worth_a_try():
         "50%, saturated in 0% of the updates. Try it."
     )
     assert advice.overrides == SWITCH
-
-
-def test_megatron_gets_the_scope_that_it_can_use():
-    expected = [line.replace("=mini_batch", "=previous_batch") for line in SWITCH]
-    assert said([update("met_by_moving")], strategy="megatron").overrides == expected
 
 
 def test_the_runs_own_dual_clip_stays():

@@ -121,12 +121,6 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert told["updates with the target met by moving bounds"] == "30%"
     assert told["updates with a saturated search"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
-    assert "previous_batch" not in text
-    for loss in ("bapo", "vanilla"):
-        actor = {"policy_loss": {"loss_mode": loss, "bound_scope": "previous_batch"}}
-        (tmp_path / "config.yaml").write_text(json.dumps({"actor_rollout_ref": {"actor": actor}}))
-        used = "an update uses what the search found on the batch before" in summary(tmp_path)
-        assert used == (loss == "bapo")
 
 
 def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):

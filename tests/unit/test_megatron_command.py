@@ -17,7 +17,7 @@ from verl.workers.config import McoreActorConfig
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs/larger_models.md").read_text().partition("## Megatron\n")[2]
-THREE_LINES, EXPERTS = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.M | re.S)
+TWO_LINES, EXPERTS = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.M | re.S)
 # From the config.json of Qwen3-30B-A3B.
 LAYERS, HEADS, KEY_VALUE_HEADS, EXPERT_COUNT = 48, 32, 4, 128
 
@@ -36,15 +36,15 @@ def config_of(command, *needed):
 @pytest.mark.parametrize(
     "command, needed",
     [
-        (THREE_LINES, ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]),
+        (TWO_LINES, ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]),
         (EXPERTS, []),
     ],
-    ids=["three lines", "experts"],
+    ids=["two lines", "experts"],
 )
 def test_verl_builds_the_actor_of_the_command(command, needed):
     config = config_of(command, *needed)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert isinstance(actor, McoreActorConfig) and actor.policy_loss.bound_scope == "previous_batch"
+    assert isinstance(actor, McoreActorConfig) and actor.policy_loss.loss_mode == "bapo"
     refuse_unusable_settings(actor, config.actor_rollout_ref.model)
 
 

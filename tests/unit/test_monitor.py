@@ -2,9 +2,9 @@
 """The monitor on a stand-in engine: what it logs, that it changes nothing, and that it never ends a run."""
 
 import json
-import logging
 import math
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
-from support.stand_in import make_micro_batch, make_worker
+from support.stand_in import make_mini_batch, make_worker, start_batch, update
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, collect_clip_statistics
@@ -24,7 +24,6 @@ from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.record import read_record
 from recipe.bapo.worker import BAPOTrainingWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -39,26 +38,15 @@ def batch_of_pairs(seed):
     return old, log_prob, torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None].expand_as(advantages).clone(), mask
 
 
-def worker_with(monkeypatch, loss=None, **settings):
+def worker_with(monkeypatch, loss=None, rows=4, learning_rate=0.0, **settings):
     loss = loss or MonitorConfig(positive_contribution_target=TARGET)
-    return make_worker(actor_config(loss, **settings), monkeypatch, MODEL)
-
-
-def update(worker, batch, cut=4):
-    """Make one update of a call of the trainer. Returns the engine's metrics."""
-    parts = [make_micro_batch(*part) for part in zip(*(tensor.split(cut) for tensor in batch), strict=True)]
-    return worker.engine.train_batch(parts, worker.loss_fn)["metrics"]
-
-
-def call(worker, **marks):
-    worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
+    return make_worker(actor_config(loss, **settings), monkeypatch, MODEL, rows=rows, learning_rate=learning_rate)
 
 
 def test_it_logs_what_a_bapo_run_logs_and_what_its_own_loss_clips(monkeypatch):
-    worker = worker_with(monkeypatch, clip_ratio_c=3.0)
-    for seed, cut in ((1, 4), (2, 12), (2, 1)):
-        batch = batch_of_pairs(seed)
-        metrics = update(worker, batch, cut)
+    for seed, rows in ((1, 4), (2, 12), (2, 1)):
+        worker, batch = worker_with(monkeypatch, rows=rows, clip_ratio_c=3.0), batch_of_pairs(seed)
+        metrics = update(worker, batch)
         config = BAPOConfig(positive_contribution_target=TARGET)
         low, high, rho, start, steps, _ = oracle.sequential_search(*batch, config, 3.0)
         ratio, advantages, *_ = oracle.response_tokens(*batch)
@@ -88,27 +76,26 @@ def test_the_losss_own_metrics_are_verls(monkeypatch):
 
 def test_an_evaluation_is_not_measured(monkeypatch):
     worker = worker_with(monkeypatch)
-    data, model_output = make_micro_batch(*batch_of_pairs(5))
-    with torch.no_grad():
-        worker.loss_fn(model_output=dict(model_output), data=data)
+    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", None)
+    worker.engine.infer_batch(make_mini_batch(*batch_of_pairs(5)), loss_function=worker.loss_fn)
     assert worker.scope.collected is None
 
 
 def test_one_collective_and_one_read_more_an_update(monkeypatch):
     reads, groups = [], []
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(1) or tolist(tensor))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
     worker = worker_with(monkeypatch)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
-    parts = [make_micro_batch(*part) for part in zip(*(tensor.split(4) for tensor in batch_of_pairs(1)), strict=True)]
+    data = make_mini_batch(*batch_of_pairs(1))
     reads.clear()
-    worker.engine.train_batch(parts, worker.loss_fn)
-    assert groups == [torch.distributed.group.WORLD] and len(reads) == 1
+    worker.train_batch(data)
+    assert groups == [torch.distributed.group.WORLD] and len([count for count in reads if count > 16]) == 1
 
 
 @pytest.mark.parametrize("name, position", [("log_prob", 1), ("advantages", 2)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_input_is_counted_and_warned_of_once(monkeypatch, caplog, tmp_path, name, position, value):
+def test_non_finite_input_is_counted_and_warned_of_once(monkeypatch, capsys, tmp_path, name, position, value):
     loss = MonitorConfig(record_dir=str(tmp_path))
     worker = worker_with(monkeypatch, loss)
     bad = [tensor.clone() for tensor in batch_of_pairs(1)]
@@ -117,14 +104,14 @@ def test_non_finite_input_is_counted_and_warned_of_once(monkeypatch, caplog, tmp
         metrics = update(worker, bad)
         assert metrics["actor/bapo/invalid_tokens"] == [1] and "actor/bapo/clip_low" not in metrics
     assert worker.engine.steps == 2
-    assert caplog.text.count("1 log-probs or advantages of response tokens are not finite") == 1
+    assert capsys.readouterr().err.count("1 log-probs or advantages of response tokens are not finite") == 1
     after = update(worker, batch_of_pairs(2))
     assert after["actor/bapo/clip_low"] == update(worker_with(monkeypatch), batch_of_pairs(2))["actor/bapo/clip_low"]
     first, *_, last = read_record(next(tmp_path.iterdir())).updates
     assert first.values == {"invalid_tokens": 1} and last.values["low"] == after["actor/bapo/clip_low"][0]
 
 
-def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, caplog):
+def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, capsys):
     worker = worker_with(monkeypatch)
     old, log_prob, advantages, mask = batch_of_pairs(1)
     old[4], mask[4] = -math.inf, True
@@ -133,23 +120,80 @@ def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, caplog)
         metrics = update(worker, (old, log_prob, advantages, mask))
         assert metrics["actor/bapo/masked_token_fraction"] == [pytest.approx(share)]
     assert worker.engine.steps == 2
-    assert caplog.text.count("17 response tokens without a usable old log-prob are left out") == 1
+    assert capsys.readouterr().err.count("the monitor leaves out 17 response tokens without a usable old log-prob") == 1
 
 
-def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, caplog):
+def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys):
     worker = worker_with(monkeypatch)
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("boom")
-
     groups = []
     monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.sum().item()))
     for _ in range(2):
         metrics = update(worker, batch_of_pairs(1))
-        assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied"}  # it counts as not measured
+        # It counts as not measured.
+        assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied", "actor/bapo/skipped"}
     assert groups == [1, 1] and worker.engine.steps == 2  # one number says so to all ranks
-    assert caplog.text.count("could not be measured (RuntimeError: boom)") == 1
+    assert (
+        capsys.readouterr().err.count("measuring the tokens of a micro-batch failed (RuntimeError: boom). Training")
+        == 1
+    )
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("boom")
+
+
+# What the monitor calls in an update, after it, and in every tenth call of the trainer.
+CALLS = {
+    "search": "recipe.bapo.monitor.search_clip_bounds",
+    "diagnostics": "recipe.bapo.monitor.diagnose",
+    "read": "recipe.bapo.monitor.read_scalars",
+    "forecast": "recipe.bapo.monitor.BoundsForecaster.forecast",
+    "learning": "recipe.bapo.monitor.BoundsForecaster.learn",
+    "comparison": "recipe.bapo.monitor.same_tokens_are_clipped",
+    "tokens": "recipe.bapo.scopes.tokens_of",
+    "sums": "recipe.bapo.scopes.collect_clip_statistics",
+    "one micro-batch": "recipe.bapo.monitor.Monitor._is_one_micro_batch",
+    "metrics": "recipe.bapo.worker.bounds_metrics",
+    "making the record": "recipe.bapo.worker.Record",
+    "writing the record": "recipe.bapo.record.Record.write",
+    "a value that json cannot write": None,
+    "advice": "recipe.bapo.worker.advise",
+    "marks": "recipe.bapo.worker.pop_mark",
+}
+
+
+def train(worker, calls=EVERY):
+    """Make an update in each of some calls of the trainer. Returns the weight after each, and verl's metrics."""
+    found = []
+    for number in range(calls):
+        start_batch(worker)
+        metrics = update(worker, batch_of_pairs(number))
+        verls = {name: value for name, value in metrics.items() if not name.startswith("actor/bapo/")}
+        found.append((worker.engine.module.weight.item(), verls))
+    start_batch(worker)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exception_in_the_monitor_becomes_one_warning(monkeypatch, capsys, tmp_path, name):
+    expected = train(worker_with(monkeypatch, PolicyLossConfig(), learning_rate=0.1))
+    if name == "making the record":
+        monkeypatch.setattr(CALLS[name], fail)
+    worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)), learning_rate=0.1)
+    if CALLS[name] is None:
+        bounds_metrics = "recipe.bapo.worker.BAPOTrainingWorker._keep"
+        keep = type(worker)._keep
+
+        def keep_a_set(worker, measured):
+            keep(worker, replace(measured, values={**measured.values, "low": {1, 2}}))
+
+        monkeypatch.setattr(bounds_metrics, keep_a_set)
+    else:
+        monkeypatch.setattr(CALLS[name], fail)
+    assert train(worker) == expected and len({weight for weight, _ in expected}) == EVERY
+    told = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
+    assert len(told) == 1 and told[0].startswith("BAPO: ") and "Training goes on" in told[0]
 
 
 MEGATRON = SimpleNamespace(dynamic_context_parallel=True)
@@ -160,23 +204,24 @@ MEGATRON = SimpleNamespace(dynamic_context_parallel=True)
     [
         ({"strategy": "veomni"}, "strategy=veomni was not tried"),
         ({"strategy": "megatron", "megatron": MEGATRON}, "dynamic_context_parallel=true each rank"),
+        ({"strategy": "megatron"}, "without Megatron's section of the config: set model_engine=megatron"),
         ({"clip_ratio_c": "three"}, "'>' not supported"),
         ({"clip_ratio_c": 1.0}, "clip_ratio_c above 1 or null, not 1.0"),
     ],
 )
-def test_where_it_cannot_measure_it_leaves_verls_worker_as_it_is(monkeypatch, caplog, changes, reason):
+def test_where_it_cannot_measure_it_leaves_verls_worker_as_it_is(monkeypatch, capsys, changes, reason):
     config = actor_config(MonitorConfig())
     for name, value in changes.items():
         object.__setattr__(config, name, value)
     worker = make_worker(config, monkeypatch, model_config=MODEL)
-    said = "MonitorConfig does nothing in this run"
-    assert caplog.text.count(said) == 1 and reason in caplog.text
-    assert re.search(rf"BAPO's monitor: .*{said}", caplog.text)  # the console shows what begins like this
-    assert worker.engine.train_batch == worker.verl_train_batch and worker.loss_fn.keywords["config"] is config
-    call(worker)
+    said = re.findall("^BAPO: .*MonitorConfig does nothing in this run: (.*)$", capsys.readouterr().err, re.M)
+    assert len(said) == 1 and reason in said[0]  # the console shows what begins like this
+    assert worker.engine.forward_backward_batch == worker.verl_forward_backward_batch
+    assert worker.loss_fn.keywords["config"] is config
+    start_batch(worker)
 
 
-def test_a_loss_that_is_not_ppos_is_not_monitored(monkeypatch, caplog):
+def test_a_loss_that_is_not_ppos_is_not_monitored(monkeypatch, capsys):
     worker = worker_with(monkeypatch)
 
     def distillation_ppo_loss(config, model_output, data, dp_group=None):
@@ -185,26 +230,26 @@ def test_a_loss_that_is_not_ppos_is_not_monitored(monkeypatch, caplog):
     loss_fn = partial(distillation_ppo_loss, config=actor_config(MonitorConfig()))
     worker.set_loss_fn(loss_fn)
     assert worker.loss_fn is loss_fn and worker.scope is None
-    assert "needs verl's ppo_loss (distillation.enabled=false), not test_a_loss" in caplog.text
+    assert "needs verl's ppo_loss (distillation.enabled=false), not test_a_loss" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_named_once(monkeypatch, caplog, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named_once(monkeypatch, capsys, tmp_path):
     (tmp_path / "file").touch()
     worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path / "file" / "folder")))
     for _ in range(2):
         update(worker, batch_of_pairs(1))
-    assert caplog.text.count("no record is written from now on") == 1 and worker.engine.steps == 2
+    assert capsys.readouterr().err.count("no record is written from now on") == 1 and worker.engine.steps == 2
 
 
-def test_a_config_that_cannot_be_used_is_refused_when_it_is_built(monkeypatch, caplog):
+def test_a_config_that_cannot_be_used_is_refused_when_it_is_built(monkeypatch, capsys):
     with pytest.raises(ValueError, match="loss_mode=bapo is not usable with MonitorConfig"):
         MonitorConfig(loss_mode="bapo")
     with pytest.raises(ValueError, match="ratio_lower_max=1.2 is not usable"):
         MonitorConfig(ratio_lower_max=1.2)
     monkeypatch.delattr(ActorRolloutRefWorker, "actor_worker_cls")
     MonitorConfig()
-    said = "BAPO's monitor: MonitorConfig does nothing in this run: verl 0.9.1 has no ActorRolloutRefWorker"
-    assert said in caplog.text
+    said = "BAPO: MonitorConfig does nothing in this run: verl 0.9.1 has no ActorRolloutRefWorker"
+    assert said in capsys.readouterr().err
 
 
 def test_it_has_verl_make_our_worker(monkeypatch):
@@ -215,11 +260,10 @@ def test_it_has_verl_make_our_worker(monkeypatch):
 
 @pytest.mark.parametrize("config", [MonitorConfig, BAPOPolicyLossConfig])
 def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, config):
-    scope = {"bound_scope": "previous_batch"} if config is BAPOPolicyLossConfig else {}
-    worker = worker_with(monkeypatch, config(record_dir=str(tmp_path), **scope), clip_ratio_c=3.0)
+    worker = worker_with(monkeypatch, config(record_dir=str(tmp_path)), clip_ratio_c=3.0)
     logged = []
     for step in (7, 8):
-        call(worker, bapo_step=step)
+        start_batch(worker, bapo_step=step)
         worker.calls = step - 7  # the stand-in's loop over the updates is empty
         logged += [update(worker, batch_of_pairs(10 * step + k)) for k in range(2)]
     (path,) = tmp_path.iterdir()
@@ -243,16 +287,15 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
 
 
 @pytest.mark.parametrize("source, share", [(True, 1), (False, 0)])
-def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, caplog, tmp_path, source, share):
+def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsys, tmp_path, source, share):
     for is_source, its_share, said in ((source, share, 0), (True, 0, 2)):
         worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
         worker.engine.source, worker.engine.data_parallel_rank = is_source, its_share
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2 * EVERY):
-                call(worker)
-                update(worker, batch_of_pairs(1))
-            call(worker)
-        assert caplog.text.count("BAPO: in") == said
+        for _ in range(2 * EVERY):
+            start_batch(worker)
+            update(worker, batch_of_pairs(1))
+        start_batch(worker)
+        assert capsys.readouterr().err.count("BAPO: in") == said
         assert len(list(tmp_path.iterdir())) == bool(said)
 
 

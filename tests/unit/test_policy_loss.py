@@ -115,7 +115,24 @@ def test_a_worker_with_a_training_worker_of_its_own_is_named():
         "class Mine(TrainingWorker): pass\n"
         "class MyWorker(ActorRolloutRefWorker): actor_worker_cls = Mine"
     )
-    assert error.startswith("TypeError: MyWorker sets actor_worker_cls=Mine, which does not find clip bounds")
+    assert error.startswith("TypeError: MyWorker has actor_worker_cls=Mine, which does not find clip bounds")
+
+
+@pytest.mark.parametrize("parent", ["ActorRolloutRefWorker", "TinkerActorRolloutRefWorker"])
+def test_a_worker_below_another_subclass_is_named(parent):
+    error = make_config_after(
+        "from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker\n"
+        "from verl.workers.engine_workers_tinker import *\n"
+        "class Mine(TrainingWorker): pass\n"
+        f"class Between({parent}): pass\n"
+        "class MyWorker(Between): actor_worker_cls = Mine"
+    )
+    assert error.startswith("TypeError: ") and "does not find clip bounds" in error
+
+
+def test_the_scope_that_is_gone_gets_a_sentence():
+    with pytest.raises(ValueError, match="'previous_batch' is not usable: leave it out, because the default"):
+        BAPOPolicyLossConfig(bound_scope="previous_batch")
 
 
 def test_a_worker_that_inherits_the_training_worker_is_accepted():
@@ -153,17 +170,17 @@ def test_the_cpu_platform_keeps_a_variable_that_is_set():
 @pytest.mark.parametrize(
     "scope, actor, model, message",
     [
-        ("mini_batch", MEGATRON, {}, "bound_scope=mini_batch is not usable .*: set it to previous_batch"),
-        ("previous_batch", MEGATRON, {}, None),
-        ("previous_batch", {"strategy": "megatron"}, {}, "without Megatron's section .*: set model_engine=megatron"),
+        ("micro_batch", MEGATRON, {}, "bound_scope=micro_batch is not usable with strategy=megatron: use mini_batch"),
+        ("mini_batch", MEGATRON, {}, None),
+        ("mini_batch", {"strategy": "megatron"}, {}, "without Megatron's section .*: set model_engine=megatron"),
         (
-            "previous_batch",
+            "mini_batch",
             MEGATRON | {"megatron": SimpleNamespace(dynamic_context_parallel=True)},
             {},
             "megatron.dynamic_context_parallel=true is not usable .* Set it to false",
         ),
-        ("previous_batch", {"strategy": "veomni"}, {}, "strategy=veomni is not usable .* or megatron.*in bfloat16"),
-        ("previous_batch", {"strategy": "remote"}, {}, "strategy=remote is not usable .* It was not tried"),
+        ("mini_batch", {"strategy": "veomni"}, {}, "strategy=veomni is not usable .* or megatron.*in bfloat16"),
+        ("mini_batch", {"strategy": "remote"}, {}, "strategy=remote is not usable .* It was not tried"),
         ("mini_batch", {"strategy": "fsdp"}, {}, None),
         (
             "micro_batch",
@@ -185,9 +202,7 @@ def test_the_cpu_platform_keeps_a_variable_that_is_set():
             "sum-norm is not usable with loss_scale_factor=null: .* Set actor_rollout_ref.actor.loss_scale_factor",
         ),
         ("micro_batch", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1024}, {}, None),
-        # The search makes a forward without a backward.
-        ("mini_batch", {}, {"enable_activation_offload": True}, "enable_activation_offload=true is .* Set it to false"),
-        ("micro_batch", {}, {"enable_activation_offload": True}, None),
+        ("mini_batch", {}, {"enable_activation_offload": True}, None),
         ("micro_batch", {"clip_ratio_c": 1.0}, {}, "clip_ratio_c=1.0 is not usable: it is the dual clip"),
     ],
 )

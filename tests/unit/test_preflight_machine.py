@@ -166,13 +166,17 @@ def lines_of_megatron(monkeypatch, task, *overrides):
     return lines_of_engine(engine, monkeypatch, task, *needed, *overrides)
 
 
-def test_megatron_needs_previous_batch(monkeypatch, task):
-    lines = {line.name: line for line in lines_of_megatron(monkeypatch, task)}
+def test_megatron_takes_the_default_scope_alone(monkeypatch, task):
+    lines = {
+        line.name: line for line in lines_of_megatron(monkeypatch, task, f"{ACTOR}.policy_loss.bound_scope=micro_batch")
+    }
     refused = lines["verl's config"]
-    assert refused.status == "failed" and "bound_scope=mini_batch is not usable with strategy=meg" in refused.detail
-    options = [f"{ACTOR}.policy_loss.bound_scope=previous_batch", f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
-    lines = {line.name: line for line in lines_of_megatron(monkeypatch, task, *options)}
-    assert "bound_scope=previous_batch" in lines["verl's config"].detail and lines["settings"].status == "ok"
+    assert refused.status == "failed" and "bound_scope=micro_batch is not usable with strategy=meg" in refused.detail
+    lines = {
+        line.name: line
+        for line in lines_of_megatron(monkeypatch, task, f"{ACTOR}.megatron.tensor_model_parallel_size=2")
+    }
+    assert "bound_scope=mini_batch" in lines["verl's config"].detail and lines["settings"].status == "ok"
 
 
 def test_a_key_of_fsdp_is_to_be_taken_away_with_megatron(monkeypatch, task):
@@ -203,9 +207,8 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
 
 
 def test_what_the_worker_refuses_is_refused_before_the_run(config):
-    offload = {"actor_rollout_ref.model.enable_activation_offload": True}
-    with pytest.raises(ValueError, match="enable_activation_offload=true is not usable with bound_scope=mini_batch"):
-        stages.check_verls_config(config(changes=offload))
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm is not usable with loss_scale_factor=null"):
+        stages.check_verls_config(config(changes={f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}))
 
 
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])

@@ -241,7 +241,6 @@ def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch
         (dict(own_clip=OwnClip("cap", 0.8, 1.2)), "A > 0 capped   A < 0 capped"),
         (dict(own_clip=OwnClip("clip", 0.8, 1.28)), "the run's loss, [0.8, 1.28]"),
         (dict(config=BAPOConfig(ratio_lower_max=0.7)), "not on the run's grid"),
-        (dict(strategy="megatron"), "bound_scope=previous_batch"),
         (dict(config=BAPOConfig(bound_scope="micro_batch"), applied=True), "clip is a mean over micro-batches"),
     ],
 )

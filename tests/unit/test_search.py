@@ -19,7 +19,6 @@ from bapo import (
     diagnose,
     find_clip_bounds,
     read_and_validate,
-    remeasure,
     search_clip_bounds,
 )
 from bapo.search import path_indices
@@ -231,14 +230,6 @@ def test_statistics_collected_with_another_config_are_refused(change):
     for use in (lambda: search_clip_bounds(statistics, other), lambda: others + statistics):
         with pytest.raises(ValueError, match="These statistics were collected with "):
             use()
-
-
-def test_an_update_without_advantages_has_no_outcome_of_an_earlier_search():
-    old, log_prob, advantages, mask = make_batch(0)
-    found = search_clip_bounds(collect_clip_statistics(old, log_prob, advantages, mask, BAPOConfig()), BAPOConfig())
-    nothing = collect_clip_statistics(old, log_prob, torch.zeros_like(advantages), mask, BAPOConfig())
-    used = remeasure(nothing, found, BAPOConfig())
-    assert found.searched and not used.searched and [used.low, used.high] == [found.low, found.high]
 
 
 def test_one_collection_serves_every_target_measure_and_order():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our worker on a stand-in engine: where the bounds of an update come from, and what an update stores for later."""
+"""Our worker on a stand-in engine: where the bounds of an update come from, and what an update leaves behind."""
 
 import math
 from functools import partial
@@ -11,53 +11,45 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
-from support.stand_in import make_micro_batch, make_worker
+from support.stand_in import make_mini_batch, make_worker, start_batch, update
 
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig, collect_clip_statistics
+from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
 from recipe.bapo.marks import UPDATES_MADE, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
-from recipe.bapo.scopes import MiniBatch
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 TARGET = 0.47
+OPTIONS = BAPOConfig(positive_contribution_target=TARGET)
 MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
+OFFLOAD = SimpleNamespace(override_config={}, enable_activation_offload=True)
+PASSES = {"forecast": ["train"], "forward": ["forward", "train"], "redone": ["train", "train"]}
 
 
-def batch_of_pairs(seed, masked=0.3):
+def batch_of_pairs(seed, masked=0.3, spread=0.7):
     """Make a batch of twelve responses with alternating advantages of 1 and -1.
 
     Searches on different seeds end at many different bounds.
     """
-    old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked)
+    old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked, spread=spread)
     signs = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
     return old, log_prob, signs.expand_as(advantages).clone(), mask
 
 
-def config_of(scope):
-    loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET)
+def wild_and_calm(updates):
+    """Make a series of batches of which most are the one before, and every sixth is quite another."""
+    return [batch_of_pairs(1 + number // 6) for number in range(updates)]
+
+
+def config_of(scope="mini_batch", **options):
+    loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET, **options)
     return actor_config(loss, clip_ratio_c=3.0)
 
 
-def worker_with(monkeypatch, scope="previous_batch"):
-    return make_worker(config_of(scope), monkeypatch, MODEL)
-
-
-def set_loss(worker, scope):
-    worker.set_loss_fn(partial(ppo_loss, config=config_of(scope)))
-
-
-def update(worker, batch, cut=4):
-    """Make one update on a padded batch, split into micro-batches of ``cut`` rows. Returns the engine's metrics."""
-    parts = zip(*(tensor.split(cut) for tensor in batch), strict=True)
-    return worker.engine.train_batch([make_micro_batch(*part) for part in parts], worker.loss_fn)["metrics"]
-
-
-def start_batch(worker, **marks):
-    """Begin a rollout batch, or continue one with ``bapo_updates_made``, as verl's trainer does."""
-    worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
+def worker_with(monkeypatch, scope="mini_batch", model=MODEL, **engine):
+    return make_worker(config_of(scope), monkeypatch, model, **engine)
 
 
 def bounds_of(metrics):
@@ -66,61 +58,118 @@ def bounds_of(metrics):
 
 
 def literal_bounds(batch):
-    return oracle.sequential_search(*batch, BAPOConfig(positive_contribution_target=TARGET), 3.0)[:2]
+    return oracle.sequential_search(*batch, OPTIONS, 3.0)[:2]
 
 
-def test_previous_batch_takes_the_bounds_of_the_same_update_of_the_batch_before(monkeypatch):
-    worker = worker_with(monkeypatch)
-    batches = [[batch_of_pairs(10 * number + k) for k in range(count)] for number, count in enumerate((3, 2, 3))]
+def make_updates(worker, batches, position=0):
+    """Make updates. Returns the bounds, the kind of each (how its bounds were found), and the weight after each."""
     found = []
-    for updates in batches:
-        start_batch(worker)
-        found.append([bounds_of(update(worker, batch)) for batch in updates])
-    literal = [[literal_bounds(batch) for batch in updates] for updates in batches]
-    assert len({bounds for updates in literal for bounds in updates}) > 4  # the searches differ
-    assert found[0] == [(0.6, 1.2), *literal[0][:2]]  # first batch: the start of the ranges, then the latest search
-    assert found[1] == literal[0][:2]
-    assert found[2] == [*literal[1], literal[2][1]]  # the previous batch had no third update: the latest search
+    for batch in batches:
+        worker.engine.passes.clear()
+        worker.updates_on_batch = position
+        metrics = update(worker, batch)
+        (kind,) = [kind for kind, passes in PASSES.items() if passes == worker.engine.passes]
+        (extra_forward,), (redone,) = metrics["actor/bapo/extra_forward"], metrics["actor/bapo/redone"]
+        assert (extra_forward, redone) == (kind == "forward", kind == "redone")
+        found.append((bounds_of(metrics), kind, worker.engine.module.weight.item()))
+    return [list(column) for column in zip(*found, strict=True)]
 
 
-def test_a_rollout_batch_in_several_calls_is_one_batch(monkeypatch):
-    """In ``separate_async`` a batch comes in several calls; our trainer says how many updates on it came before."""
-    worker = worker_with(monkeypatch)
-    found = []
-    for seed in (0, 10):
-        start_batch(worker)
-        update(worker, batch_of_pairs(seed))
-        start_batch(worker, bapo_updates_made=1)
-        found.append(bounds_of(update(worker, batch_of_pairs(seed + 1))))
-    first, second = (literal_bounds(batch_of_pairs(seed)) for seed in (0, 1))
-    assert found == [first, second] and first != second
+def always(trusted):
+    """Return a ``forecast`` method that trusts every forecast or none."""
+    forecast = BoundsForecaster.forecast
+
+    def changed(forecaster, own, first):
+        return Forecast(forecast(forecaster, own, first).bounds, trusted)
+
+    return changed
 
 
-def test_previous_batch_does_not_depend_on_the_cut(monkeypatch):
-    whole, cut = worker_with(monkeypatch), worker_with(monkeypatch)
-    for seed in range(4):
-        start_batch(whole), start_batch(cut)
-        expected, found = update(whole, batch_of_pairs(seed), 12), update(cut, batch_of_pairs(seed), 1)
+def test_each_update_has_the_bounds_of_a_literal_search(monkeypatch):
+    batches = wild_and_calm(48)
+    found, kinds, _ = make_updates(worker_with(monkeypatch), batches, position=1)
+    assert found == [literal_bounds(batch) for batch in batches] and len(set(found)) > 3
+    assert {kind: kinds.count(kind) > 2 for kind in PASSES} == dict.fromkeys(PASSES, True)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_weights_are_those_of_a_forward_before_every_update(monkeypatch, rows):
+    """The model draws random numbers and counts its forwards, and both change its log-probs."""
+    batches = wild_and_calm(36)
+    engine = dict(rows=rows, learning_rate=0.02, noise=0.01)
+    results = []
+    for trusted in (None, False, True):
+        torch.manual_seed(1)
+        with pytest.MonkeyPatch.context() as patch:
+            if trusted is not None:
+                patch.setattr(BoundsForecaster, "forecast", always(trusted))
+            results.append(make_updates(worker_with(monkeypatch, **engine), batches, position=1))
+    (bounds, kinds, weights), *others = results
+    for other_bounds, _, other_weights in others:
+        assert (other_bounds, other_weights) == (bounds, weights)
+    assert len(set(weights)) == len(weights) and len(set(kinds)) > 1
+    assert set(others[0][1]) == {"forward"} and set(others[1][1]) == {"forecast", "redone"}
+
+
+def test_the_bounds_do_not_depend_on_the_cut(monkeypatch):
+    whole, cut = worker_with(monkeypatch, rows=12), worker_with(monkeypatch, rows=1)
+    for batch in wild_and_calm(20)[::3]:
+        expected, found = update(whole, batch), update(cut, batch)
         assert bounds_of(found) == bounds_of(expected)
-        for name in METRICS - {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}:
-            if name != "actor/bapo/entropy_covariance":  # this one depends on the micro-batch
-                assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+        costs = {"actor/bapo/extra_forward", "actor/bapo/redone"}
+        of_a_micro_batch = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
+        for name in METRICS - costs - of_a_micro_batch - {"actor/bapo/entropy_covariance", "actor/bapo/skipped"}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
-def test_what_is_logged_describes_the_update_and_the_search_that_gave_its_bounds(monkeypatch):
+def test_a_single_micro_batch_finds_its_bounds_in_the_loss(monkeypatch):
+    worker = worker_with(monkeypatch, rows=12)
+    for seed in (1, 3):
+        worker.engine.passes.clear()
+        assert bounds_of(update(worker, batch_of_pairs(seed))) == literal_bounds(batch_of_pairs(seed))
+        assert worker.engine.passes == ["train"]
+
+
+@pytest.mark.parametrize("change", [{"use_dynamic_bsz": True}, {"micro_batch_size_per_gpu": 4}])
+def test_a_mini_batch_that_may_be_split_does_not(monkeypatch, change):
+    worker = worker_with(monkeypatch, rows=4)
+    data = make_mini_batch(*batch_of_pairs(1))
+    tu.assign_non_tensor(data, **{"micro_batch_size_per_gpu": 12, **change})
+    metrics = tu.get(worker.train_batch(data), "metrics")
+    assert bounds_of(metrics) == literal_bounds(batch_of_pairs(1)) and worker.engine.passes == ["forward", "train"]
+
+
+def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch):
+    worker, batch = worker_with(monkeypatch), batch_of_pairs(1)
+    old, _, advantages, mask = batch
+    for mark, log_prob in ((True, old), (False, batch[1])):  # the mark holds for the first update alone
+        if mark:
+            start_batch(worker, bapo_on_policy_first_update=True)
+        worker.engine.passes.clear()
+        assert bounds_of(update(worker, batch)) == literal_bounds((old, log_prob, advantages, mask))
+        assert worker.engine.passes == (["train"] if mark else ["forward", "train"])
+
+
+def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
+    told = []
+    forecast = BoundsForecaster.forecast
+    monkeypatch.setattr(
+        BoundsForecaster, "forecast", lambda self, own, first: told.append(first) or forecast(self, own, first)
+    )
     worker = worker_with(monkeypatch)
-    first, second = batch_of_pairs(1), batch_of_pairs(2)
-    start_batch(worker)
-    metrics = update(worker, first)
+    for made in (0, 0, 2):  # in separate_async our trainer says how many updates came before on the same batch
+        start_batch(worker, bapo_updates_made=made)
+        update(worker, batch_of_pairs(1)), update(worker, batch_of_pairs(2))
+    assert told == [True, False, True, False, False, False]
+
+
+def test_what_is_logged_describes_the_update(monkeypatch):
+    worker, batch = worker_with(monkeypatch), batch_of_pairs(2)
+    update(worker, batch_of_pairs(1))
+    metrics = update(worker, batch)
     assert metrics.keys() >= METRICS and len(metrics["actor/pg_clipfrac"]) == 3
-    assert metrics["actor/bapo/search_steps"] == [0] and metrics["actor/bapo/saturated"] == [0]
-    start_batch(worker)
-    metrics = update(worker, second)
-    config = BAPOConfig(positive_contribution_target=TARGET)
-    low, high, _, _, steps, saturated = oracle.sequential_search(*first, config, 3.0)
+    low, high, rho, start, steps, saturated = oracle.sequential_search(*batch, OPTIONS, 3.0)
     assert steps > 0
-    ratio, advantages, old, _ = oracle.response_tokens(*second)
-    p, n = oracle.contribution(ratio, advantages, old.exp(), low, high, "value", 3.0)
     expected = {
         "clip_low": low,
         "clip_high": high,
@@ -128,112 +177,119 @@ def test_what_is_logged_describes_the_update_and_the_search_that_gave_its_bounds
         "saturated": float(saturated),
         "met_at_start": 0,
         "met_by_moving": float(not saturated),
-        "positive_contribution": p / (p + n),
-        "positive_contribution_start": oracle.sequential_search(*second, config, 3.0)[3],
-        **oracle.diagnostics(*second, low, high),
+        "positive_contribution": rho,
+        "positive_contribution_start": start,
+        "applied": 1,
+        **oracle.diagnostics(*batch, low, high),
     }
     for name, value in expected.items():
         assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
+    assert metrics["actor/bapo/skipped"] == 0
 
 
-def test_an_update_without_advantages_leaves_the_history_as_it_is(monkeypatch):
+def test_a_step_that_verl_skips_is_logged(monkeypatch):
+    worker = worker_with(monkeypatch)
+    worker.engine.optimizer_step = lambda: math.nan
+    output = tu.get_tensordict({}, {"metrics": {"grad_norm": math.nan}})
+    monkeypatch.setattr("verl.workers.engine_workers.TrainingWorker.train_batch", lambda worker, data: output)
+    worker.train_batch(make_mini_batch(*batch_of_pairs(1)))
+    assert tu.get(output, "metrics")["actor/bapo/skipped"] == 1
+
+
+def test_an_update_without_advantages_keeps_the_start(monkeypatch):
     worker = worker_with(monkeypatch)
     old, log_prob, advantages, mask = batch_of_pairs(5)
     empty = old, log_prob, torch.zeros_like(advantages), mask
-    found = []
-    for batches in ([batch_of_pairs(1), batch_of_pairs(3)], [empty, batch_of_pairs(9)], [batch_of_pairs(11), empty]):
-        start_batch(worker)
-        found.append([update(worker, batch) for batch in batches])
-    bounds = [[bounds_of(metrics) for metrics in updates] for updates in found]
-    first, second, later = (literal_bounds(batch_of_pairs(seed)) for seed in (1, 3, 9))
-    assert len({first, second, later, (0.6, 1.2)}) == 4
-    assert bounds == [[(0.6, 1.2), first], [first, second], [first, later]]
-    outcomes = ("met_at_start", "met_by_moving", "saturated")
-    assert [found[0][0][f"actor/bapo/{name}"] for name in outcomes] == [[0], [0], [0]]  # no search gave its bounds
-    assert [found[1][0][f"actor/bapo/{name}"] for name in outcomes] == [[0], [0], [0]]  # it has nothing to measure
-    assert sum(found[1][1][f"actor/bapo/{name}"][0] for name in outcomes) == 1
+    found, _, _ = make_updates(worker, [batch_of_pairs(1), empty, batch_of_pairs(3)], position=1)
+    assert found == [literal_bounds(batch_of_pairs(1)), (0.6, 1.2), literal_bounds(batch_of_pairs(3))]
 
 
-def test_one_collective_over_the_world_and_one_read_of_its_own(monkeypatch):
-    worker = worker_with(monkeypatch)
+def count_collectives_and_reads(worker, monkeypatch, batch):
+    """Make an update. Returns the groups of its collectives, and how many reads of several numbers were made."""
     groups, reads = [], []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
-    start_batch(worker)
-    parts = zip(*(tensor.split(4) for tensor in batch_of_pairs(1)), strict=True)
-    data = [make_micro_batch(*part) for part in parts]
-    reads.clear()
-    worker.engine.train_batch(data, worker.loss_fn)
-    assert groups == [torch.distributed.group.WORLD]
-    assert len([count for count in reads if count > 1]) == 3 + 1  # each micro-batch's loss, and the update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
+        patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
+        update(worker, batch)
+    return groups, len([count for count in reads if count > 30])
 
 
-def test_a_rank_that_is_no_source_adds_nothing_and_logs_nothing(monkeypatch):
+def test_two_collectives_over_the_world_in_any_update(monkeypatch):
     worker = worker_with(monkeypatch)
-    worker.engine.source = False
-    start_batch(worker)
-    metrics = update(worker, batch_of_pairs(1))
-    assert "actor/bapo/clip_low" not in metrics
-    assert worker.scope.history.latest.search_steps == 0  # without a token the target counts as met
+    worker.updates_on_batch = 1
+    for batch in [batch_of_pairs(1)] * 3:
+        groups, _ = count_collectives_and_reads(worker, monkeypatch, batch)
+        assert groups == [torch.distributed.group.WORLD] * 2
+
+
+class TwoRanks:
+    """Adds up the collectives of two ranks, of which one makes its whole update before the other.
+
+    The first rank cannot know the second's sums, so the second must have none; it then gets those of the first.
+    """
+
+    def __init__(self, monkeypatch):
+        self.of_source = []
+        monkeypatch.setattr(torch.distributed, "all_reduce", self)
+
+    def __call__(self, vector, group):
+        if self.playing_source:
+            self.of_source.append(vector.clone())
+        else:
+            # Else its tokens would count twice. Comparing bounds would not show it, because both ranks would agree.
+            assert not vector.any()
+            vector.add_(self.of_source.pop(0))
 
 
 @pytest.mark.parametrize("calls_the_loss", [False, True])
-def test_a_rank_that_is_no_source_holds_the_sources_bounds(monkeypatch, calls_the_loss):
+def test_a_rank_that_is_no_source_does_what_the_source_does(monkeypatch, calls_the_loss):
     """An earlier pipeline stage never calls the loss; a second tensor rank calls it with the tokens of the first."""
     source, other = worker_with(monkeypatch), worker_with(monkeypatch)
-    other.engine.source = False
-    of_source = []
-
-    def all_reduce(vector, group):
-        """Add up over the two ranks, of which the source comes first."""
-        if of_source:
-            # Else its tokens would count twice. Comparing bounds would not show it, because both ranks would agree.
-            assert not vector.any()
-            vector.add_(of_source.pop())
-        else:
-            of_source.append(vector.clone())
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    start_batch(source), start_batch(other)
-    for seed in (1, 2):
-        batch = batch_of_pairs(seed)
+    other.engine.source, other.engine.calls_the_loss = False, calls_the_loss
+    world = TwoRanks(monkeypatch)
+    source.updates_on_batch = other.updates_on_batch = 1
+    for batch in wild_and_calm(48):
+        world.playing_source = True
         update(source, batch)
-        if calls_the_loss:
-            update(other, batch)
-        else:
-            other.engine.train_batch([], other.loss_fn)
-        assert other.scope.history.latest == source.scope.history.latest
-        assert source.scope.history.latest.search_steps > 0
-    assert other.engine.steps == 2
+        world.playing_source = False
+        assert update(other, batch) is None
+        assert not world.of_source  # both took part in the same collectives
+        assert other.logged == source.logged and other.scope.latest == source.scope.latest
+    assert other.engine.passes == source.engine.passes and other.engine.steps == 48
+    assert source.engine.passes.count("forward") > 2 and len(source.engine.passes) > 48 + 2
 
 
 BAD = {"old_log_prob": 0, "log_prob": 1, "advantages": 2}
 
 
+def spoilt(name, value):
+    bad = [tensor.clone() for tensor in batch_of_pairs(1, masked=0)]
+    bad[BAD[name]][4, 3] = value
+    return bad
+
+
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_bad_input_raises_before_the_optimizer_step_and_leaves_nothing_behind(monkeypatch, name, value):
-    worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
-    batch = batch_of_pairs(1, masked=0)
-    bad = [tensor.clone() for tensor in batch]
-    bad[BAD[name]][4, 3] = value
-    start_batch(worker), start_batch(other)
+@pytest.mark.parametrize("trusted", [False, True])
+def test_bad_input_raises_before_the_step_and_leaves_nothing_behind(monkeypatch, name, value, trusted):
+    monkeypatch.setattr(BoundsForecaster, "forecast", always(trusted))
+    worker, other = worker_with(monkeypatch, learning_rate=0.1), worker_with(monkeypatch, learning_rate=0.1)
     with pytest.raises(ValueError, match=f"on response tokens: 1 in {name}"):
-        update(worker, bad)
+        update(worker, spoilt(name, value))
     assert worker.engine.steps == 0
+    # Advantages and old log-probs are looked at before anything is computed.
+    assert worker.engine.passes == ([] if name != "log_prob" else ["train"] if trusted else ["forward"])
     for seed in (2, 3):
         assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
+    assert worker.engine.module.weight == other.engine.module.weight != 0
 
 
 def test_invalid_input_of_another_rank_raises_here(monkeypatch):
     worker = worker_with(monkeypatch)
-    old, log_prob, advantages, mask = batch_of_pairs(1, masked=0)
-    advantages[4, 3] = math.nan
-    bad = collect_clip_statistics(old, log_prob, advantages, mask, worker.scope.config, 3.0)
+    bad = collect_clip_statistics(*spoilt("advantages", math.nan), worker.scope.config, 3.0)
     of_other = torch.cat([tensor.flatten() for tensor in bad.sums])
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: vector.add_(of_other))
-    start_batch(worker)
     with pytest.raises(ValueError, match="1 in advantages"):
         update(worker, batch_of_pairs(2))
     assert worker.engine.steps == 0
@@ -243,50 +299,91 @@ def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeyp
     worker = worker_with(monkeypatch)
     old, log_prob, advantages, mask = batch_of_pairs(1, masked=0)
     log_prob[0, 0], advantages[0, 0] = old[0, 0] + 2, math.inf  # a ratio of 7.4, far above the upper bound
-    start_batch(worker)
     with pytest.raises(ValueError, match="1 in advantages"):
         update(worker, (old, log_prob, advantages, mask))
     assert worker.engine.steps == 0
 
 
-def test_a_loss_that_is_only_evaluated_does_not_enter_the_statistics(monkeypatch):
+def test_an_evaluation_uses_the_latest_bounds_and_counts_nothing(monkeypatch):
     worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
-    start_batch(worker), start_batch(other)
-    data, model_output = make_micro_batch(*make_batch(5))
-    with torch.no_grad():
-        worker.loss_fn(model_output=dict(model_output), data=data)
-    assert worker.scope.collected is None
+    config = worker.loss_fn.args[2]
+    evaluated = make_mini_batch(*make_batch(5))
+
+    def evaluate():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_reduce", None)  # no collective: ranks may evaluate alone
+            worker.engine.infer_batch(evaluated, loss_function=worker.loss_fn)
+        return config.policy_loss.current_bounds
+
+    assert evaluate() == (0.6, 1.2)
     for seed in (2, 3):
         assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
+        assert evaluate() == literal_bounds(batch_of_pairs(seed))
 
 
-def test_each_update_of_mini_batch_has_its_own_search(monkeypatch):
-    monkeypatch.setattr(MiniBatch, "_is_one_micro_batch", lambda scope, data: True)
-    worker, last = worker_with(monkeypatch, "mini_batch"), batch_of_pairs(3)
-    found = [bounds_of(update(worker, batch, 12)) for batch in (batch_of_pairs(1), last)]
-    assert found == [literal_bounds(batch_of_pairs(1)), literal_bounds(last)] and found[0] != found[1]
+def test_a_call_outside_an_update_does_what_verls_does(monkeypatch):
+    """verl's Tinker worker makes forwards and backwards itself, and adds up gradients over several calls."""
+    worker, plain = worker_with(monkeypatch), worker_with(monkeypatch)
+    plain.set_loss_fn(partial(ppo_loss, config=actor_config(PolicyLossConfig(), clip_ratio_low=0.4, clip_ratio_c=3.0)))
+    data = make_mini_batch(*batch_of_pairs(1))
+    for _ in range(2):
+        for one in (worker, plain):
+            one.engine.forward_backward_batch(data, one.loss_fn, forward_only=False)
+    assert worker.engine.passes == ["train", "train"]  # the bounds of the start are [0.6, 1.2]
+    gradient = plain.engine.module.weight.grad
+    assert worker.engine.module.weight.grad == gradient != 0
+
+
+def test_an_exception_in_a_pass_leaves_nothing_behind(monkeypatch):
+    worker, other = (worker_with(monkeypatch, learning_rate=0.1, noise=0.1) for _ in range(2))
+    for one in (worker, other):
+        torch.manual_seed(3)
+        update(one, batch_of_pairs(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(worker.engine.module), "forward", lambda module, log_prob: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            update(worker, batch_of_pairs(2))
+    assert not worker.updating
+    found = []
+    for one in (worker, other):
+        torch.manual_seed(4)
+        found.append([update(one, batch_of_pairs(seed)) for seed in (3, 4)])
+    assert found[0] == found[1]
+
+
+def test_where_no_forward_can_be_made_a_wrong_forecast_is_redone(monkeypatch):
+    batches = wild_and_calm(32)
+    found, kinds, _ = make_updates(worker_with(monkeypatch, model=OFFLOAD), batches, position=1)
+    assert found == [literal_bounds(batch) for batch in batches]
+    assert set(kinds) == {"forecast", "redone"}
+
+
+def test_where_a_pass_cannot_be_repeated_a_forward_comes_first(monkeypatch):
+    monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+    batches = wild_and_calm(32)
+    found, kinds, _ = make_updates(worker_with(monkeypatch), batches, position=1)
+    assert found == [literal_bounds(batch) for batch in batches] and set(kinds) == {"forward"}
+
+
+def test_each_micro_batch_has_its_own_search_with_micro_batch(monkeypatch):
+    worker, batch = worker_with(monkeypatch, "micro_batch"), batch_of_pairs(3)
+    parts = [literal_bounds(part) for part in zip(*(tensor.split(4) for tensor in batch), strict=True)]
+    metrics = update(worker, batch)
+    assert len(set(parts)) > 1
+    for found, expected in zip(bounds_of(metrics), zip(*parts, strict=True), strict=True):
+        assert found == pytest.approx(sum(expected) / 3)
+    assert metrics["actor/bapo/extra_forward"] == metrics["actor/bapo/redone"] == [0]
 
 
 def test_a_second_loss_function_starts_from_nothing(monkeypatch):
     worker = worker_with(monkeypatch)
-    start_batch(worker)
-    for seed in (1, 2):
-        update(worker, batch_of_pairs(seed))
-    set_loss(worker, "micro_batch")
-    start_batch(worker)
-    assert bounds_of(update(worker, batch_of_pairs(3), 12)) == literal_bounds(batch_of_pairs(3))
-    steps = worker.engine.steps
-    old, log_prob, advantages, mask = batch_of_pairs(4, masked=0)
-    advantages[0, 0] = math.nan
-    with pytest.raises(ValueError, match="1 in advantages"):
-        update(worker, (old, log_prob, advantages, mask), 12)
-    assert worker.engine.steps == steps
-    set_loss(worker, "previous_batch")
-    start_batch(worker)
-    assert bounds_of(update(worker, batch_of_pairs(5))) == (0.6, 1.2)  # no search yet
+    make_updates(worker, [batch_of_pairs(1)] * 3, position=1)
+    worker.set_loss_fn(partial(ppo_loss, config=config_of("mini_batch")))
+    _, kinds, _ = make_updates(worker, [batch_of_pairs(1)], position=1)
+    assert kinds == ["forward"]  # no update was measured yet
     worker.set_loss_fn(partial(ppo_loss, config=actor_config(PolicyLossConfig())))
-    assert worker.engine.train_batch == worker.verl_train_batch
-    assert worker.engine.optimizer_step == worker.verl_optimizer_step
+    assert worker.engine.forward_backward_batch == worker.verl_forward_backward_batch
+    assert "actor/bapo/clip_low" not in update(worker, batch_of_pairs(2))
 
 
 def test_a_batch_of_another_kind_has_no_marks():
@@ -300,3 +397,21 @@ def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
     config = actor_config(BAPOPolicyLossConfig(), loss_agg_mode="seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="sum-norm is not usable with loss_scale_factor=null"):
         make_worker(config, monkeypatch, MODEL)
+
+
+def test_the_search_takes_the_sums_of_the_update(monkeypatch):
+    """The bounds come from sums over all ranks: here another rank adds the tokens of a second batch."""
+    worker, other = worker_with(monkeypatch), batch_of_pairs(3)
+    config = worker.scope.config
+
+    def add_other(vector, group):
+        still = not worker.engine.passes  # before any pass every ratio is 1
+        stats = collect_clip_statistics(other[0], other[0] if still else other[1], *other[2:], config, 3.0)
+        vector.add_(torch.cat([tensor.flatten() for tensor in stats.sums]))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", add_other)
+    both = [torch.cat(pair) for pair in zip(batch_of_pairs(1), other, strict=True)]
+    found = bounds_of(update(worker, batch_of_pairs(1)))
+    assert found == literal_bounds(both) != literal_bounds(batch_of_pairs(1))
+    bounds = search_clip_bounds(collect_clip_statistics(*both, config, 3.0), config)
+    assert found == (bounds.low, bounds.high)

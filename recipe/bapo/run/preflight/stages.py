@@ -60,8 +60,6 @@ def check_verls_config(config) -> str:
     scope = loss.bound_scope
     if loss.loss_mode != "bapo":
         scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
-    elif scope == "mini_batch":
-        scope += ", with an extra forward in each update that is cut into micro-batches (previous_batch saves it)"
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forecast the bounds of an update before its forward pass, and say whether the forecast can be trusted.
+
+Where a search ends depends on two things: which tokens are in the mini-batch, whose advantages and old log-probs are
+known before any forward, and how far their ratios have moved from 1, which changes little from one update to the next.
+So the forecast takes the weight of the update's own tokens, and the ratios of an earlier update.
+
+An update that follows a forecast stays exact, because its caller checks it: the training forwards give the sums of the
+update's own tokens, and a search on these gives the exact bounds. If ``same_tokens_are_clipped`` at both pairs of
+bounds, the gradient is that of the exact bounds, because a token that is clipped has no gradient wherever the bound
+lies. Otherwise the caller makes the update's forwards and backwards again, with the exact bounds. A forecast therefore
+decides what an update costs, and never what it computes.
+
+Everything here runs on sums that are already reduced over all ranks, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bapo.clip_statistics import ClipStatistics
+from bapo.config import BAPOConfig
+from bapo.search import ClipBounds, first_on_path, measure_search_path, reaches_target, search_clip_bounds
+
+# What repeating an update's forwards and backwards costs, as a multiple of the extra forward pass that a forecast
+# saves. A forward takes 0.25 to 0.45 of an update (docs/performance.md), so this is the upper end.
+REPEAT_COST = 4.0
+# How much more than one forward pass before each update forecasts may cost in the long run, as a share of such a pass.
+ALLOWED_LOSS = 0.05
+# Most that right forecasts can save up for wrong ones, in forward passes: two repeated updates.
+MOST_CREDIT = 2 * REPEAT_COST
+MEMORY = 0.8  # weight of the past in the running mean of the error
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of an update.
+
+    Attributes:
+        bounds: the result of the search on the forecast sums.
+        trusted: whether to train with these bounds at once. Otherwise a forward pass before the update is cheaper.
+    """
+
+    bounds: ClipBounds
+    trusted: bool
+
+
+class BoundsForecaster:
+    """Forecasts the bounds of one update after another, and learns from what each of them measured.
+
+    The first update on a rollout batch takes its ratios from the first update of the batch before, every other update
+    from the update before it. (With old log-probs that are recomputed by the current weights, the ratios of every first
+    update are 1.) For the two kinds the forecast's error is kept apart.
+
+    A forecast is trusted if the same tokens of the forecast sums are clipped where the search would end with the target
+    higher by the recent error and where it would end with the target lower by it. A wrong forecast that is trusted
+    costs ``REPEAT_COST`` forwards in place of one. So each has to be paid for from credit: a right one earns the
+    forward that it saves, and each update earns ``ALLOWED_LOSS``. However the updates behave, n of them then cost at
+    most ``(1 + ALLOWED_LOSS) * n + REPEAT_COST - 1`` forward passes.
+    """
+
+    def __init__(self, config: BAPOConfig):
+        self.config = config
+        self._patterns: dict[bool, ClipStatistics] = {}  # by whether it serves the first updates on a batch
+        self._errors: dict[bool, float] = {}  # of rho, running means
+        self._credit = REPEAT_COST - 1  # in forward passes
+
+    @torch.no_grad()
+    def forecast(self, own: ClipStatistics, first: bool) -> Forecast:
+        """Forecast the bounds of the next update.
+
+        Args:
+            own: statistics of the update's tokens over all ranks, on the host. Only ``weight_by_sign`` is used, so they
+                can be collected before the forward, with every ratio 1.
+            first: whether this is the first update on a rollout batch.
+        """
+        pattern = self._patterns.get(first)
+        if pattern is None:  # no update of this kind was measured: only bounds that cannot move are known
+            return Forecast(search_clip_bounds(own, self.config), trusted=self.config.fixed)
+        stats = spread_like(own, pattern)
+        sure = self._same_tokens_within(stats, self._errors.get(first, 1.0))
+        return Forecast(search_clip_bounds(stats, self.config), trusted=sure and self._credit >= REPEAT_COST - 1)
+
+    @torch.no_grad()
+    def learn(self, forecast: Forecast, stats: ClipStatistics, exact: ClipBounds, first: bool) -> None:
+        """Learn from an update that has been measured.
+
+        Args:
+            forecast: what ``forecast`` returned for it.
+            stats: statistics of its tokens over all ranks, on the host.
+            exact: the search's result on ``stats``.
+            first: as in ``forecast``.
+        """
+        names = ("positive_contribution_start", "positive_contribution_highest")
+        off = sum(abs(getattr(forecast.bounds, name) - getattr(exact, name)).item() for name in names) / len(names)
+        if first in self._patterns:
+            self._errors[first] = MEMORY * self._errors.get(first, off) + (1 - MEMORY) * off
+        if forecast.trusted:
+            right = same_tokens_are_clipped(stats, forecast.bounds, exact)
+            self._credit += 1 if right else 1 - REPEAT_COST
+        self._credit = min(self._credit + ALLOWED_LOSS, MOST_CREDIT)
+        self._patterns[False] = stats
+        if first:
+            self._patterns[True] = stats
+
+    def _same_tokens_within(self, stats: ClipStatistics, error: float) -> bool:
+        """Whether the same tokens are clipped where the search ends with the target higher and lower by ``error``."""
+        path = measure_search_path(stats, self.config)
+        target = self.config.positive_contribution_target
+        ends = [first_on_path(reaches_target(path.p, path.n, target + off)) for off in (-error, error)]
+        lower, higher = (stats.clipped_tokens(path.low.take(end), path.high.take(end)) for end in ends)
+        return lower == higher
+
+
+def same_tokens_are_clipped(stats: ClipStatistics, one: ClipBounds, other: ClipBounds) -> bool:
+    """Whether two pairs of bounds clip the same tokens, so that both give the same gradient. The host waits.
+
+    It is enough to count them: of two bounds on the same side, the one clips all tokens that the other clips.
+
+    Args:
+        stats: statistics of the tokens.
+        one, other: both pairs are candidates of the config of ``stats``.
+    """
+    return stats.clipped_tokens(one.low, one.high) == stats.clipped_tokens(other.low, other.high)
+
+
+def spread_like(own: ClipStatistics, pattern: ClipStatistics) -> ClipStatistics:
+    """Return the sums that the tokens of ``own`` would have if their ratios were spread as those of ``pattern``.
+
+    For each sign of A: ``sum[b] = weight of own / weight of pattern * sum of pattern[b]``, with the same factor for
+    every bucket b and every sum. Where ``pattern`` has no token of a sign, the sums of that sign stay those of ``own``.
+    Only the sums by bucket and those from the dual clip on are scaled; the others are those of ``own``.
+    """
+    scaled: dict[str, torch.Tensor] = {}
+    signs = zip(("positive", "negative"), own.weight_by_sign, pattern.weight_by_sign, strict=True)
+    for sign, weight, pattern_weight in signs:
+        names = [f"{sign}_weight", f"{sign}_weighted_ratio", f"{sign}_tokens"]
+        if sign == "negative":
+            names += ["dual_clipped_weight", "dual_clipped_weighted_ratio", "dual_clipped_tokens"]
+        source, factor = (pattern, weight / pattern_weight) if pattern_weight > 0 else (own, 1.0)
+        scaled |= {name: getattr(source.sums, name) * factor for name in names}
+    return ClipStatistics(own.sums._replace(**scaled), own.config)

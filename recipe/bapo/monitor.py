@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what BAPO would do in a run with one of verl's own losses, and change nothing: ``MonitorConfig``."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from bapo import (
+    BoundsForecaster,
+    ClipStatistics,
+    diagnose,
+    empty_clip_statistics,
+    read_scalars,
+    same_tokens_are_clipped,
+    search_clip_bounds,
+)
+from recipe.bapo import compatibility
+from recipe.bapo.own_clip import own_clip_of
+from recipe.bapo.scopes import BoundScope, Measured
+from recipe.bapo.tell import tell
+
+
+class Monitor(BoundScope):
+    """Adds up the tokens of the training forwards, and searches on them right before the optimizer's step.
+
+    If the tokens of a micro-batch cannot be collected on a rank, the rank still takes part in the collective, and the
+    update counts as not measured.
+
+    What is measured has ``own_clipfrac_*`` or ``own_capfrac_*`` besides, the share of the tokens of a sign that the
+    run's own loss clips or caps. It has ``invalid_tokens`` alone where input was not finite, and nothing where tokens
+    could not be collected. ``extra_forward`` and ``redone`` say what BAPO would have done.
+    """
+
+    applied = False
+
+    def __init__(self, actor_config, model_config, engine, device, guard):
+        super().__init__(actor_config, model_config, engine, device, guard)
+        self.own_clip, self.latest = own_clip_of(actor_config), None
+        self.forecaster = BoundsForecaster(self.config)
+        self.first, self.needs_forecast = True, True  # of the current update
+        with guard("looking at the output layer"):
+            if head_gradient_is_wrong(engine.module):
+                tell(
+                    "verl's own gradient of lm_head is wrong in this run, with or without the monitor: its fused "
+                    "forward does not add it up over the ranks. Set actor_rollout_ref.model.use_fused_kernels=false."
+                )
+
+    def refuse_unusable_settings(self, actor_config, model_config):
+        compatibility.refuse_to_monitor(actor_config)
+
+    def about(self):
+        return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
+
+    def update(self, data, position, on_policy, run_pass):
+        self.collected, self.first = None, position == 0
+        with self.guard("looking at the mini-batch"):
+            self.needs_forecast = not (on_policy or self._is_one_micro_batch(data))
+        return run_pass()
+
+    def for_micro_batch(self, data, log_probs):
+        with self.guard("measuring the tokens of a micro-batch"):
+            self._add(data, log_probs)
+            return
+        nothing = empty_clip_statistics(self.config, self.device)
+        self.collected = replace(nothing, sums=nothing.sums._replace(uncollected=nothing.sums.uncollected + 1))
+
+    def measure(self):
+        stats = self._reduce(self.collected)
+        if stats.sums.uncollected > 0:
+            return Measured(stats, {})
+        bounds = search_clip_bounds(stats, self.config)
+        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._own_shares(stats))
+        invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
+        if invalid:
+            self.guard.tell_once("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite.")
+            return Measured(stats, {"invalid_tokens": invalid})
+        unusable = values.pop("invalid_old_log_probs")  # their share stays, as masked_token_fraction
+        if unusable:
+            text = f"the monitor leaves out {unusable:.0f} response tokens without a usable old log-prob."
+            self.guard.tell_once("masked", text)
+        return Measured(stats, values | {"invalid_tokens": 0.0} | self._cost_with_bapo(stats, bounds))
+
+    def _own_shares(self, stats: ClipStatistics) -> dict[str, Tensor]:
+        """Return the share of the tokens of each sign that the run's own loss clips or caps."""
+        if self.own_clip is None:
+            return {}
+        positive, negative = (tokens.clamp(min=1) for tokens in stats.tokens_by_sign)
+        name = f"own_{self.own_clip.kind}frac"
+        return {
+            f"{name}_positive": stats.sums.own_clipped_positive / positive,
+            f"{name}_negative": stats.sums.own_clipped_negative / negative,
+        }
+
+    def _cost_with_bapo(self, stats, bounds) -> dict[str, float]:
+        """Return whether BAPO would have made an extra forward for this update, and whether it would have redone it."""
+        if not self.needs_forecast:
+            return {"extra_forward": 0.0, "redone": 0.0}
+        forecast = self.forecaster.forecast(stats, self.first)
+        same = same_tokens_are_clipped(stats, forecast.bounds, bounds)
+        self.forecaster.learn(forecast, stats, bounds, self.first)
+        return {"extra_forward": float(not forecast.trusted), "redone": float(forecast.trusted and not same)}
+
+
+def head_gradient_is_wrong(module: nn.Module) -> bool:
+    """Whether verl's forward of this model leaves the gradient of ``lm_head`` unreduced over the ranks, or fails.
+
+    ``recipe/bapo/verl_fixes.py`` says why. A run with BAPO's loss has the fix; a monitor changes nothing.
+
+    Args:
+        module: the engine's module, after FSDP has wrapped it.
+    """
+    for part in module.modules() if isinstance(module, nn.Module) else ():  # Megatron's is a list
+        if (
+            vars(part).get("_verl_fused_kernels_backend") is None
+        ):  # verl sets it on the part whose forward reads the head
+            continue
+        head: Any = getattr(part, "lm_head", None)
+        is_unit = isinstance(head, FSDPModule)
+        if is_unit and head.weight.requires_grad and head.weight.device_mesh.size() > 1:
+            return True
+    return False
