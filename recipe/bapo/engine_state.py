@@ -29,7 +29,9 @@ class EngineState:
 
     def __init__(self, engine):
         modules = engine.module if isinstance(engine.module, list | torch.nn.ModuleList) else [engine.module]
-        self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+        # Not ``buffers()``, because Megatron's DDP has another attribute of this name.
+        buffers = [buffer for module in modules for _, buffer in module.named_buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._cpu = torch.get_rng_state()
         self._device = None if get_device_name() == "cpu" else get_torch_device().get_rng_state()
         self._megatron = {name: state.clone() for name, state in _megatron_states().items()}

@@ -234,7 +234,7 @@ def state_of(actor):
     engine = actor.engine
     parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     chunks = engine.module if isinstance(engine.module, list) else [engine.module]
-    tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    tensors = [tensor for chunk in chunks for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers())]
     optimizers = [getattr(part, "optimizer", part) for part in parts]
     tensors += [value for one in optimizers for state in one.state.values() for value in state.values()]
     return [tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel()]

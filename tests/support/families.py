@@ -4,8 +4,10 @@
 This module imports nothing of ours, because its functions run in the processes that have to be verl's alone.
 """
 
+import io
 import multiprocessing
 import sys
+from contextlib import redirect_stderr
 
 import torch
 import torch.multiprocessing as mp
@@ -15,6 +17,10 @@ ROWS, RANKS = 16, 2
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FUSED = f"{MODEL}.use_fused_kernels=true"
 ENGINES = {"FSDP1": [FSDP1], "FSDP2": []}
+BAPO = [
+    f"{ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+    f"{ACTOR}.policy_loss.loss_mode=bapo",
+]
 MONITOR = [f"{ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.MonitorConfig"]
 LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"]
 
@@ -83,8 +89,8 @@ def train(rank, port, model, overrides):
     """Make two updates on one batch from verl's own config, as one of ``RANKS`` ranks.
 
     Returns:
-        verl's metrics and ours, the weights of this rank, whether the forward is a fused one, and which of our modules
-        this process has imported.
+        verl's metrics and ours, the weights of this rank, whether the forward is a fused one, which of our modules this
+        process has imported, and the lines that it printed for the user.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -94,7 +100,8 @@ def train(rank, port, model, overrides):
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
-    actor = make_actor([*common, *overrides], rank, RANKS, port, stock=True)
+    with redirect_stderr(io.StringIO()) as printed:
+        actor = make_actor([*common, *overrides], rank, RANKS, port, stock=True)
     axes = 4 if hasattr(actor.engine.module.config, "vision_config") else 1
     data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=RANKS, axes=axes)
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1)
@@ -104,6 +111,7 @@ def train(rank, port, model, overrides):
         "metrics": {name: values for name, values in metrics.items() if "perf/" not in name},
         "weights": {name: weight.detach().clone() for name, weight in weights.items()},
         "fused": any("_verl_fused_kernels_backend" in vars(module) for module in actor.engine.module.modules()),
+        "told": [line for line in printed.getvalue().splitlines() if line.startswith("BAPO: ")],
         "ours": sorted(name for name in sys.modules if name.startswith(("bapo", "recipe.bapo."))),
     }
 

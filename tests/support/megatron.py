@@ -105,6 +105,7 @@ def replace_cuda() -> None:
     """Put on the CPU what Megatron makes on ``cuda``, and answer its calls of CUDA functions."""
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.synchronize = lambda *args: None
     streams = MagicMock()
     torch.cuda.Stream = torch.cuda.current_stream = torch.cuda.stream = lambda *args: streams
@@ -130,6 +131,7 @@ def use_local_layers() -> None:
     from mbridge.core import llm_bridge
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def local_spec(config, use_transformer_engine, vp_stage=None):  # mbridge looks for the name vp_stage
@@ -152,6 +154,7 @@ def use_local_layers() -> None:
     def to_host(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     moe_utils.te_general_gemm = None  # Megatron defines it only where TransformerEngine is installed
     of_all_ranks = llm_bridge.LLMBridge._weight_name_mapping_mcore_local_to_global
