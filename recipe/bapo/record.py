@@ -2,7 +2,7 @@
 """The record of a run: the token sums of each update, from which ``recipe.bapo.report`` answers its questions.
 
 Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its first line says
-what the run does. Each further line is an update, with its sums over all ranks: 180 numbers with the default ranges,
+what the run does. Each further line is an update, with its sums over all ranks: 181 numbers with the default ranges,
 whatever the size of the batch. Numbers that are not finite are null. This file imports neither verl nor Ray, so any
 trainer can write a record.
 """

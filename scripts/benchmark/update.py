@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time one optimizer update of the real actor (verl's FSDP2 engine) with the monitor and with each ``bound_scope``.
+"""Time one optimizer update of the real actor (verl's FSDP2 engine) with the monitor and with BAPO.
 
     .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
 
-For each model size this trains on the same mini-batch with verl's ``vanilla`` loss, with the same monitored, and with
-BAPO in every scope. The losses take turns in one process: a round makes one update with each. An update's time is
-divided by the time of ``vanilla`` in the same round. The table shows the median of these ratios, and the range of the
-middle half of the rounds. The command fails if even the lower end of the monitor's range is above ``MOST_OF_MONITOR``
-with the largest model.
+For each model size this trains on the same mini-batches with verl's ``vanilla`` loss, with the same monitored, and with
+BAPO in each way in which an update may find its bounds: by a forecast that turns out right, by a forward pass before
+the update, or by a forecast that turns out wrong, so that the update is redone; and with ``bound_scope=micro_batch``.
+The losses take turns in one process: a round makes one update with each. An update's time is divided by the time of
+``vanilla`` in the same round. The table shows the median of these ratios, and the range of the middle half of the
+rounds. The command fails if even the lower end of the monitor's range is above ``MOST_OF_MONITOR`` with the largest
+model.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
@@ -25,12 +28,19 @@ SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers 
 ROWS, LONGEST, MICRO = 32, 200, 8
 LOSS = "actor_rollout_ref.actor.policy_loss"
 BAPO = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
+# This target is met at the start of the ranges, whatever the batch, so bounds at their end are a wrong forecast.
+MET = [*BAPO, f"++{LOSS}.positive_contribution_target=0.01"]
 # By name: the overrides of verl's own config. ``vanilla`` comes first, and runs in verl's worker.
 LOSSES = {
     "vanilla": [],
     "monitor": [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"],
-    **{scope: [*BAPO, f"++{LOSS}.bound_scope={scope}"] for scope in ("mini_batch", "previous_batch", "micro_batch")},
+    "forecast": MET,
+    "forward": MET,
+    "redone": MET,
+    "micro_batch": [*BAPO, f"++{LOSS}.bound_scope=micro_batch"],
 }
+FORCED = {"forecast": (0, 0), "forward": (1, 0), "redone": (0, 1)}  # extra_forward and redone, as logged
+BATCHES = 3
 MOST_OF_MONITOR = 1.02
 
 
@@ -49,6 +59,20 @@ def seconds_of(call):
     return time.perf_counter() - begin
 
 
+def force(actor, kind):
+    """Have every update of an actor find its bounds in one of the ways of ``FORCED``."""
+    from bapo import Forecast, search_clip_bounds
+
+    config = actor.scope.config
+    end = dataclasses.replace(config, positive_contribution_target=0.99)
+
+    def forecast(own, first):
+        bounds = search_clip_bounds(own, end if kind == "redone" else config)
+        return Forecast(bounds, trusted=kind != "forward")
+
+    actor.scope.forecaster.forecast = forecast
+
+
 def make_actors(folder, layers, hidden, platform):
     """Make an actor for each of ``LOSSES``, all with the same weights, from verl's own config."""
     from scripts.example_task import make_task
@@ -63,19 +87,25 @@ def make_actors(folder, layers, hidden, platform):
     port, actors = free_port(), {}
     for loss, overrides in LOSSES.items():
         actors[loss] = make_actor([*common, *overrides], port=port, platform=platform, stock=True)
+        if loss in FORCED:
+            force(actors[loss], loss)
     return actors
 
 
 def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
     """Time the updates of one model: seconds of each round by loss, with responses of up to ``longest`` tokens."""
     actors = make_actors(folder, layers, hidden, platform)
-    data = make_mini_batch(actors["vanilla"], seed=1, rows=ROWS, longest=longest)
+    batches = [make_mini_batch(actors["vanilla"], seed, rows=ROWS, longest=longest) for seed in range(BATCHES)]
     seconds = {loss: [] for loss in LOSSES}
     for number in range(rounds + 1):
         for loss, actor in actors.items():
-            taken = seconds_of(lambda actor=actor: actor.train_batch(data.copy()))
+            data = batches[number % BATCHES].copy()
+            taken = seconds_of(lambda actor=actor, data=data: actor.train_batch(data))
             if number > 0:  # the first round warms up
                 seconds[loss].append(taken)
+            if loss in FORCED:
+                made = tuple(actor.logged[f"actor/bapo/{name}"] for name in ("extra_forward", "redone"))
+                assert made == FORCED[loss], (loss, made)
     parameters = sum(p.numel() for p in actors["vanilla"].engine.module.parameters())
     return {"parameters": parameters, "seconds": seconds}
 
