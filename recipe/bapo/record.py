@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a run: the token sums of each update, from which ``recipe.bapo.report`` answers its questions.
 
-Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its first line says
-what the run does. Each further line is an update, with its sums over all ranks: 181 numbers with the default ranges,
-whatever the size of the batch. Numbers that are not finite are null. This file imports neither verl nor Ray, so any
-trainer can write a record.
+Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its name comes after
+those of earlier starts, also where the clock of its host is behind. Its first line says what the run does. Each further
+line is an update, with its sums over all ranks: 181 numbers with the default ranges, whatever the size of the batch.
+Numbers that are not finite are null. This file imports neither verl nor Ray, so any trainer can write a record.
 """
 
 import json
@@ -13,14 +13,17 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 
 from bapo import BAPOConfig, ClipStatistics, TokenSums
 from recipe.bapo.tell import tell
+
+TIME = "%Y%m%dT%H%M%S.%fZ"  # in the name of a record; times sort as their texts do
 
 
 class Record:
@@ -66,7 +69,9 @@ class Record:
     def _create(self):
         now = datetime.now(UTC)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / f"record-{now:%Y%m%dT%H%M%S.%fZ}-{socket.gethostname()}-{os.getpid()}.jsonl"
+        times = filter(None, map(_time_in_name, self.folder.glob("record-*.jsonl")))
+        later = max([now, *(time + timedelta(microseconds=1) for time in times)])
+        self.path = self.folder / f"record-{later:{TIME}}-{socket.gethostname()}-{os.getpid()}.jsonl"
         self.path.touch(exist_ok=False)
         self._append({"utc": now.isoformat(timespec="seconds"), **self.first_line})
 
@@ -133,6 +138,13 @@ def _read_update(line, config):
     values = {name: _numbers(value) for name, value in line["values"].items()}
     numbers = {name: value for name, value in line.items() if name not in ("values", "sums") and value is not None}
     return Update(numbers, values, ClipStatistics(TokenSums(**sums), config))
+
+
+def _time_in_name(path):
+    """Return the time in the name of a record; None if it has another name."""
+    with suppress(ValueError):
+        return datetime.strptime(path.name.split("-")[1], TIME).replace(tzinfo=UTC)
+    return None
 
 
 def _finite(value):

@@ -3,12 +3,15 @@
 
 import json
 import math
+from datetime import UTC, datetime, timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.records import make_tokens, measure, write_start
 
 from bapo import BAPOConfig
+from recipe.bapo import record as record_module
 from recipe.bapo.own_clip import OwnClip
 from recipe.bapo.record import Record, read_record
 
@@ -84,9 +87,17 @@ def test_another_file_is_refused_by_name(tmp_path, content):
         read_record(tmp_path / "record.jsonl")
 
 
-def test_each_start_writes_a_file_of_its_own(tmp_path):
-    paths = {write_start(tmp_path, steps=[1])[0] for _ in range(3)}
-    assert len(paths) == 3 and paths == set(tmp_path.glob("record-*.jsonl"))
+@pytest.mark.parametrize("seconds", [1, 0, -3600])
+def test_each_start_writes_a_file_that_comes_after_the_others(tmp_path, monkeypatch, seconds):
+    """A run may be resumed on a host whose clock is behind, or be started twice within the clock's resolution."""
+    now = datetime(2026, 11, 27, tzinfo=UTC)
+    clock = (now + number * timedelta(seconds=seconds) for number in range(3))
+    monkeypatch.setattr(record_module, "datetime", Mock(wraps=datetime, now=lambda zone: next(clock)))
+    (tmp_path / "record-mine.jsonl").touch()
+    paths = [write_start(tmp_path, steps=[1])[0] for _ in range(3)]
+    assert [*paths, tmp_path / "record-mine.jsonl"] == sorted(tmp_path.glob("record-*.jsonl"))
+    told = [datetime.fromisoformat(read_record(path).about["utc"]) for path in paths]
+    assert told == [now + number * timedelta(seconds=seconds) for number in range(3)]
 
 
 def test_a_record_of_a_scope_that_is_gone_stays_readable(tmp_path):
