@@ -122,12 +122,13 @@ def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
 
 
 def test_a_resumed_start_replaces_the_updates_from_its_step_on(tmp_path):
-    write_start(tmp_path, steps=[1, 2, 3])
-    write_start(tmp_path, steps=[3, 4])
-    write_start(tmp_path, steps=[2, 3])  # from the checkpoint of step 1
+    made = [[1, 2, 3], [3, 4], [2, 3]]  # the third start goes on from the checkpoint of step 1
+    paths = [write_start(tmp_path, steps)[0] for steps in made]
     (run,) = read_runs(tmp_path)
-    assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)] and len(run.starts) == 3
-    assert run.recorded[2].numbers["time"] > run.starts[1].updates[-1].numbers["time"]
+    assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    assert [start.path for start in run.starts] == paths
+    of_the_last = [any(update is one for one in run.starts[-1].updates) for update in run.recorded]
+    assert of_the_last == [False] * 2 + [True] * 4
 
 
 @pytest.mark.parametrize(
