@@ -82,6 +82,11 @@ def main(arguments: list[str]) -> int:
             print(console.summary(run_dir))
             if not run.config.trainer.val_only:
                 subprocess.run([sys.executable, "-m", "recipe.bapo.run.picture", run_dir], stderr=subprocess.STDOUT)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the terminal is gone: Python would try again at its exit, and end with code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
