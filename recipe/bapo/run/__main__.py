@@ -121,7 +121,7 @@ class Supervisor:
 
     def __init__(self, arguments: list[str], log: Path, scratch: str):
         self.log = log
-        self.started = time.time()
+        self.weights_of_others = cleanup.weights()
         self.errors: list[str] = []
         # These three are None until the checks have passed.
         self.config: Any = None
@@ -235,7 +235,7 @@ class Supervisor:
                     self.process.wait(PATIENCE)
         cleanup.kill_descendants()
         if self.watchdog is not None and not self.watchdog.on_cluster:
-            left |= cleanup.unmapped_weights(since=self.started)
+            left |= cleanup.unmapped_weights(self.weights_of_others)
         cleanup.remove(left)
         with suppress(OSError):  # raised if the terminal is gone
             if self.printer is not None:

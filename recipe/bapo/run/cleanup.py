@@ -18,8 +18,7 @@ from pathlib import Path
 import psutil
 
 SOCKETS = Path("/tmp")  # verl sends weights to vLLM over sockets in this folder, whatever TMPDIR is
-# psm_: Python's names, for the shared memory that vLLM makes. verl_weights_: verl's.
-SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|verl_weights_)\S+$", re.MULTILINE)
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def adopt_orphans() -> None:
@@ -78,28 +77,31 @@ def weight_sockets(job: str) -> set[Path]:
 
 def shared_memory(pids: Iterable[int]) -> set[Path]:
     """Find the named shared memory of a run that these processes have mapped and that nobody has removed."""
+    # psm_: Python's names, for the shared memory that vLLM makes. verl_weights_: verl's.
+    named = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/(?:psm_|verl_weights_)\S+$", re.MULTILINE)
     mapped: set[Path] = set()
     for pid in pids:
         with suppress(OSError):  # raised if it has ended
             # psutil's memory_maps() measures every page, which takes seconds.
-            mapped.update(map(Path, SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())))
+            mapped.update(map(Path, named.findall(Path(f"/proc/{pid}/maps").read_text())))
     return mapped
 
 
-def unmapped_weights(since: float) -> set[Path]:
+def weights() -> set[Path]:
+    """List verl's shared memory for weights on this machine."""
+    return set(SHARED_MEMORY.glob("verl_weights_*"))
+
+
+def unmapped_weights(earlier: set[Path]) -> set[Path]:
     """Find verl's shared memory for weights that no process has mapped.
 
     A worker leaves it if it is killed before a vLLM process has mapped it, too. Call this when the run's processes have
     ended, and not on a cluster, where it could belong to another job.
 
     Args:
-        since: seconds since the epoch; older files are of other runs.
+        earlier: what ``weights`` listed before the run; these are of other runs. verl never gives a name twice.
     """
-    found = set()
-    for path in Path("/dev/shm").glob("verl_weights_*"):
-        with suppress(OSError):  # raised if it has just been removed
-            if path.stat().st_mtime >= since:
-                found.add(path)
+    found = weights() - earlier
     return found - shared_memory(psutil.pids()) if found else found
 
 
