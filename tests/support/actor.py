@@ -2,17 +2,11 @@
 """Make a real actor worker (verl's FSDP engine) without Ray, on a CPU or a GPU, for tests and timings of updates."""
 
 import os
-import socket
 from pathlib import Path
 
+from .ports import free_port as free_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_port():
-    """Find a TCP port of the loopback interface on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", stock=False, role="actor"):

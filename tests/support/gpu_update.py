@@ -51,7 +51,7 @@ def look_at_update(folder, overrides, platform, ranks=1, **about):
     Raises:
         RuntimeError: a rank failed. The message has the end of its output.
     """
-    from tests.support.actor import free_port
+    from tests.support.ports import free_port
 
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()

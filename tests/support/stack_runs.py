@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
+from support.ports import free_ports as free_ports
 
 from recipe.bapo.record import read_record
 from recipe.bapo.run.cleanup import remove
@@ -59,15 +59,6 @@ def explain(run, output):
 def updates_of(output):
     """Return the updates in the record of a run that was started once."""
     return [update for path in output.glob("record-*.jsonl") for update in read_record(path).updates]
-
-
-def free_ports(count):
-    """Find ports on which nothing listens."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def temporary_files():
