@@ -2,17 +2,36 @@
 """Settings and data shared by the tests."""
 
 import os
+import re
 
 os.environ["VERL_PLATFORM"] = "cpu"  # before anything imports verl
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("dev", deadline=None, derandomize=True, max_examples=30)
-settings.register_profile("ci", deadline=None, derandomize=True)
+# too_slow judges the machine and not the test.
+options = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=30, **options)
+settings.register_profile("ci", **options)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 torch.set_num_threads(1)
+
+# What a person may have set for runs of their own, and what changes what Python and its libraries print. BAPO_VENV and
+# the variables of scripts/setup.sh stay: they choose the environment in which the run script works.
+OF_THE_PERSON = re.compile(
+    "MODEL_PATH|TRAIN_FILE|TEST_FILE|OUTPUT_DIR|CONFIG|SIZE|NNODES|GPUS_PER_NODE|ROLLOUT_GPUS_PER_NODE|WAIT_SECONDS"
+    "|BAPO_CACHE|BAPO_WARM_UP_STEPS|BAPO_DEVICE_ROOT|RAY_.*|VERL_(?!PLATFORM).*|VLLM_.*|WANDB_.*|NETRC|TENSORBOARD_DIR"
+    "|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|DIST_INIT_METHOD|HYDRA_FULL_ERROR|PYTEST_ADDOPTS|TQDM_.*"
+    "|COLUMNS|MPLBACKEND|MATPLOTLIBRC|PYTHON(WARNINGS|UNBUFFERED|DEVMODE|VERBOSE|OPTIMIZE|INSPECT)"
+)
+
+
+def pytest_configure():
+    """Make the environment of the tests, and of the programs that they start, the same for everybody."""
+    for name in filter(OF_THE_PERSON.fullmatch, list(os.environ)):
+        del os.environ[name]
+    os.environ["LC_ALL"] = "C.UTF-8"  # the shell's messages in English
 
 
 @pytest.fixture(scope="session")
