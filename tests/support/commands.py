@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 600  # seconds after which what a test waits for has failed to come: many times what a busy machine needs
 
 
 def run_script(*arguments, **environment):
@@ -18,16 +19,14 @@ def run_script(*arguments, **environment):
         env={**kept, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
 
 
 def until(true, seconds, what):
     """Wait until a function returns something true, and return that."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = true()
-        if found:
-            return found
-        time.sleep(0.5)
-    raise AssertionError(f"{what} did not come within {seconds} seconds")
+    while not (found := true()):
+        assert time.monotonic() < end, f"{what} did not come within {seconds} seconds"
+        time.sleep(0.1)
+    return found

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from support.commands import LIMIT, until
 from support.configs import composed
 
 from recipe.bapo.run import cleanup
@@ -21,9 +22,19 @@ from recipe.bapo.run.__main__ import MAX_TEMP_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 from recipe.bapo.run import __main__ as launch, cleanup
+folder = Path(os.environ["OUTPUT_DIR"])
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
+launch.PATIENCE, cleanup.kill_descendants.__defaults__ = {limit}, ({limit},)  # a busy machine may need it
+cleanup.SHARED_MEMORY = Path({shared_memory!r})  # not that of other runs on this machine
+def handle_message(self, kind, content, handle=launch.Supervisor.handle_message):
+    try:
+        handle(self, kind, content)
+    finally:
+        (folder / f"heard-{{kind}}").touch()
+launch.Supervisor.handle_message = handle_message
 {before}
 sys.exit(launch.main([]))
 """
@@ -32,6 +43,12 @@ import json, os, subprocess, sys, time
 from pathlib import Path
 from recipe.bapo.run.messages import send, wait_for_final_check
 folder = Path(os.environ["OUTPUT_DIR"])
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.05)
+def hang():
+    while True:
+        time.sleep(1)
 def train(cluster=False, run_dir=folder, **limits):
     print("ERROR in no worker")
     watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5, **limits}
@@ -49,12 +66,18 @@ def hear_sighup():
 
 
 class Launched:
-    """A launcher in its own session, whose training is the program ``code``."""
+    """A launcher in its own session, whose training is the program ``code``.
+
+    When it has handled a message of a kind, it makes the file ``heard-<kind>`` in the run's folder.
+    """
 
     def __init__(self, folder, code, before="", preexec_fn=None, **environment):
         self.folder, self.mark = folder, uuid.uuid4().hex
+        self.shared_memory = folder / "shared_memory"
+        self.shared_memory.mkdir()
+        launcher = LAUNCH.format(before=before, limit=LIMIT, shared_memory=str(self.shared_memory))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH.format(before=before), f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
+            [sys.executable, "-c", launcher, f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
             env={
                 **os.environ,
@@ -73,15 +96,17 @@ class Launched:
         )
 
     def wait_for(self, name):
-        """Wait until training has made a file."""
-        until = time.monotonic() + 60
-        while not (self.folder / "run" / name).exists():
-            assert self.process.poll() is None and time.monotonic() < until, self.process.communicate()
-            time.sleep(0.05)
+        """Wait until a file is in the run's folder."""
+
+        def made():
+            assert self.process.poll() is None, self.process.communicate()
+            return (self.folder / "run" / name).exists()
+
+        until(made, LIMIT, name)
 
     def end(self):
         """Return exit code, standard output and standard error, and check that no process with its mark is left."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=LIMIT)
         assert not self.left(), self.left()
         assert not list(self.folder.glob("bapo-*"))
         return self.process.returncode, out, err
@@ -111,7 +136,7 @@ def launch():
         one.process.kill()
         for process in one.left():
             process.kill()
-        one.process.wait(10)
+        one.process.wait(LIMIT)
     for folder in folders:
         folder.cleanup()
 
@@ -138,7 +163,7 @@ def test_what_hydra_prints_in_place_of_a_run_is_shown(launch):
 def test_a_library_that_asks_a_question_ends_the_run(launch):
     """The system stops a process in another process group when it reads from the terminal."""
     run = launch("input('Run the custom code of this model? ')")
-    assert run.process.wait(60) == 1 and "EOFError" in run.process.stderr.read()
+    assert run.process.wait(LIMIT) == 1 and "EOFError" in run.process.stderr.read()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -152,14 +177,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_well(launch):
-    began = time.monotonic()
-    code, out, err = launch("train()\nsend('trained')\ntime.sleep(60)").end()
-    assert code == 0 and not err and time.monotonic() - began < 30
+    code, out, err = launch("train()\nsend('trained')\nhang()").end()
+    assert code == 0 and not err
     assert "Training is done, but its process did not end within 2 s (watchdog.max_exit_s) and is killed." in out
 
 
 def test_a_process_that_crashes_after_training_has_ended_well(launch):
-    code, out, err = launch("train()\nsend('trained')\nos._exit(139)").end()
+    code, out, err = launch("train(max_exit_s=1e9)\nsend('trained')\nos._exit(139)").end()
     assert code == 0 and not err and "Training is done, but its process ended with code 139." in out
 
 
@@ -173,7 +197,7 @@ def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
     assert code == 0 and not err, err
     log = f"{run.folder}/run/train.log"
     assert out.startswith(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {log}\n")
-    assert "\nit trains\nstep 1/2  reward 0.500" in out and "Warning: in step 1 75%" in out
+    assert "\nit trains\n" in out and "\nstep 1/2  reward 0.500" in out and "Warning: in step 1 75%" in out
     assert "\nBAPO: all is well\n" in out and "1 steps, mean of" in out and Path(log).exists()
     assert f"\nPicture: {run.folder}/run/other/dynamics.png\n" in out
 
@@ -197,7 +221,7 @@ ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this
 \tclass_name: create_colocated_worker_cls.<locals>.WorkerDict
 \tactor_id: 1f
 """
-    run = launch(f"train()\nprint({log!r})\nsend('error', 'RayTaskError: failed')\nwait_for_final_check()")
+    run = launch(f"train()\nprint({log!r})\nsend('error', 'RayTaskError: failed')\nhang()")
     checkpoints = run.folder / "run" / "checkpoints"
     (checkpoints / "global_step_4").mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
@@ -222,7 +246,7 @@ def test_the_watchdogs_reason_ends_the_run_and_stacks_are_written(launch):
 from recipe.bapo.run import watchdog
 watchdog.INTERVAL, watchdog.Watchdog.silence = 0.2, lambda self: "it hangs"
 """
-    run = launch("train()\ntime.sleep(60)", before=before)
+    run = launch("train()\nhang()", before=before)
     code, _, err = run.end()
     assert code == 1 and "Error: Training failed: it hangs. No checkpoint was saved." in err
     assert (run.folder / "run" / "stacks.txt").exists()
@@ -233,55 +257,77 @@ def test_a_failure_is_explained_while_training_still_lives(launch):
     before = """
 from recipe.bapo.run.watchdog import Watchdog
 def dead_server(self):
-    time.sleep(1)
+    while not (folder / "waits").exists() and any(cleanup.descendants().values()):
+        time.sleep(0.05)
     lives = any(cleanup.descendants().values())
     return "an engine has died" if lives else "all are gone"
 Watchdog.should_end, Watchdog.dead_server = lambda self: False, dead_server
 """
-    code, _, err = launch("train()\nsend('error', 'of Ray')\nwait_for_final_check()\nos._exit(1)", before=before).end()
+    code = """
+from types import SimpleNamespace
+from recipe.bapo.run import messages
+def sleep(seconds):
+    (folder / "waits").touch()
+    hang()
+messages.time = SimpleNamespace(sleep=sleep)  # does not end of itself, however slow the launcher is
+train()
+send('error', 'of Ray')
+wait_for_final_check()
+os._exit(1)
+"""
+    code, _, err = launch(code, before=before).end()
     assert code == 1 and "Error: Training failed: an engine has died; of Ray. No checkpoint was saved." in err
 
 
 def test_a_terminal_that_hangs_up_changes_neither_clean_up_nor_exit_code(launch):
     code = """
 train()
-(folder / 'up').touch()
-while not (folder / 'closed').exists():
-    time.sleep(0.05)
+wait_for('closed')
 send('info', 'nobody reads this')
-time.sleep(1)
-(folder / 'done').touch()
-time.sleep(60)
+hang()
 """
     run = launch(code)
-    run.wait_for("up")
+    run.wait_for("heard-info")  # that it trains
     run.process.stdout.close()
     run.process.stderr.close()
+    (run.folder / "run" / "heard-info").unlink()
     (run.folder / "run" / "closed").touch()
-    run.wait_for("done")
+    run.wait_for("heard-info")
     run.process.send_signal(signal.SIGHUP)
-    assert run.process.wait(60) == 129 and not run.left()
+    assert run.process.wait(LIMIT) == 129 and not run.left()
 
 
 @pytest.mark.parametrize(
-    "number, before",
-    [(signal.SIGINT, ""), (signal.SIGTERM, "train()\nsend('trained')\n")],
+    "number, code, moment",
+    [
+        (signal.SIGINT, "(folder / 'up').touch()", "up"),
+        (signal.SIGTERM, "train(max_exit_s=1e9)\nsend('trained')", "heard-trained"),
+    ],
 )
-def test_an_interruption_ends_the_run(launch, number, before):
-    run = launch(f"{before}(folder / 'up').touch()\ntime.sleep(60)")
-    run.wait_for("up")
+def test_an_interruption_ends_the_run(launch, number, code, moment):
+    run = launch(f"{code}\nhang()")
+    run.wait_for(moment)
     run.process.send_signal(number)
     code, _, err = run.end()
     assert code == 128 + number and f"Error: interrupted by {number.name}. No checkpoint was saved." in err
 
 
 def test_another_interruption_does_not_break_the_clean_up(launch):
-    slow = "end = cleanup.kill_descendants\ncleanup.kill_descendants = lambda: time.sleep(4) or end()"
-    run = launch("(folder / 'up').touch()\ntime.sleep(60)", before=slow)
+    before = """
+def kill_descendants(end=cleanup.kill_descendants):
+    (folder / "cleans").touch()
+    while not (folder / "interrupted").exists():
+        time.sleep(0.05)
+    end()
+cleanup.kill_descendants = kill_descendants
+"""
+    run = launch("(folder / 'up').touch()\nhang()", before=before)
     run.wait_for("up")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_for("cleans")
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         run.process.send_signal(number)
-        time.sleep(0.7)
+    (run.folder / "run" / "interrupted").touch()  # the signals have been delivered before it sees this file
     code, _, err = run.end()
     assert code == 143 and "Error: interrupted by SIGTERM." in err
 
@@ -291,16 +337,14 @@ def test_where_signals_are_ignored_sigint_ends_a_run_and_nohup_keeps_its_meaning
     """A shell without job control starts background processes with SIGINT ignored."""
     training = """
 (folder / 'up').touch()
-while not (folder / 'go').exists():
-    time.sleep(0.05)
+wait_for('go')
 send('error', 'of its own')
 sys.exit(1)
 """
     run = launch(training, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     run.wait_for("up")
     run.process.send_signal(number)
-    if number == signal.SIGHUP:
-        time.sleep(1)  # in which a run that does not ignore it would end
+    if number == signal.SIGHUP:  # a run that does not ignore it has got it by now, and would say so
         (run.folder / "run" / "go").touch()
     found, _, err = run.end()
     assert found == code and ("of its own" in err) == (code == 1)
@@ -319,15 +363,12 @@ for program in (sleeper, forking):
     subprocess.run(["setsid", "--fork", "env", "-i", sys.executable, "-c", program])
 (folder / "made").write_text(block.name)
 (folder / 'up').touch()
-time.sleep(60)
+hang()
 """
     run = launch(code)
     run.wait_for("up")
     block = Path("/dev/shm", (run.folder / "run" / "made").read_text())
-    until = time.monotonic() + 60
-    while len(run.left()) <= 4:  # launcher and training are two of them
-        assert time.monotonic() < until, run.left()
-        time.sleep(0.1)
+    until(lambda: len(run.left()) > 4, LIMIT, "processes that hide")  # launcher and training are two of them
     assert block.exists()
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and not block.exists()
@@ -336,42 +377,43 @@ time.sleep(60)
 def test_weights_that_a_killed_worker_left_in_shared_memory_are_removed(launch):
     code = """
 train()
-made = f"/dev/shm/verl_weights_test_{mark}"
-Path(made).write_bytes(b"x" * 4096)
-(folder / "made").write_text(made)
-(folder / 'up').touch()
-time.sleep(60)
+(folder.parent / "shared_memory" / "verl_weights_ours").touch()
+hang()
 """
     run = launch(code)
-    run.wait_for("up")
-    made = Path((run.folder / "run" / "made").read_text())
-    assert made.exists()
+    run.wait_for("heard-info")
+    (made,) = until(lambda: list(run.shared_memory.iterdir()), LIMIT, "the weights")
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143 and not made.exists()
 
 
 def test_training_ends_with_a_launcher_that_is_killed(launch):
-    run = launch("(folder / 'up').touch()\ntime.sleep(60)")
+    run = launch("(folder / 'up').touch()\nhang()")
     run.wait_for("up")
     run.process.kill()
-    until = time.monotonic() + 20
-    while run.left() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not run.left()
+    until(lambda: not run.left(), LIMIT, "the end of training")
 
 
 def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
     """Training removes its files on other nodes. A terminal sends Ctrl-C to the whole group; training gets it once."""
+    before = """
+import subprocess
+def send_signal(self, number, send=subprocess.Popen.send_signal):
+    send(self, number)
+    (folder / "interrupted").touch()
+subprocess.Popen.send_signal = send_signal
+"""
     code = """
 train(cluster=True)
-(folder / 'up').touch()
 try:
-    time.sleep(60)
+    (folder / 'up').touch()
+    hang()
 except KeyboardInterrupt:
-    time.sleep(2)
+    wait_for("interrupted")  # a second Ctrl-C would end this wait
     (folder / 'clean').touch()
 """
-    run = launch(code)
+    run = launch(code, before=before)
+    run.wait_for("heard-checked")
     run.wait_for("up")
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.end()[0] == 130 and (run.folder / "run" / "clean").exists()
@@ -380,9 +422,11 @@ except KeyboardInterrupt:
 def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
     monkeypatch.setattr(cleanup, "descendants", dict)
     monkeypatch.setattr(cleanup.os, "waitpid", lambda *_: (0, 0))
-    began = time.monotonic()
+    slept = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(cleanup, "time", clock)
     cleanup.kill_descendants(timeout=0.5)
-    assert 0.5 <= time.monotonic() - began < 5
+    assert 0.5 <= sum(slept) < 0.6
 
 
 @pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
