@@ -14,18 +14,10 @@ from support.configs import ROOT, compose_in_groups, composed
 from support.gpus import SHAPES, pretend_gpus, write_model
 
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
-from recipe.bapo.run import locks
 from recipe.bapo.run.preflight import CheckWarning, machine, model, rules, stages
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    """Ignore other runs on this machine."""
-    monkeypatch.setattr(locks, "SOCKETS", tmp_path)
-    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
 
 
 def results_of(config):
@@ -353,8 +345,6 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     large, small, separate = name.endswith("32b"), name == "gsm8k", name == "separate_async"
     gpus = 1 if small else 4 if separate else 8
     pretend_gpus(monkeypatch, gpus=1 if small else 8)
-    monkeypatch.setattr(locks, "SOCKETS", tmp_path)  # ignore other runs on this machine
-    monkeypatch.setattr(locks, "FIRST_JOB", "a test's")
     monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
     path = models["32B" if large else "0.5B" if small else "7B"]
     files = {"MODEL_PATH": path, "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
