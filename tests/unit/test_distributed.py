@@ -19,13 +19,22 @@ SPLITS = {1: [[8]], 2: [[4, 4], [7, 1], [0, 8]], 4: [[2, 2, 2, 2], [0, 5, 0, 3]]
 SEEDS = range(6)
 
 
+def batch_of(seed):
+    """Make a batch of 8 rows in float64.
+
+    On some machines the last bits of a vectorised ``exp`` depend on the place of a token, which differs between the
+    ranks and a single process. In float32 this is more than the rounding of the sums.
+    """
+    return make_batch(seed, rows=8, dtype=torch.float64)
+
+
 def bounds_of_rank(rank, size, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     found = []
     for seed in SEEDS:
         for split in SPLITS[size]:
             rows = slice(sum(split[:rank]), sum(split[: rank + 1]))
-            part = [tensor[rows] for tensor in make_batch(seed, rows=8)]
+            part = [tensor[rows] for tensor in batch_of(seed)]
             for config in CONFIGS:
                 values = values_found(*part, config, process_group=dist.group.WORLD, clip_ratio_c=3.0)
                 found.append([value.hex() for value in values.values()])
@@ -59,7 +68,7 @@ def test_every_rank_holds_the_bounds_of_one_process(size, tmp_path):
     for seed in SEEDS:
         for _ in SPLITS[size]:
             for config in CONFIGS:
-                expected = values_found(*make_batch(seed, rows=8), config, clip_ratio_c=3.0)
+                expected = values_found(*batch_of(seed), config, clip_ratio_c=3.0)
                 low, high, *rest = next(alone)
                 assert (low, high) == (expected["low"].hex(), expected["high"].hex())
                 others = [float.fromhex(value) for value in rest]

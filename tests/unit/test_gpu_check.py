@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from support.commands import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +21,7 @@ def call(*arguments, folder, gpus=0, **variables):
     tool.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "BAPO_VENV": sys.prefix, **variables}
     command = ["bash", "scripts/gpu_check.sh", "--out", str(folder / "out"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 def report_of(folder):
@@ -30,7 +31,8 @@ def report_of(folder):
 def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
     done = call(folder=tmp_path)
     assert done.returncode == 2 and "no GPU here, so nothing was checked" in done.stderr and not done.stdout
-    done = call("1", folder=tmp_path, gpus=1)  # nvidia-smi lists it, but torch cannot use it
+    # nvidia-smi lists it, but torch cannot use it: no machine has a GPU of this number.
+    done = call("1", folder=tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="99")
     assert done.returncode == 2 and "the driver is older" in done.stderr and not (tmp_path / "out").exists()
     done = call("4", folder=tmp_path)
     assert done.returncode == 1 and "bash scripts/gpu_check.sh [OPTIONS] [STAGE...]" in done.stderr
@@ -56,9 +58,11 @@ def test_a_stage_whose_packages_are_missing_fails(tmp_path):
 
 
 def test_pytest_alone_skips_with_the_reason():
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "tests/gpu/test_1_torch.py"]
+    # no:cacheprovider, because the tests that started this one have their own cache in the same folder.
+    options = ["-m", "gpu", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/gpu/test_1_torch.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and re.search(r"SKIPPED .* no GPU that torch \S+ .* can use", done.stdout), done.stdout
 
 

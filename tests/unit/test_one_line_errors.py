@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.font_manager  # noqa: F401  fills its cache: on a slow machine a child would say that it does so
 import pytest
 
 ROOT = Path(__file__).parents[2]

@@ -57,7 +57,7 @@ def run_loss(loss_fn, config, batch, mode="token-mean", weights=None):
 @pytest.mark.parametrize("seed", range(5))
 def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
     batch = make_batch(seed, spread=1.0)
-    weights = torch.rand(batch[0].shape) if weighted else None
+    weights = torch.rand(batch[0].shape, generator=torch.Generator().manual_seed(seed)) if weighted else None
     vanilla = with_batch_info(actor_config(PolicyLossConfig(), clip_ratio_high=0.28), rows=5, tokens=50)
     ours = with_batch_info(actor_config(BAPOPolicyLossConfig(**FIXED)), rows=5, tokens=50)
     expected = run_loss(get_policy_loss_fn("vanilla"), vanilla, batch, mode, weights)

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.commands import LIMIT
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "scripts" / "requirements"
@@ -75,6 +76,8 @@ touch $cu/lib/libcudart.so.13""",
     *compute_cap*) printf "%s\\n" $CAPABILITIES ;;
     *) echo "| NVIDIA-SMI $DRIVER   Driver Version: $DRIVER   CUDA Version: ${CUDA_VERSION:-12.4} |" ;;
 esac""",
+    "gcc": "exit 1",  # it is only looked for
+    "g++": "exit 1",
     "nvcc": """echo "Cuda compilation tools, release ${NVCC:-13.0}, V${NVCC:-13.0}.88" """,
     "getconf": """echo "${GLIBC:-glibc 2.31}" """,
     "flock": """exit "${FLOCK:-0}" """,
@@ -112,7 +115,7 @@ def set_up(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=LIMIT,
         )
         assert done.returncode == code, done.stdout
         # Without the commands that ask for the version of Python, for venv, and for its headers.

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from support.commands import ROOT
+from support.commands import LIMIT, ROOT
 from support.gpus import DRIVER_FILES, write_driver_file, write_nvidia_smi
 
 SCRIPTS = (
@@ -31,7 +31,7 @@ def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(scrip
             env={**os.environ, **environment, "BAPO_DEVICE_ROOT": str(root)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT,
         )
         message = f"Error: /{sign} is here, and nvidia-smi lists no GPU (Failed to initialize NVML: Unknown Error)."
         assert run.returncode == 1 and message in run.stderr and not run.stdout, run.stdout + run.stderr

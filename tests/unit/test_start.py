@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from support.commands import ROOT
+from support.commands import LIMIT, ROOT
 
 from recipe.bapo.language_model import __main__ as language_model
 from recipe.bapo.run import start
@@ -187,7 +187,7 @@ def ended(monkeypatch, tmp_path):
         commands.clear(), stages.clear()
         monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=checked, stdout=said))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run")})
+            patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)})
             with suppress(SystemExit):
                 start.main(list(arguments))
             return [command[2] for command in commands], stages.copy(), start.os.environ.get("MODEL_PATH")
@@ -206,7 +206,10 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
 
 
 def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):
-    home = {"HOME": str(tmp_path)}
+    home, users = {"HOME": str(tmp_path)}, {1000: "a user"}
+    monkeypatch.setattr(start.os, "uname", lambda: SimpleNamespace(release="6.1.0-amd64"))
+    monkeypatch.setattr(start.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(start.pwd, "getpwuid", users.__getitem__)
     assert start.system_variables(home) == {}
     with pytest.raises(ValueError, match="HOME=/no/home cannot be written, .*: set HOME to a folder"):
         start.system_variables({"HOME": "/no/home"})
@@ -224,6 +227,6 @@ def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkey
 
 def test_help_is_the_head_of_the_run_script():
     command = ["bash", "recipe/bapo/run_bapo_example.sh", "--help"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert not run.stderr  # it sets nothing up
     assert run.stdout.startswith("Train with BAPO.") and "BAPO_VENV" in run.stdout.splitlines()[-1]
