@@ -398,10 +398,10 @@ def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
     """Training removes its files on other nodes. A terminal sends Ctrl-C to the whole group; training gets it once."""
     before = """
 import subprocess
-def send_signal(self, number, send=subprocess.Popen.send_signal):
-    send(self, number)
-    (folder / "interrupted").touch()
-subprocess.Popen.send_signal = send_signal
+def wait(self, timeout=None, wait=subprocess.Popen.wait):
+    (folder / "launcher_waits").touch()
+    return wait(self, timeout)
+subprocess.Popen.wait = wait
 """
     code = """
 train(cluster=True)
@@ -409,7 +409,7 @@ try:
     (folder / 'up').touch()
     hang()
 except KeyboardInterrupt:
-    wait_for("interrupted")  # a second Ctrl-C would end this wait
+    wait_for("launcher_waits")  # a second Ctrl-C would end this
     (folder / 'clean').touch()
 """
     run = launch(code, before=before)
