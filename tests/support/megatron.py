@@ -149,6 +149,7 @@ def use_local_layers() -> None:
         return {
             local: EXPERT.sub(lambda match: f"{match[2]}.weight{int(match[1]) + first}", name)
             for local, name in names.items()
+            if not name.endswith("expert_bias")  # it is not in the Hugging Face model, and starts at 0
         }
 
     def to_host(tensor, as_numpy=False, record_stream=False):

@@ -113,7 +113,8 @@ def test_weights_are_those_of_a_forward_before_every_update(monkeypatch, rows):
 
 def test_the_bounds_do_not_depend_on_the_cut(monkeypatch):
     whole, cut = worker_with(monkeypatch, rows=12), worker_with(monkeypatch, rows=1)
-    for batch in wild_and_calm(20)[::3]:
+    for old, log_prob, advantages, mask in wild_and_calm(20)[::3]:
+        batch = old.double(), log_prob.double(), advantages.double(), mask
         expected, found = update(whole, batch), update(cut, batch)
         assert bounds_of(found) == bounds_of(expected)
         costs = {"actor/bapo/extra_forward", "actor/bapo/redone"}
