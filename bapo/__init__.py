@@ -14,7 +14,7 @@ from bapo.forecast import BoundsForecaster, Forecast, same_tokens_are_clipped
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
 from bapo.search import ClipBounds, search_clip_bounds
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BAPOConfig",
