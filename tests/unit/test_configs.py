@@ -146,6 +146,8 @@ def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
         # Logits are not materialised, and sequences are not padded to the longest of a micro-batch.
         assert actor.entropy_from_logits_with_chunking and model.use_fused_kernels and model.use_remove_padding
         assert model.override_config.attn_implementation == "sdpa"
+        # Ray gives the runtime environment to the workers of every node.
+        assert config.ray_kwargs.ray_init.runtime_env.env_vars.TORCH_CUDNN_SDPA_DEPRIORITIZED == "1"
 
 
 def loss_of(name):

@@ -123,6 +123,29 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
 
 
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        ({"actor/grad_norm": None, "actor/bapo/skipped": 0.25}, "verl skipped 25% of the updates"),
+        ({"actor/grad_norm": None}, "verl skipped an update"),  # a loss without BAPO and monitor
+        ({"actor/grad_norm": 1.0, "actor/bapo/skipped": 0.25}, "verl skipped 25% of the updates"),
+        ({"actor/grad_norm": 1.0, "actor/bapo/skipped": 0.0}, None),
+    ],
+)
+def test_skipped_updates_are_warned_of_at_once_and_counted(tmp_path, capsys, data, said):
+    printer = StepPrinter(tmp_path, tmp_path / "train.log", 3)
+    (tmp_path / "train.log").touch()
+    lines = [record(1, **step_data(1, 0.5)), *(record(step, **{**step_data(step, 0.5), **data}) for step in (2, 3))]
+    for number in range(3):
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[: number + 1]))
+        printer.print_new()
+    said_in_step = r"^Warning: in step (\d) (verl skipped .*), because the gradient norm"
+    warned = re.findall(said_in_step, capsys.readouterr().out, re.M)
+    assert warned == ([("2", said)] if said else [])
+    counted = re.search(r"steps with an update that verl skipped +(\d)  of 3$", summary(tmp_path), re.M)
+    assert (counted and counted[1]) == ("2" if said else None)
+
+
 def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
     data = {**step_data(1, 0.5), "actor/grad_norm": None}
     (tmp_path / "metrics.jsonl").write_text(record(1, **data))
