@@ -16,6 +16,7 @@ NEARLY_ALWAYS = 0.95  # share of the updates from which an outcome counts as the
 RARELY = 0.1  # share of the updates below which the bounds hardly ever move
 MANY = 0.01  # share of the tokens with A > 0 from which it is worth a try to clip fewer
 NEARLY_NOTHING = 1e-3  # share of the tokens of a sign: a loss that clips less of both signs hardly clips
+FORWARD = 0.3  # time of an extra forward pass as a share of an update's (docs/performance.md)
 TARGETS = [k / 100 for k in range(1, 100)]  # among which a better target is looked for
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OUTCOMES = ("met_at_start", "met_by_moving", "saturated")
@@ -76,7 +77,7 @@ def _judge(updates, options, about, window):
         if applied:
             return Advice(f"in {window} the target was {outcomes} of the updates. There is nothing to change.", [])
         text = f"BAPO would move the bounds: its target {target:g} would be {outcomes} of the updates. Try it."
-        return Advice(f"in {window} {text}", _overrides(target, about))
+        return Advice(f"in {window} {text}{_cost_sentence(updates)}", _overrides(target, about))
     text = _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated)
     better, share = _target_that_moves_bounds(updates, target)
     if share < RARELY:
@@ -96,6 +97,22 @@ def _judge(updates, options, about, window):
     text += f" With positive_contribution_target={better:g} bounds would move in about {share:.0%} of the updates."
     change_target = [f"++{LOSS}.positive_contribution_target={better:g}"]
     return Advice(text, change_target if applied else _overrides(better, about))
+
+
+def cost_of_bounds(updates: Sequence[Mapping[str, float]]) -> float | None:
+    """Estimate how many times as long an update takes with exact bounds; None if the updates do not have the values.
+
+    In a monitored run it is what BAPO would have cost.
+    """
+    measured = [update for update in updates if "redone" in update]
+    if not measured:
+        return None
+    return 1 + fmean(FORWARD * update["extra_forward"] + update["redone"] for update in measured)
+
+
+def _cost_sentence(updates):
+    cost = cost_of_bounds(updates)
+    return "" if cost is None else f" Updates would take about {cost:.2f} times as long."
 
 
 def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated):

@@ -30,8 +30,11 @@ def measure(batch, config, own_clip=OWN_CLIP):
     return stats, {"invalid_tokens": invalid} if invalid else values | {"invalid_tokens": 0.0}
 
 
-def write_start(folder, steps, seed=0, config=None, own_clip=OWN_CLIP, applied=False, updates=2, **about):
-    """Record a start of a process that makes these steps, on random tokens. Returns the file and the batches."""
+def write_start(folder, steps, seed=0, config=None, own_clip=OWN_CLIP, applied=False, updates=2, costs=(), **about):
+    """Record a start of a process that makes these steps, on random tokens. Returns the file and the batches.
+
+    ``costs`` has a pair for each update of a step: ``extra_forward`` and ``redone``.
+    """
     config = config or BAPOConfig()
     own = None if own_clip is None else asdict(own_clip)
     known = {"applied": applied, "loss_mode": "bapo" if applied else "vanilla", "own_clip": own, **about}
@@ -40,5 +43,7 @@ def write_start(folder, steps, seed=0, config=None, own_clip=OWN_CLIP, applied=F
         for update in range(updates):
             batches.append(make_tokens(1000 * seed + 10 * call + update, spread=0.5 * update))
             stats, values = measure(batches[-1], config, own_clip)
+            if costs:
+                values |= dict(zip(("extra_forward", "redone"), costs[update], strict=True))
             record.write(stats, values, call=call, update=update, step=step)
     return record.path, batches

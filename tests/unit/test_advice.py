@@ -38,6 +38,14 @@ def test_bounds_that_would_move_are_worth_a_try():
     assert advice.overrides == SWITCH
 
 
+def test_a_try_is_told_with_what_it_costs():
+    updates = [
+        update("met_by_moving", extra_forward=1.0, redone=0.0),
+        update("met_by_moving", extra_forward=0.0, redone=0.5),
+    ]
+    assert said(updates).text.endswith("Try it. Updates would take about 1.40 times as long.")
+
+
 def test_the_runs_own_dual_clip_stays():
     expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=10.0") for line in SWITCH]
     assert said([update("met_by_moving")], clip_ratio_c=10.0).overrides == expected

@@ -121,6 +121,24 @@ def test_the_summary_says_before_and_after(tmp_path):
     assert told["updates with the target met by moving bounds"] == "30%"
     assert told["updates with a saturated search"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
+    assert "The search for bounds, mean of all updates:" in text and "forward pass" not in text  # not in an old record
+
+
+def test_the_summary_says_what_exact_bounds_cost(tmp_path):
+    costs = {"actor/bapo/extra_forward": 0.25, "actor/bapo/redone": 0.125}
+    lines = [record(1, **step_data(1, 0.5) | costs), record(2, **step_data(2, 0.5) | dict.fromkeys(costs, 0.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", summary(tmp_path), re.M))
+    assert told["updates with an extra forward pass"] == "12%" and told["updates that were made twice"] == "6%"
+
+
+def test_a_monitored_run_is_not_told_of_bounds_that_were_used(tmp_path):
+    data = step_data(1, 0.5) | {"actor/bapo/applied": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(record(1, **data))
+    assert step_line(1, 2, data).endswith("  rho 0.400 -> 0.500  BAPO's bounds [0.700, 1.500]")
+    text = summary(tmp_path)
+    assert "What BAPO would have done, mean of all updates:" in text and "at the bounds found" in text
+    assert "bounds used" not in text
 
 
 @pytest.mark.parametrize(

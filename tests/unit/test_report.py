@@ -250,6 +250,17 @@ def test_other_losses_and_grids_are_told(tmp_path, monkeypatch, capsys, about, s
     assert sentence in report_of(monkeypatch, capsys, tmp_path)
 
 
+@pytest.mark.parametrize("applied, made", [(True, "made"), (False, "would have made")])
+def test_what_exact_bounds_cost_is_told(tmp_path, monkeypatch, capsys, applied, made):
+    write_start(
+        tmp_path, steps=range(1, 5), applied=applied, updates=4, costs=[(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    )
+    assert (
+        f"To find exact bounds, 25.0% of the updates {made} an extra forward pass, and 25.0% {made} their forwards and "
+        "backwards twice: about 1.32 times the time of an update."
+    ) in report_of(monkeypatch, capsys, tmp_path)
+
+
 def failure_of(monkeypatch, capsys, *arguments):
     """Run the command, and return its line of error."""
     with pytest.raises(SystemExit) as ended:

@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
-from recipe.bapo.advice import advise
+from recipe.bapo.advice import advise, cost_of_bounds
 from recipe.bapo.record import Update
 from recipe.bapo.report.findings import (
     CONTRIBUTIONS,
@@ -105,6 +105,7 @@ def _searches(run):
         f"  Searching for the target {target:g}: met at the start in {_percent(ends[0])} of the updates, met by moving "
         f"bounds in {_percent(ends[1])}, saturated in {_percent(ends[2])}."
     )
+    yield from _cost(run)
     for name, key in (
         ("rho at the start of the search", "positive_contribution_start"),
         ("highest rho that bounds reach", "positive_contribution_highest"),
@@ -117,6 +118,19 @@ def _searches(run):
         for one, shares in ends_of_search(run, contribution, sorted({*TARGETS, target})).items():
             rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(_percent, shares)))
         yield from _table(rows)
+
+
+def _cost(run):
+    """Say how often exact bounds needed more than the update's own pass, or would have with BAPO."""
+    updates = [update.values for update in run.updates if "redone" in update.values]
+    if not updates:  # a record of version 0.2, or of another trainer
+        return
+    forwards, redone = (_percent(fmean(update[name] for update in updates)) for name in ("extra_forward", "redone"))
+    made = "made" if run.applied else "would have made"
+    yield (
+        f"  To find exact bounds, {forwards} of the updates {made} an extra forward pass, and {redone} {made} their "
+        f"forwards and backwards twice: about {cost_of_bounds(updates):.2f} times the time of an update."
+    )
 
 
 def _bounds(run):

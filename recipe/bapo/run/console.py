@@ -96,7 +96,8 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-    line += "".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data)
+    parts = "".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data)
+    line += parts if applies(data) else parts.replace("  bounds [", "  BAPO's bounds [")
     validation = validation_reward(data)
     if validation is not None:
         line += f"  validation {validation:.3f}"
@@ -184,8 +185,13 @@ def summary(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
+def applies(data: dict[str, float]) -> bool:
+    """Whether the loss of a step used BAPO's bounds; otherwise they were only searched."""
+    return data.get("actor/bapo/applied", 1.0) == 1
+
+
 def search_lines(steps: list[dict[str, float]]) -> list[str]:
-    """Format what the search for bounds did in a run.
+    """Format what the search for bounds did in a run, or would have done in a run with another loss, and its cost.
 
     Args:
         steps: the metrics of the steps that made updates.
@@ -196,15 +202,21 @@ def search_lines(steps: list[dict[str, float]]) -> list[str]:
     def mean(name):
         return fmean(data[f"actor/bapo/{name}"] for data in steps)
 
+    applied = applies(steps[-1])
     rho = (mean("positive_contribution_start"), mean("positive_contribution"))
+    at_the_bounds = "at the bounds used" if applied else "at the bounds found"
     rows = {
         "updates with the target met at the start": f"{mean('met_at_start'):.0%}",
         "updates with the target met by moving bounds": f"{mean('met_by_moving'):.0%}",
         "updates with a saturated search": f"{mean('saturated'):.0%}",
-        "positive contribution (rho)": f"{rho[0]:.3f} at the start, {rho[1]:.3f} at the bounds used",
+        "positive contribution (rho)": f"{rho[0]:.3f} at the start, {rho[1]:.3f} {at_the_bounds}",
         "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
     }
-    return ["The search for bounds, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]
+    if all("actor/bapo/redone" in data for data in steps):  # records of earlier versions have no costs
+        rows["updates with an extra forward pass"] = f"{mean('extra_forward'):.0%}"
+        rows["updates that were made twice"] = f"{mean('redone'):.0%}"
+    head = "The search for bounds" if applied else "What BAPO would have done"
+    return [f"{head}, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]
 
 
 def answer_lines(folder: Path, prompts: int = 3) -> list[str]:
