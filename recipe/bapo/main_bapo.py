@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import hydra
 import ray
@@ -23,8 +23,8 @@ from recipe.bapo.config import joins_a_cluster
 from recipe.bapo.run import demands
 from recipe.bapo.run.cleanup import remove_on_every_node
 from recipe.bapo.run.files import CONFIG, METRICS, keep_earlier
-from recipe.bapo.run.locks import claim_cluster, claim_machine
-from recipe.bapo.run.messages import send, wait_for_final_check
+from recipe.bapo.run.locks import claim_cluster, claim_folder, claim_machine
+from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
 from recipe.bapo.run.preflight.keys import ERRORS, explain
 from recipe.bapo.run.preflight.machine import cpu_demands
 from recipe.bapo.run.preflight.stages import run_stages, table
@@ -43,11 +43,22 @@ def main(config):
         if not joins_a_cluster(config):  # in a cluster two runs get different job numbers, so they may share a machine
             give_up(str(error))
     run_dir = Path(config.run_dir)
+    try:
+        claim = claim_unless_the_parent_has(run_dir)  # noqa: F841  held until this process ends
+    except (OSError, ValueError) as error:
+        give_up(f"run_dir={run_dir} is not usable: {error}")
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     choose_cluster(config)
     send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
     train(config)
+
+
+def claim_unless_the_parent_has(run_dir: Path) -> IO[str] | None:
+    """Claim a run's folder, unless ``recipe.bapo.run`` has claimed it before it started this process."""
+    if has_parent() and run_dir == Path(os.environ["OUTPUT_DIR"]).absolute():
+        return None
+    return claim_folder(run_dir)
 
 
 def check(config) -> None:

@@ -105,6 +105,21 @@ def test_of_many_starts_the_later_one_counts(tmp_path):
     assert read_metrics(tmp_path) == [(1, step_data(1, 11))]
 
 
+def test_a_second_run_in_a_folder_is_not_mixed_with_the_first(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 9)))
+    keep_earlier(path).write_text("".join(record(step, **step_data(step, 2)) for step in (1, 2)))
+    assert read_metrics(tmp_path) == [(1, step_data(1, 2)), (2, step_data(2, 2))]
+    assert "2 steps, mean of the first and the last 1" in summary(tmp_path)
+
+
+def test_what_a_resumed_run_made_again_replaces_the_earlier_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 6)))
+    keep_earlier(path).write_text(record(3, **step_data(3, 2)))  # it resumed from step 2 and was ended
+    assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1)), (3, step_data(3, 2))]
+
+
 def test_a_step_is_one_line_with_the_time_left():
     shown = "step  3/10  reward 0.250  rho 0.400 -> 0.500  bounds [0.700, 1.500]  6.0 s  left 0:00:42"
     assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown

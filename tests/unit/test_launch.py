@@ -176,6 +176,32 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
 
 
+def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
+    first = launch("train()\nwait_for('go')\nsend('trained')")
+    first.wait_for("heard-info")
+    folder = first.folder / "run"
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    code, _, err = launch("train()", OUTPUT_DIR=str(folder)).end()
+    assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={folder} is not usable: another run has this folder: ")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "go").touch()
+    assert first.end()[0] == 0
+    assert launch("train()\nsend('trained')", OUTPUT_DIR=str(folder)).end()[0] == 0 and (folder / "train.1.log").exists()  # the claim ends with its process
+
+
+@pytest.mark.parametrize("when", ["while it trains", "at its end"])
+def test_a_fault_in_the_display_changes_neither_run_nor_exit_code(launch, when):
+    """A line that is not verl's, and a file of answers that cannot be read."""
+    write = "(folder / 'metrics.jsonl').write_text('garbage\\n')"
+    if when == "at its end":
+        step = json.dumps({"step": 1, "data": {"training/global_step": 1}}) + "\\n"
+        write = f"(folder / 'metrics.jsonl').write_text('{step}'); (folder / 'validation').mkdir(); "
+        write += "[(folder / 'validation' / f'{n}.jsonl').write_text('garbage') for n in (1, 2)]"
+    code, out, err = launch(f"train(max_exit_s=1e9)\n{write}\nsend('info', 'written')\nsend('trained')").end()
+    assert code == 0 and out.count("Warning: a part of the display failed (") == 1 and "The run goes on." in out
+    assert "Traceback" not in err
+
+
 def test_a_process_that_hangs_after_training_is_killed_and_the_run_has_ended_well(launch):
     code, out, err = launch("train()\nsend('trained')\nhang()").end()
     assert code == 0 and not err

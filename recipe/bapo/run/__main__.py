@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,6 +25,7 @@ from omegaconf import OmegaConf
 
 from recipe.bapo.run import cleanup, console
 from recipe.bapo.run.files import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
+from recipe.bapo.run.locks import claim_folder
 from recipe.bapo.run.messages import PIPE
 from recipe.bapo.run.watchdog import Watchdog
 
@@ -49,9 +51,10 @@ def main(arguments: list[str]) -> int:
     os.environ["OUTPUT_DIR"] = os.environ.get("OUTPUT_DIR") or time.strftime("runs/bapo-%Y%m%d-%H%M%S")
     run_dir = Path(os.environ["OUTPUT_DIR"]).absolute()
     try:
+        claim = claim_folder(run_dir)  # held until this process ends
         log = keep_earlier(run_dir / LOG)
         log.touch()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
     try:
@@ -79,9 +82,10 @@ def main(arguments: list[str]) -> int:
             print(log.read_text())
         else:
             run_dir = Path(run.config.run_dir)  # the command line may set another folder than OUTPUT_DIR
-            print(console.summary(run_dir))
+            run.show(lambda: print(console.summary(run_dir)))
             if not run.config.trainer.val_only:
                 subprocess.run([sys.executable, "-m", "recipe.bapo.run.picture", run_dir], stderr=subprocess.STDOUT)
+    claim.close()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -128,6 +132,7 @@ class Supervisor:
         self.watchdog: Watchdog | None = None
         self.printer: console.StepPrinter | None = None
         self.trained_at: float | None = None  # by the monotonic clock
+        self.display_failed = False
         self.pipe, childs_end = Pipe(duplex=False)
         with childs_end, open(log, "ab") as out:
             self.process = subprocess.Popen(
@@ -148,8 +153,7 @@ class Supervisor:
             while self.pipe.poll():
                 self.handle_message(*self.pipe.recv())
         if self.printer is not None:
-            with suppress(OSError):
-                self.printer.print_new()
+            self.show(self.printer.print_new)
         if ended or self.watchdog is None:
             return not ended
         if self.trained_at is not None:
@@ -161,6 +165,18 @@ class Supervisor:
             return True
         self.watchdog.write_stacks(self.process.pid)
         return False
+
+    def show(self, display: Callable[[], object]) -> None:
+        """Show something on the console. No fault in it ends the run; the first one is told."""
+        try:
+            display()
+        except OSError:  # the terminal is gone
+            pass
+        except Exception as error:
+            if not self.display_failed:
+                self.display_failed = True
+                with suppress(OSError):
+                    print(f"Warning: a part of the display failed ({type(error).__name__}: {error}). The run goes on.")
 
     def handle_message(self, kind: str, content) -> None:
         """Handle one message from training; ``send`` lists the kinds."""
@@ -218,11 +234,11 @@ class Supervisor:
         return f"The last checkpoint is {folder}: to resume, use the same OUTPUT_DIR with trainer.resume_mode=auto."
 
     def full_disk(self) -> str | None:
-        """Return a message if there is hardly any space left for checkpoints, because torch's error does not say so."""
-        folder = Path(self.config.trainer.default_local_dir)
-        if not folder.exists() or (free := shutil.disk_usage(folder).free) >= 64 << 20:
-            return None
-        return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
+        """Return a message if a folder of the run has hardly any space left, because the error may not say so."""
+        for folder in (Path(self.config.run_dir), Path(self.config.trainer.default_local_dir)):
+            if folder.exists() and (free := shutil.disk_usage(folder).free) < 64 << 20:
+                return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
+        return None
 
     def end(self) -> None:
         """End every process of the run, and remove the files that they would leave outside its folder."""
@@ -237,9 +253,8 @@ class Supervisor:
         if self.watchdog is not None and not self.watchdog.on_cluster:
             left |= cleanup.unmapped_weights(self.weights_of_others)
         cleanup.remove(left)
-        with suppress(OSError):  # raised if the terminal is gone
-            if self.printer is not None:
-                self.printer.close()
+        if self.printer is not None:
+            self.show(self.printer.close)
 
 
 if __name__ == "__main__":

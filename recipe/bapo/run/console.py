@@ -112,7 +112,8 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
     arrived = data.get("training/responses_arrived", 1.0)
     if arrived < 1:
         found["training/responses_arrived"] = (
-            f"{arrived:.0%} of the responses arrived; verl trained without the others."
+            # Rounded down, because 511 of 512 are not 100%.
+            f"{math.floor(1000 * arrived) / 10:g}% of the responses arrived; verl trained without the others."
         )
     if skipped(data):
         share = data.get("actor/bapo/skipped")  # logged with BAPO's loss or the monitor

@@ -10,6 +10,7 @@ from pathlib import Path
 METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.run.metrics reads it
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config of the run
+LOCK = "run.lock"  # locked by the run that writes to the folder
 ANSWERS = "validation"  # folder of the answers of each validation, if trainer.validation_data_dir names it
 PICTURE = "dynamics.png"
 STACKS = "stacks.txt"  # the stack of each process, if the run was ended because it hung

@@ -2,9 +2,9 @@
 """Keep two runs from mixing their weights or samples, and refuse a Ray address where no Ray answers.
 
 verl puts Ray's job number into the names of its sockets, and always gives its queue the same name. So two runs on a
-machine or a cluster would silently train on each other's data. Preflight looks for another run, then ``main_bapo``
-claims the machine and its task runner claims the cluster. Invariant: of two simultaneous runs, exactly one acquires the
-claim.
+machine or a cluster would silently train on each other's data. The parent of a run claims its folder before it touches
+anything there. Preflight looks for another run, then ``main_bapo`` claims the machine and its task runner claims the
+cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
 """
 
 import fcntl
@@ -12,8 +12,11 @@ import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 from recipe.bapo.run.cleanup import SOCKETS, vllm_processes
+from recipe.bapo.run.files import LOCK
 
 FIRST_JOB = "01000000"  # every Ray gives its first job this number
 
@@ -40,6 +43,29 @@ def check_ray_address(address: str) -> None:
             f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
         ) from error
+
+
+def claim_folder(run_dir: Path) -> IO[str]:
+    """Claim a run's folder, which is made if it is not there, until the returned file is closed.
+
+    A second start in it would rename the first one's log and metrics, and the first one's watchdog would then see no
+    more steps and end it. The claim is a lock on the file ``run.lock``, because NFS locks only what is open for
+    writing. It is released when the process ends. Where files cannot be locked, there is no claim.
+
+    Raises:
+        ValueError: another run has the folder.
+        OSError: the folder cannot be made or written.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    claim = open(run_dir / LOCK, "a")
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        claim.close()
+        raise ValueError("another run has this folder: wait until it has ended, or name another OUTPUT_DIR") from error
+    except OSError:  # for example, Lustre is mounted without flock
+        pass
+    return claim
 
 
 def claim_machine() -> int:

@@ -18,6 +18,11 @@ _parent = Connection(int(_descriptor), readable=False) if _descriptor else None
 _one_at_a_time = threading.Lock()
 
 
+def has_parent() -> bool:
+    """Whether ``recipe.bapo.run`` started this process."""
+    return _parent is not None
+
+
 def send(kind: str, content=None) -> None:
     """Send one message to the parent. Without a parent, print texts and drop other messages.
 

@@ -11,9 +11,11 @@ from recipe.bapo.run.files import METRICS
 
 
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    """Read all ``(step, metrics)`` of a run in order. If a resumed run repeated a step, its last record counts.
+    """Read all ``(step, metrics)`` of the last run in a folder, in order.
 
-    The files are ``metrics.1.jsonl`` and so on, of earlier starts, and ``metrics.jsonl``.
+    The files are ``metrics.1.jsonl`` and so on, of earlier starts, and ``metrics.jsonl``. As in the report on a record,
+    a start resumes the run before it if it begins at a later step than that run; its steps then replace those that the
+    run had made from that step on. Otherwise it is a run of its own.
 
     Raises:
         ValueError: a line is not in the format of verl's file logger.
@@ -21,6 +23,7 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     numbered = [path for path in run_dir.glob(METRICS.replace(".", ".*.")) if path.suffixes[0][1:].isdigit()]
     earlier = sorted(numbered, key=lambda path: int(path.suffixes[0][1:]))
     steps: dict[int, dict[str, float]] = {}
+    first_of_run = None  # its first training step
     for path in [*earlier, run_dir / METRICS]:
         try:
             records = parse_lines(path.read_text() if path.exists() else "")
@@ -28,6 +31,11 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
             raise ValueError(
                 f"{path} has a line that is not in the format of verl's file logger ({error}): remove that line."
             ) from error
+        first = min((step for step, data in records if "training/global_step" in data), default=None)
+        if first is not None:
+            if first_of_run is None or first <= first_of_run:
+                steps, first_of_run = {}, first
+            steps = {step: data for step, data in steps.items() if step < first}
         for step, data in records:
             # A resumed run first validates at the step of its checkpoint. Add that record to the step's metrics.
             trained = "training/global_step" in data

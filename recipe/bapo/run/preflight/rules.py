@@ -198,6 +198,10 @@ REFUSED = (
         "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
     ),
     Rule(
+        lambda s: isinstance(s.config.watchdog.min_arrived, int | float) and 0 <= s.config.watchdog.min_arrived <= 1,
+        "watchdog.min_arrived={s.config.watchdog.min_arrived} is not usable: it is a share between 0 and 1.",
+    ),
+    Rule(
         lambda s: all(_divides(s.served, nodes * gpus) for verb, nodes, gpus in s.pools if verb != "score"),
         ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={s.served} does not divide the GPUs that train, or "
         "sample: choose a divisor.",
