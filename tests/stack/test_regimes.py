@@ -70,7 +70,10 @@ def test_sample_replay_at_staleness_32(tmp_path):
 
 
 def test_partial_rollout_resumes_responses_under_new_weights(tmp_path):
-    data, _ = run_regime(tmp_path, "partial_rollout", 3)
+    # Far more responses are asked for than are sampled at a time, so that some are unfinished at each update, however
+    # fast the machine is.
+    crowd = ("actor_rollout_ref.rollout.max_num_seqs=16", "trainer.v1.colocate_async.num_warmup_batches=2")
+    data, _ = run_regime(tmp_path, "partial_rollout", 3, *crowd)
     assert max(metrics["training/off_policy/trajectory_spans/max"] for metrics in data) > 1
     assert max(metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in data) > 0
 
