@@ -6,7 +6,6 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 ON_POLICY_FIRST_UPDATE = "bapo_on_policy_first_update"  # every ratio of the first update is taken as 1
-UPDATES_MADE = "bapo_updates_made"  # earlier updates on this rollout batch; above 0 only in ``separate_async``
 STEP = "bapo_step"  # number of the trainer's step, for the record
 
 

@@ -51,8 +51,8 @@ class Record:
             stats: sums of its tokens over all ranks, on the host.
             values: its bounds and metrics by name, as ``bapo.read_and_validate`` returns them.
             numbers: where the update stands: ``call``, the number of the trainer's call of the worker, and ``update``,
-                that of the update on its rollout batch, both from 0; ``step``, the trainer's own number, which goes on
-                where a run is resumed. Any of them may be missing.
+                the number of updates since the rollout servers got their weights, both from 0; ``step``, the trainer's
+                own number, which goes on where a run is resumed. Any of them may be missing.
         """
         if self.failed:
             return

@@ -99,7 +99,9 @@ class BoundScope:
 
         Args:
             data: this rank's part of the mini-batch.
-            position: number of the update on its rollout batch, from 0.
+            position: number of updates since the rollout servers got their weights, which is the position on the
+            rollout
+                batch where they get them after each batch.
             on_policy: whether every ratio is to be taken as 1.
             run_pass: makes the forwards and backwards, and adds to the gradients.
 

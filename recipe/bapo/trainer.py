@@ -9,7 +9,7 @@ not arrive. They do not set up the worker that finds the bounds; the loss's conf
 from typing import Any
 
 from recipe.bapo.compatibility import uses_bypass_mode
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -63,12 +63,7 @@ class _BAPOTrainer:
         return on_policy and not uses_bypass_mode(self.config)
 
     def _update_actor(self, batch, metrics):
-        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         batch.extra_info[ON_POLICY_FIRST_UPDATE] = self._first_update_is_on_policy()
-        # ``separate_async`` trains on a rollout batch in several calls and sends no weights between them. The batch is
-        # larger than its prompts times ``rollout.n`` if verl has padded it to whole mini-batches.
-        updates = len(batch.tags) // (actor.ppo_mini_batch_size * rollout.n) * actor.ppo_epochs
-        batch.extra_info[UPDATES_MADE] = self.local_trigger_step * updates
         batch.extra_info[STEP] = self.global_steps
         batch = super()._update_actor(batch, metrics)
         # In bypass mode verl skips the pass that logs the entropy, but the update may have computed it.

@@ -9,7 +9,7 @@ in any trainer and with any entry point. How the bounds are found is in ``scopes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import version
 
 import torch
@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.advice import EVERY, advise
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE, pop_mark
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.monitor import Monitor
 from recipe.bapo.record import Record
 from recipe.bapo.scopes import SCOPES, BoundScope, Measured, bounds_metrics
@@ -27,12 +27,16 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+# The methods by which verl's ``ActorRolloutRefWorker.update_weights`` takes the weights out of the engine.
+SENDING = ("get_per_tensor_param", "get_per_tensor_param_delta_shard")
+
 
 class BAPOTrainingWorker(TrainingWorker):
     """verl's training worker with a search for the clip bounds of each update.
 
     Of verl's engine it replaces one method, ``forward_backward_batch``, and changes what that does inside
-    ``train_batch`` alone.
+    ``train_batch`` alone. It also notes when verl takes the weights out of the engine to send them to the rollout
+    servers.
     """
 
     def __init__(self, config):
@@ -43,7 +47,10 @@ class BAPOTrainingWorker(TrainingWorker):
         self.record: Record | None = None
         self.calls = 0  # of ``train_mini_batch``, since the loss was set
         self.step: int | None = None  # the trainer's
-        self.updates_on_batch = 0  # on the current rollout batch
+        self.updates_since_sent = 0  # since the rollout servers got their weights, which is the position on a batch
+        self.sent = True  # whether they got weights after the latest call, as they do in every step of most trainers
+        for name in SENDING:
+            setattr(self.engine, name, self._note_sending(getattr(self.engine, name)))
         self.on_policy = False  # whether every ratio of the next update is to be taken as 1
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
@@ -77,9 +84,9 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def train_mini_batch(self, data):
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
-        self.updates_on_batch, self.on_policy, self.step = 0, False, None
+        self.updates_since_sent = 0 if self.sent else self.updates_since_sent
+        self.on_policy, self.step, self.sent = False, None, False
         with self.guard("reading what the trainer says of the batch"):
-            self.updates_on_batch = pop_mark(data, UPDATES_MADE, 0)
             self.on_policy = pop_mark(data, ON_POLICY_FIRST_UPDATE, False)
             self.step = pop_mark(data, STEP, None)
         output = super().train_mini_batch(data)
@@ -100,13 +107,23 @@ class BAPOTrainingWorker(TrainingWorker):
         finally:
             self.updating = False
         self.on_policy = False
-        self.updates_on_batch += 1
+        self.updates_since_sent += 1
         if self.scope is not None and output is not None:
             with self.guard("looking at the gradient norm"):
                 metrics = tu.get(output, "metrics")
                 # verl skips the step of an update whose gradient is not finite.
                 metrics["actor/bapo/skipped"] = float(not math.isfinite(metrics["grad_norm"]))
         return output
+
+    def _note_sending(self, take_weights: Callable) -> Callable:
+        """Wrap a method by which verl takes the weights out of the engine."""
+
+        @wraps(take_weights)
+        def take_and_note(*args, **kwargs):
+            self.sent = True
+            return take_weights(*args, **kwargs)
+
+        return take_and_note
 
     def _make_scope(self, function: Callable, config) -> BoundScope | None:
         """Make what measures the updates of a loss; None if it is to be monitored and cannot be."""
@@ -131,7 +148,7 @@ class BAPOTrainingWorker(TrainingWorker):
         if forward_only or not self.updating:
             return self.verl_forward_backward_batch(data, loss_function, forward_only)
         run_pass = partial(self.verl_forward_backward_batch, data, loss_function)
-        output = scope.update(data, self.updates_on_batch, self.on_policy, run_pass)
+        output = scope.update(data, self.updates_since_sent, self.on_policy, run_pass)
         self.logged = {"actor/bapo/applied": float(scope.applied)}
         with self.guard("measuring an update"):
             measured = scope.measure()
@@ -157,7 +174,7 @@ class BAPOTrainingWorker(TrainingWorker):
         """Record an update, and keep its values for the next advice."""
         self.since_advice.append(measured.values)
         if self.record is not None:
-            numbers = {"call": self.calls, "update": self.updates_on_batch, "step": self.step}
+            numbers = {"call": self.calls, "update": self.updates_since_sent, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)
 
 

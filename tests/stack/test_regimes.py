@@ -230,11 +230,16 @@ def test_the_two_lines_are_exact_with(ranks, overrides, tmp_path, task):
     check_exact_bounds(tmp_path, data, ranks)
 
 
-def check_monitored(tmp_path, data, updates):
-    """Check the logged means and the record against a literal search on the captured tokens of each update."""
+def check_monitored(tmp_path, data, updates, positions):
+    """Check the logged means and the record against a literal search on the captured tokens of each update.
+
+    ``positions`` are those of the updates since the rollout servers got their weights, again and again.
+    """
     literal = [sequential_search(*tokens, BAPOConfig(), 3.0) for tokens in tokens_of_updates(tmp_path / "capture")]
     recorded = updates_of(tmp_path / "record")
     assert len(recorded) == len(literal) == updates
+    places = [found.numbers["update"] for found in recorded]
+    assert places == positions * (updates // len(positions))
     for found, (low, high, rho, start, *_) in zip(recorded, literal, strict=True):
         assert (found.values["low"], found.values["high"]) == (low, high)
         assert found.values["positive_contribution"] == pytest.approx(rho)
@@ -255,7 +260,7 @@ def test_one_line_monitors_a_run_of_verls(tmp_path, task):
     assert line == MONITOR
     options = (f"+{LOSS}.record_dir={tmp_path}/record", "actor_rollout_ref.actor.ppo_epochs=2")
     data = run_verls_own(tmp_path, task, line, *options, SPOILING, steps=EVERY, SPOIL="old_log_prob")
-    check_monitored(tmp_path, data, updates=4 * EVERY)
+    check_monitored(tmp_path, data, updates=4 * EVERY, positions=[0, 1, 2, 3])
     said = said_to_the_user(tmp_path)
     assert said[0] == "the monitor leaves out 1 response tokens without a usable old log-prob."
     assert f"the last {EVERY} training calls" in said[1] and len(said) == 2
@@ -278,4 +283,7 @@ def test_an_update_that_verl_skips_is_seen_in_console_summary_and_metrics(tmp_pa
 @pytest.mark.parametrize("mode", ASYNCHRONOUS)
 def test_one_line_monitors_a_run_of_verls_with(mode, tmp_path, task):
     record = f"+{LOSS}.record_dir={tmp_path}/record"
-    check_monitored(tmp_path, run_verls_own(tmp_path, task, MONITOR, record, *ASYNCHRONOUS[mode]), updates=4)
+    data = run_verls_own(tmp_path, task, MONITOR, record, *ASYNCHRONOUS[mode])
+    # A step of colocate_async has two mini-batches; in separate_async two calls, of one each, share the servers'
+    # weights.
+    check_monitored(tmp_path, data, updates=4, positions=[0, 1])

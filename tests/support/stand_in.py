@@ -101,6 +101,9 @@ class StandInEngine(BaseEngine):
                 metrics.setdefault(name, []).extend(getattr(value, "values", [value]))
         return {"metrics": metrics}
 
+    def get_per_tensor_param(self):
+        return iter(self.module.named_parameters()), None
+
     def optimizer_zero_grad(self):
         self.module.zero_grad()
 
@@ -145,8 +148,10 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
     return worker
 
 
-def start_batch(worker, **marks):
-    """Begin a rollout batch, or continue one with ``bapo_updates_made``, as verl's trainer does."""
+def start_batch(worker, sent=True, **marks):
+    """Begin a call of verl's trainer, after sending weights to the rollout servers or not."""
+    if sent:
+        worker.engine.get_per_tensor_param()
     worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
 
 

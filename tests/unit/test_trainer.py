@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, UPDATES_MADE
+from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP
 from recipe.bapo.trainer import _BAPOTrainer
 
 
@@ -67,11 +67,10 @@ def test_the_entropy_is_filled_where_verl_skipped_it():
         assert before["actor/entropy"] == after
 
 
-def test_the_worker_is_told_the_step_and_the_updates_made_before():
+def test_the_worker_is_told_the_step():
     batch = SimpleNamespace(extra_info={}, tags=[{}, {}])
     Trainer("separate_async", True, 3)._update_actor(batch, {})
     assert batch.extra_info[STEP] == 6
-    assert batch.extra_info[UPDATES_MADE] == 3 * 2  # after three calls with a mini-batch and two epochs each
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():

@@ -15,7 +15,7 @@ from support.stand_in import make_mini_batch, make_worker, start_batch, update
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
-from recipe.bapo.marks import UPDATES_MADE, pop_mark
+from recipe.bapo.marks import STEP, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
@@ -66,7 +66,7 @@ def make_updates(worker, batches, position=0):
     found = []
     for batch in batches:
         worker.engine.passes.clear()
-        worker.updates_on_batch = position
+        worker.updates_since_sent = position
         metrics = update(worker, batch)
         (kind,) = [kind for kind, passes in PASSES.items() if passes == worker.engine.passes]
         (extra_forward,), (redone,) = metrics["actor/bapo/extra_forward"], metrics["actor/bapo/redone"]
@@ -158,10 +158,10 @@ def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
         BoundsForecaster, "forecast", lambda self, own, first: told.append(first) or forecast(self, own, first)
     )
     worker = worker_with(monkeypatch)
-    for made in (0, 0, 2):  # in separate_async our trainer says how many updates came before on the same batch
-        start_batch(worker, bapo_updates_made=made)
+    for sent in (True, True, False, True):  # separate_async makes several calls before it sends weights
+        start_batch(worker, sent)
         update(worker, batch_of_pairs(1)), update(worker, batch_of_pairs(2))
-    assert told == [True, False, True, False, False, False]
+    assert told == [True, False, True, False, False, False, True, False]
 
 
 def test_what_is_logged_describes_the_update(monkeypatch):
@@ -218,7 +218,7 @@ def count_collectives_and_reads(worker, monkeypatch, batch):
 
 def test_two_collectives_over_the_world_in_any_update(monkeypatch):
     worker = worker_with(monkeypatch)
-    worker.updates_on_batch = 1
+    worker.updates_since_sent = 1
     for batch in [batch_of_pairs(1)] * 3:
         groups, _ = count_collectives_and_reads(worker, monkeypatch, batch)
         assert groups == [torch.distributed.group.WORLD] * 2
@@ -249,7 +249,7 @@ def test_a_rank_that_is_no_source_does_what_the_source_does(monkeypatch, calls_t
     source, other = worker_with(monkeypatch), worker_with(monkeypatch)
     other.engine.source, other.engine.calls_the_loss = False, calls_the_loss
     world = TwoRanks(monkeypatch)
-    source.updates_on_batch = other.updates_on_batch = 1
+    source.updates_since_sent = other.updates_since_sent = 1
     for batch in wild_and_calm(48):
         world.playing_source = True
         update(source, batch)
@@ -389,9 +389,9 @@ def test_a_second_loss_function_starts_from_nothing(monkeypatch):
 
 def test_a_batch_of_another_kind_has_no_marks():
     """On verl's branch neo the worker gets another proto, on which ``tu.pop`` raises a TypeError."""
-    assert pop_mark(object(), UPDATES_MADE, 0) == 0
-    data = tu.get_tensordict(tensor_dict={}, non_tensor_dict={UPDATES_MADE: 3})
-    assert [pop_mark(data, UPDATES_MADE, 0) for _ in range(2)] == [3, 0]
+    assert pop_mark(object(), STEP, 0) == 0
+    data = tu.get_tensordict(tensor_dict={}, non_tensor_dict={STEP: 3})
+    assert [pop_mark(data, STEP, 0) for _ in range(2)] == [3, 0]
 
 
 def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
