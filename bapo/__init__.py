@@ -12,6 +12,7 @@ from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.forecast import BoundsForecaster, Forecast, same_tokens_are_clipped
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
+from bapo.ratio import is_usable
 from bapo.search import ClipBounds, search_clip_bounds
 
 __version__ = "0.3.0"
@@ -31,6 +32,7 @@ __all__ = [
     "diagnose",
     "empty_clip_statistics",
     "find_clip_bounds",
+    "is_usable",
     "read_and_validate",
     "read_scalars",
     "same_tokens_are_clipped",

@@ -35,7 +35,7 @@ def find_clip_bounds(
         old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``.
         config: the options of the search.
         process_group: the ranks that share the mini-batch; all of them must call this once. None: no communication.
-        clip_ratio_c: verl's dual clip, which ``contribution="gradient"`` respects. None: no dual clip.
+        clip_ratio_c: the dual clip, which ``contribution="gradient"`` respects. None: no dual clip.
 
     Returns:
         The bounds, and the diagnostics of the same tokens. Both stay on the device until ``read_and_validate``.
@@ -51,14 +51,16 @@ def find_clip_bounds(
     return bounds, diagnose(stats, bounds)
 
 
-def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics) -> dict[str, float]:
+def read_and_validate(
+    bounds: ClipBounds, diagnostics: Diagnostics, max_masked_fraction: float = MAX_MASKED_FRACTION
+) -> dict[str, float]:
     """Copy bounds and diagnostics to the host in one transfer, and refuse invalid input.
 
     Returns:
         Floats by field name, without the counts of invalid input.
 
     Raises:
-        ValueError: log-probs or advantages of response tokens are not finite, or more than ``MAX_MASKED_FRACTION`` of
+        ValueError: log-probs or advantages of response tokens are not finite, or more than ``max_masked_fraction`` of
             the tokens have no usable old log-prob. The message names each such tensor and the number of its tokens.
     """
     values = read_scalars(vars(bounds) | vars(diagnostics))
@@ -67,14 +69,14 @@ def read_and_validate(bounds: ClipBounds, diagnostics: Diagnostics) -> dict[str,
         "log_prob": values.pop("invalid_log_probs"),
         "advantages": values.pop("invalid_advantages"),
     }
-    if values["masked_token_fraction"] <= MAX_MASKED_FRACTION:
+    if values["masked_token_fraction"] <= max_masked_fraction:
         counts["old_log_prob"] = 0
     invalid = ", ".join(f"{count:.0f} in {name}" for name, count in counts.items() if count)
     if invalid:
         raise ValueError(
             f"Non-finite values, or old log-probs above {MAX_OLD_LOG_PROB}, on response tokens: {invalid}. "
-            "No optimizer step was made. Look for a diverged model, or for a broken rollout or reward. With "
-            "bypass_mode=true old_log_prob is what the rollout engine (vLLM) reported."
+            "No optimizer step was made. Look for a diverged model, or for a broken rollout or reward. Where old "
+            "log-probs come from the rollout engine, look there."
         )
     return values
 

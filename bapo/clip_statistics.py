@@ -23,8 +23,8 @@ from torch import Tensor
 from bapo.config import BAPOConfig
 from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
-# A clip bound limits the gradient of a token with A < 0 only where its ratio is small. Above this ratio, the default of
-# verl's dual clip, that dual clip alone limits it.
+# A clip bound limits the gradient of a token with A < 0 only where its ratio is small. Above this ratio, a usual value
+# of the dual clip, that dual clip alone limits it.
 UNBOUNDED_RATIO = 3.0
 # Number of tokens to sum at a time: few enough that their float64 copies fit the cache of a CPU, and many enough that a
 # GPU launches few kernels.
@@ -37,10 +37,10 @@ OwnClipFunction = Callable[[Tensor, Tensor], Tensor]
 class TokenSums(NamedTuple):
     """Float64 sums over response tokens: the first six by bucket, the others 0-d.
 
-    Bucket b of A > 0 holds the ratios that are at or above exactly b candidates of ``c_high``. Bucket b of A < 0 holds
-    those that are above exactly b candidates of ``c_low``, up to the dual clip. The tokens with A < 0 and a ratio from
-    the dual clip on are summed apart. A ratio is compared in its own type with a candidate rounded to that type, as the
-    loss compares it (``bapo.loss``), so both agree about a token that lies exactly on a bound: it is clipped.
+    Bucket b of A > 0: exactly b candidates of ``c_high`` are at or below the ratio. Bucket b of A < 0: exactly b
+    candidates of ``c_low`` are below the ratio, which is below the dual clip; ratios from the dual clip on are summed
+    apart. Both compare in the ratio's type, with the candidate rounded to it, as the loss does (``bapo.loss``). So both
+    agree about a token that lies exactly on a bound: it is clipped.
 
     Attributes:
         positive_weight, negative_weight: w*|A|.
@@ -109,7 +109,7 @@ class ClipStatistics:
         other.check_config(self.config)
         return replace(self, sums=TokenSums(*(a + b for a, b in zip(self.sums, other.sums, strict=True))))
 
-    def all_reduce(self, group) -> ClipStatistics:
+    def all_reduce(self, group: torch.distributed.ProcessGroup | None) -> ClipStatistics:
         """Sum over a ``torch.distributed`` process group (pass ``group.WORLD`` for the world group).
 
         This is one collective, so every rank of ``group`` must call it, whether it has tokens or not.
@@ -154,7 +154,8 @@ class ClipStatistics:
         Both bounds must be candidates; they and the counts are 0-d float64 tensors.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        # Of each candidate: the tokens from it to the next higher one, and those from the next lower one to it.
+        # from_it[k]: ratios from candidate k of c_high to the next. up_to_it[k]: those to candidate k of c_low from the
+        # one before.
         from_it, up_to_it = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]
         return torch.where(upper >= high, from_it, 0).sum(), torch.where(lower <= low, up_to_it, 0).sum()
 
@@ -178,8 +179,7 @@ def collect_clip_statistics(
 ) -> ClipStatistics:
     """Collect the statistics of one micro-batch without making the host wait for the device.
 
-    verl's ``rollout_is_weights`` do not enter the sums. Tokens that verl's rollout correction rejects do not either,
-    because verl takes them out of ``response_mask``.
+    Factors on the loss of a token, such as importance weights of a rollout correction, do not enter the sums.
 
     Args:
         old_log_prob: log-probs of the policy in the ratio's denominator, ``(B, T)``, any float type.
@@ -187,7 +187,7 @@ def collect_clip_statistics(
         advantages: ``(B, T)``.
         response_mask: ``(B, T)``, true or non-zero where a token counts. Masked positions may hold anything.
         config: the ranges of the bounds and the token weight.
-        clip_ratio_c: verl's dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
+        clip_ratio_c: the dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
         own_clip: in a run that trains with another loss, the tokens that this loss clips: a function that maps ratios
             and advantages to a bool tensor. Only the counts ``own_clipped_*`` use it.
 
@@ -203,7 +203,7 @@ def collect_clip_statistics(
     return sum(others, start=first)
 
 
-def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | None = None) -> ClipStatistics:
+def empty_clip_statistics(config: BAPOConfig, device: torch.device | str | int | None = None) -> ClipStatistics:
     """Return the statistics of no token, all zero, with which a rank without tokens joins the collective."""
     nothing = torch.zeros(0, 0, device=device)
     return collect_clip_statistics(nothing, nothing, nothing, nothing, config)
@@ -221,7 +221,7 @@ class Tokens(NamedTuple):
 def _sum_tokens(
     tokens: Tokens, config: BAPOConfig, clip_ratio_c: float | None, own_clip: OwnClipFunction | None
 ) -> TokenSums:
-    """Sum the tokens of some rows."""
+    """Sum the tokens of some rows; see ``TokenSums``."""
     response, usable = tokens.response_mask.bool(), is_usable(tokens.old_log_prob)
     mask = response & usable
     ratio = log_ratio_of(tokens.old_log_prob, tokens.log_prob).exp()
@@ -235,10 +235,12 @@ def _sum_tokens(
     weight = size
     if config.token_weight == "rollout_prob":
         weight = size * torch.where(mask, tokens.old_log_prob, 0).double().exp()
-    bucket = buckets.of(ratio, advantages)
-    positive_weight, negative_weight, dual_clipped_weight = buckets.sum(weight, bucket)
-    positive_weighted_ratio, negative_weighted_ratio, dual_clipped_ratio = buckets.sum(weight * ratio, bucket)
-    positive_tokens, negative_tokens, dual_clipped_tokens = buckets.sum((positive | negative).double(), bucket)
+    bucket = buckets.index_of(ratio, advantages)
+    positive_weight, negative_weight, dual_clipped_weight = buckets.sum_by_bucket(weight, bucket)
+    positive_weighted_ratio, negative_weighted_ratio, dual_clipped_ratio = buckets.sum_by_bucket(weight * ratio, bucket)
+    positive_tokens, negative_tokens, dual_clipped_tokens = buckets.sum_by_bucket(
+        (positive | negative).double(), bucket
+    )
     return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
@@ -277,15 +279,16 @@ class _Buckets:
         """Make the edges. ``ratio`` gives the device, and the type in which ratios and candidates are compared."""
         lower, upper = (bound.grid(ratio.device).to(ratio.dtype).double() for bound in (config.lower, config.upper))
         dual_clip = ratio.new_full((1,), math.inf if clip_ratio_c is None else clip_ratio_c).double()
-        below_dual_clip = torch.nextafter(dual_clip, torch.zeros_like(dual_clip))  # r >= c is r > the number before c
+        # bucketize leaves a ratio on this edge above it, so the edge is the number before the dual clip.
+        below_dual_clip = torch.nextafter(dual_clip, torch.zeros_like(dual_clip))
         self.edges = torch.cat([-below_dual_clip, -lower.flip(0), lower.new_zeros(1), upper])
         self.sizes = [1, len(lower) + 1, len(upper) + 1]  # from left to right: the dual clip, A < 0, A > 0
 
-    def of(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def index_of(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         """Return the number of each token's bucket, ``(tokens,)``. Where A = 0 it does not matter."""
         return torch.bucketize(ratio.copysign(advantages), self.edges, right=True).flatten()
 
-    def sum(self, values: Tensor, bucket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def sum_by_bucket(self, values: Tensor, bucket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums by bucket: for A > 0, for A < 0, and of the tokens from the dual clip on (0-d)."""
         # One-dimensional scatter_add_ runs under deterministic algorithms on a GPU; bincount with weights does not.
         sums = values.new_zeros(sum(self.sizes)).scatter_add_(0, bucket, values.flatten())

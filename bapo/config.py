@@ -93,9 +93,7 @@ class BAPOConfig:
             if value not in choices:
                 fix = f"use one of {', '.join(choices)}"
                 if value == "previous_batch":
-                    fix = (
-                        "leave it out, because the default is exact now, works with Megatron and rarely makes a forward"
-                    )
+                    fix = "leave it out: the default is exact, works with Megatron, and rarely needs an extra forward"
                 _refuse(name, value, fix)
         target = self.positive_contribution_target
         _require_number("positive_contribution_target", target)
@@ -106,9 +104,10 @@ class BAPOConfig:
         _check_range("ratio_upper", self.upper)
         if self.ratio_lower_start < 0:
             _refuse("ratio_lower_start", self.ratio_lower_start, "a ratio is never negative: use a number from 0 to 1")
-        if self.ratio_lower_max >= 1:
+        # Ratios are mostly float32, in which a bound very near 1 is 1, and then clips what has not moved.
+        if torch.tensor(self.ratio_lower_max, dtype=torch.float32) >= 1:
             _refuse("ratio_lower_max", self.ratio_lower_max, "bounds are on the ratio itself: use a number below 1")
-        if self.ratio_upper_start <= 1:
+        if torch.tensor(self.ratio_upper_start, dtype=torch.float32) <= 1:
             _refuse("ratio_upper_start", self.ratio_upper_start, "bounds are on the ratio itself: use a number above 1")
 
     @property

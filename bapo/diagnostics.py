@@ -4,7 +4,7 @@
 They follow from the same sums as the search, so they cost no extra forward pass, collective or host read. To add a
 metric, add a field to ``Diagnostics`` and, if needed, a sum to ``bapo.clip_statistics`` (older records of runs are then
 unreadable). Apart from the counts of invalid input, each field is logged as ``actor/bapo/<field>``; renaming one breaks
-its readers. No name may contain "min" or "max": verl would log the extreme of such a metric, not its mean.
+its readers. No name may contain "min" or "max": verl, which logs them, would log the extreme and not the mean.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Diagnostics:
         length_negative: the same for A < 0.
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
         negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above
-            ``UNBOUNDED_RATIO``, which no clip bound limits. verl's dual clip limits them where it is on.
+            ``UNBOUNDED_RATIO``, which no clip bound limits. A dual clip limits them.
         masked_token_fraction: fraction of the response tokens that search and loss (in a monitored run the search
             alone) leave out, because their old log-prob is not usable (``bapo.ratio.is_usable``).
         invalid_old_log_probs: number of these tokens.

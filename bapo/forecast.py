@@ -7,11 +7,12 @@ So the forecast takes the weight of the update's own tokens, and the ratios of a
 
 An update that follows a forecast stays exact, because its caller checks it: the training forwards give the sums of the
 update's own tokens, and a search on these gives the exact bounds. If ``same_tokens_are_clipped`` at both pairs of
-bounds, the gradient is that of the exact bounds, because a token that is clipped has no gradient wherever the bound
-lies. Otherwise the caller makes the update's forwards and backwards again, with the exact bounds. A forecast therefore
-decides what an update costs, and never what it computes.
+bounds, the gradient is that of the exact bounds, because a clipped token has no gradient wherever the bound lies.
+Otherwise the caller makes the update's forwards and backwards again, with the exact bounds. A forecast therefore
+decides what an update costs, and not what is trained. (Only the value of the loss, which is logged, has the forecast
+bounds in the terms of clipped tokens.)
 
-Everything here runs on sums that are already reduced over all ranks, so every rank decides alike.
+Everything here works on sums that are already reduced over all ranks and on the host, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from bapo.clip_statistics import ClipStatistics
 from bapo.config import BAPOConfig
 from bapo.search import ClipBounds, first_on_path, measure_search_path, reaches_target, search_clip_bounds
 
-# What repeating an update's forwards and backwards costs, as a multiple of the extra forward pass that a forecast
-# saves. A forward takes 0.25 to 0.45 of an update (docs/performance.md), so this is the upper end.
+# What making an update again costs, in forward passes. A forward takes 0.25 to 0.45 of an update (docs/performance.md).
 REPEAT_COST = 4.0
-# How much more than one forward pass before each update forecasts may cost in the long run, as a share of such a pass.
+# How much more than a forward before each update may be spent in the long run, as a share of a forward.
 ALLOWED_LOSS = 0.05
-# Most that right forecasts can save up for wrong ones, in forward passes: two repeated updates.
+# What right forecasts can save up at most for wrong ones, in forward passes: two repeated updates.
 MOST_CREDIT = 2 * REPEAT_COST
 MEMORY = 0.8  # weight of the past in the running mean of the error
 
@@ -50,15 +50,16 @@ class Forecast:
 class BoundsForecaster:
     """Forecasts the bounds of one update after another, and learns from what each of them measured.
 
-    The first update on a rollout batch takes its ratios from the first update of the batch before, every other update
-    from the update before it. (With old log-probs that are recomputed by the current weights, the ratios of every first
-    update are 1.) For the two kinds the forecast's error is kept apart.
+    It keeps two histories, of first updates on a rollout batch and of all updates. A first update takes its ratios from
+    the first update before it, any other from the update before it. (With old log-probs that are recomputed by the
+    current weights, all ratios of first updates are 1.)
 
-    A forecast is trusted if the same tokens of the forecast sums are clipped where the search would end with the target
-    higher by the recent error and where it would end with the target lower by it. A wrong forecast that is trusted
-    costs ``REPEAT_COST`` forwards in place of one. So each has to be paid for from credit: a right one earns the
-    forward that it saves, and each update earns ``ALLOWED_LOSS``. However the updates behave, n of them then cost at
-    most ``(1 + ALLOWED_LOSS) * n + REPEAT_COST - 1`` forward passes.
+    A forecast is trusted if
+
+    - the search on its sums would clip the same tokens with the target higher and lower by the recent error, and
+    - the credit covers a miss. In forward passes, a forecast that is right earns the one that it saves, one that is
+      wrong costs ``REPEAT_COST - 1``, and each update earns ``ALLOWED_LOSS``. However the updates behave, n of them
+      then cost at most ``(1 + ALLOWED_LOSS) * n + REPEAT_COST - 1`` forward passes.
     """
 
     def __init__(self, config: BAPOConfig):
@@ -78,7 +79,7 @@ class BoundsForecaster:
         """
         pattern = self._patterns.get(first)
         if pattern is None:  # no update of this kind was measured: only bounds that cannot move are known
-            return Forecast(search_clip_bounds(own, self.config), trusted=self.config.fixed)
+            return Forecast(search_clip_bounds(at_ratio_1(own), self.config), trusted=self.config.fixed)
         stats = spread_like(own, pattern)
         sure = self._same_tokens_within(stats, self._errors.get(first, 1.0))
         return Forecast(search_clip_bounds(stats, self.config), trusted=sure and self._credit >= REPEAT_COST - 1)
@@ -93,9 +94,10 @@ class BoundsForecaster:
             exact: the search's result on ``stats``.
             first: as in ``forecast``.
         """
-        names = ("positive_contribution_start", "positive_contribution_highest")
-        off = sum(abs(getattr(forecast.bounds, name) - getattr(exact, name)).item() for name in names) / len(names)
-        if first in self._patterns:
+        start = forecast.bounds.positive_contribution_start - exact.positive_contribution_start
+        highest = forecast.bounds.positive_contribution_highest - exact.positive_contribution_highest
+        off = (abs(start) + abs(highest)).item() / 2
+        if first in self._patterns:  # else the forecast had no ratios
             self._errors[first] = MEMORY * self._errors.get(first, off) + (1 - MEMORY) * off
         if forecast.trusted:
             right = same_tokens_are_clipped(stats, forecast.bounds, exact)
@@ -117,7 +119,7 @@ class BoundsForecaster:
 def same_tokens_are_clipped(stats: ClipStatistics, one: ClipBounds, other: ClipBounds) -> bool:
     """Whether two pairs of bounds clip the same tokens, so that both give the same gradient. The host waits.
 
-    It is enough to count them: of two bounds on the same side, the one clips all tokens that the other clips.
+    Bounds on one side are nested, so equal counts mean equal sets of tokens.
 
     Args:
         stats: statistics of the tokens.
@@ -130,15 +132,39 @@ def spread_like(own: ClipStatistics, pattern: ClipStatistics) -> ClipStatistics:
     """Return the sums that the tokens of ``own`` would have if their ratios were spread as those of ``pattern``.
 
     For each sign of A: ``sum[b] = weight of own / weight of pattern * sum of pattern[b]``, with the same factor for
-    every bucket b and every sum. Where ``pattern`` has no token of a sign, the sums of that sign stay those of ``own``.
-    Only the sums by bucket and those from the dual clip on are scaled; the others are those of ``own``.
+    every bucket b and every sum. Where ``pattern`` has no token of a sign, every ratio of that sign is 1. The sums that
+    are not by bucket are those of ``own``.
     """
     scaled: dict[str, torch.Tensor] = {}
+    still = at_ratio_1(own)
     signs = zip(("positive", "negative"), own.weight_by_sign, pattern.weight_by_sign, strict=True)
     for sign, weight, pattern_weight in signs:
         names = [f"{sign}_weight", f"{sign}_weighted_ratio", f"{sign}_tokens"]
         if sign == "negative":
             names += ["dual_clipped_weight", "dual_clipped_weighted_ratio", "dual_clipped_tokens"]
-        source, factor = (pattern, weight / pattern_weight) if pattern_weight > 0 else (own, 1.0)
+        source, factor = (pattern, weight / pattern_weight) if pattern_weight > 0 else (still, 1.0)
         scaled |= {name: getattr(source.sums, name) * factor for name in names}
     return ClipStatistics(own.sums._replace(**scaled), own.config)
+
+
+def at_ratio_1(stats: ClipStatistics) -> ClipStatistics:
+    """Return the sums by bucket that the tokens of ``stats`` would have if every ratio were 1."""
+    sums = stats.sums
+    weights, tokens = stats.weight_by_sign, stats.tokens_by_sign
+    positive, negative = torch.zeros_like(sums.positive_weight), torch.zeros_like(sums.negative_weight)
+    positive[0] = negative[-1] = 1  # below every candidate of c_high, and above every candidate of c_low
+    none = torch.zeros_like(sums.dual_clipped_weight)
+    return ClipStatistics(
+        sums._replace(
+            positive_weight=positive * weights[0],
+            positive_weighted_ratio=positive * weights[0],
+            positive_tokens=positive * tokens[0],
+            negative_weight=negative * weights[1],
+            negative_weighted_ratio=negative * weights[1],
+            negative_tokens=negative * tokens[1],
+            dual_clipped_weight=none,
+            dual_clipped_weighted_ratio=none,
+            dual_clipped_tokens=none,
+        ),
+        stats.config,
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's clipped surrogate with given bounds on the ratio, and verl's dual clip.
+"""PPO's clipped surrogate with given bounds on the ratio, and the dual clip.
 
 Gradients flow only through this module and ``log_ratio_of``. With fixed bounds the loss equals verl's ``vanilla`` loss,
 and the loss of a token does not depend on the other tokens; tests check both. The loss accepts any pair of bounds.
@@ -61,7 +61,7 @@ def clipped_surrogate_loss(
             flows to ``log_prob`` alone, and none to masked positions, nor to tokens without a usable old log-prob.
         low, high: bounds on the ratio, numbers or tensors that broadcast to ``(B, T)``.
         clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1. None: no dual clip.
-        rollout_is_weights: factors on the loss of each token, ``(B, T)``, verl's rollout correction; None: 1.
+        rollout_is_weights: factors on the loss of each token, ``(B, T)``, a rollout correction; None: 1.
         aggregate: maps the loss per token and the bool mask, both ``(B, T)``, to a 0-d loss; the default is token-mean.
 
     Raises:
@@ -69,7 +69,7 @@ def clipped_surrogate_loss(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    # Masked positions get the log-ratio 0: masking the loss alone would leave infinity times 0, a NaN, in the backward.
+    # Set the log-ratio to 0 there, not only the loss, which would leave infinity times 0, a NaN, in the backward.
     mask = response_mask.bool() & is_usable(old_log_prob)
     advantages = torch.where(mask, advantages.detach(), 0)
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)

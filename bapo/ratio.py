@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # as in verl's losses: exp(20) is 4.9e8
+LOG_RATIO_LIMIT = 20.0  # as in verl's losses; exp(20) is 4.9e8
 # A log-prob is at most 0, but bfloat16 rounds some that are nearly 0 to slightly above it.
 MAX_OLD_LOG_PROB = 0.5
 
@@ -25,7 +25,8 @@ def log_ratio_of(old_log_prob: Tensor, log_prob: Tensor) -> Tensor:
 def is_usable(old_log_prob: Tensor) -> Tensor:
     """Whether an old log-prob can be used: it is finite and not above ``MAX_OLD_LOG_PROB``. Any shape; bool.
 
-    vLLM now and then reports NaN or -inf for a token. Search and loss leave such tokens out, as if they were masked.
+    A rollout engine now and then reports NaN or -inf for a token. Search and loss leave such tokens out, as if they
+    were masked.
     """
     return (old_log_prob > -math.inf) & (old_log_prob <= MAX_OLD_LOG_PROB)
 

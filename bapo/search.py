@@ -31,9 +31,9 @@ class ClipBounds:
         positive_contribution_start: rho at the start of the search.
         positive_contribution_highest: the highest rho on the path of the search.
         search_steps: number of pairs that the search passed over, and so the index of the bounds on its path, int64.
-        met_at_start, met_by_moving, saturated: how the search ended, bool. The start of the ranges reaches the target;
-            a later pair does; none does, and the bounds are the last pair. All are false if no token has an advantage,
-            and the bounds are then the start of the ranges.
+        met_at_start, met_by_moving, saturated: how the search ended, bool: at the first pair, at a later pair, or
+            nowhere, so that the bounds are the last pair. All are false if no token has an advantage; the bounds are
+            then the first pair.
     """
 
     low: Tensor

@@ -45,11 +45,12 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
-def refuse_to_monitor(actor_config) -> None:
+def refuse_to_monitor(actor_config, model_config) -> None:
     """Refuse settings under which a run with another loss than BAPO's cannot be measured.
 
     Args:
         actor_config: verl's ``ActorConfig`` with a ``MonitorConfig``.
+        model_config: not looked at; ``refuse_unusable_settings`` has the same arguments.
 
     Raises:
         ValueError: says why. The worker tells it to the user and leaves verl's loss as it is.

@@ -2,22 +2,21 @@
 """What a forward or backward pass of verl's engine changes beside the gradients, saved to make the pass again."""
 
 import sys
+from typing import Any
 
 import torch
 
 from verl.utils.device import get_device_name, get_torch_device
+from verl.workers.engine.base import BaseEngine
 
 
-def can_be_restored(engine) -> bool:
+def can_be_restored(engine: BaseEngine) -> bool:
     """Whether ``EngineState`` covers everything that a pass changes.
 
-    It does not with FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers, and where
-    Megatron's random generators are shared with CUDA graphs, so that their states are no tensors.
+    It does not with FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers.
     """
     config = getattr(engine, "tf_config", None)  # Megatron's
-    return getattr(config, "fp8", None) is None and all(
-        isinstance(s, torch.Tensor) for s in _megatron_states().values()
-    )
+    return getattr(config, "fp8", None) is None
 
 
 class EngineState:
@@ -27,31 +26,39 @@ class EngineState:
     ``forward_backward_batch`` updates. A buffer that a forward replaces by another tensor stays replaced.
     """
 
-    def __init__(self, engine):
-        modules = engine.module if isinstance(engine.module, list | torch.nn.ModuleList) else [engine.module]
+    def __init__(self, engine: BaseEngine):
+        module: Any = getattr(engine, "module", None)
+        modules = module if isinstance(module, list | torch.nn.ModuleList) else [module]  # Megatron has a list
         # Not ``buffers()``, because Megatron's DDP has another attribute of this name.
         buffers = [buffer for module in modules for _, buffer in module.named_buffers()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._cpu = torch.get_rng_state()
         self._device = None if get_device_name() == "cpu" else get_torch_device().get_rng_state()
-        self._megatron = {name: state.clone() for name, state in _megatron_states().items()}
+        self._megatron = _copy(_megatron_tracker().get_states()) if _has_megatron() else {}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set everything back."""
+        """Set generators and buffers back."""
         for buffer, saved in self._buffers:
             buffer.copy_(saved)
         torch.set_rng_state(self._cpu)
         if self._device is not None:
             get_torch_device().set_rng_state(self._device)
         if self._megatron:
-            _megatron_tracker().set_states({name: state.clone() for name, state in self._megatron.items()})
+            _megatron_tracker().set_states(_copy(self._megatron))
+
+
+MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
+
+
+def _has_megatron() -> bool:
+    return MEGATRON_RANDOM in sys.modules
 
 
 def _megatron_tracker():
-    return sys.modules["megatron.core.tensor_parallel.random"].get_cuda_rng_tracker()
+    """Return Megatron's random generators, from which dropout draws in tensor-parallel regions."""
+    return sys.modules[MEGATRON_RANDOM].get_cuda_rng_tracker()
 
 
-def _megatron_states() -> dict:
-    """Return the states of Megatron's random generators; none where this process has not imported Megatron."""
-    return _megatron_tracker().get_states() if "megatron.core.tensor_parallel.random" in sys.modules else {}
+def _copy(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: state.clone() for name, state in states.items()}

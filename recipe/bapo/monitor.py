@@ -4,70 +4,73 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bapo import (
-    BoundsForecaster,
-    ClipStatistics,
-    diagnose,
-    empty_clip_statistics,
-    read_scalars,
-    same_tokens_are_clipped,
-    search_clip_bounds,
-)
-from recipe.bapo import compatibility
+from bapo import ClipBounds, ClipStatistics, diagnose, read_scalars, same_tokens_are_clipped, search_clip_bounds
+from recipe.bapo.compatibility import refuse_to_monitor
 from recipe.bapo.own_clip import own_clip_of
 from recipe.bapo.scopes import BoundScope, Measured
-from recipe.bapo.tell import tell
+from recipe.bapo.tell import Guard, tell
+from verl.workers.config import ActorConfig, HFModelConfig
+from verl.workers.engine.base import BaseEngine
 
 
 class Monitor(BoundScope):
     """Adds up the tokens of the training forwards, and searches on them right before the optimizer's step.
 
-    If the tokens of a micro-batch cannot be collected on a rank, the rank still takes part in the collective, and the
-    update counts as not measured.
+    What it measures of an update has one of three forms:
 
-    What is measured has ``own_clipfrac_*`` or ``own_capfrac_*`` besides, the share of the tokens of a sign that the
-    run's own loss clips or caps. It has ``invalid_tokens`` alone where input was not finite, and nothing where tokens
-    could not be collected. ``extra_forward`` and ``redone`` say what BAPO would have done.
+    - As in a run with BAPO, and ``own_clipfrac_*`` or ``own_capfrac_*``, the share of the tokens of a sign that the
+      run's own loss clips or caps. ``extra_forward`` and ``redone`` say what BAPO would have done.
+    - ``invalid_tokens`` alone, where log-probs or advantages were not finite.
+    - Nothing, where the tokens of a micro-batch could not be summed on some rank. That rank takes part in the
+      collective all the same.
     """
 
     applied = False
+    refuse = staticmethod(refuse_to_monitor)
 
-    def __init__(self, actor_config, model_config, engine, device, guard):
+    def __init__(
+        self,
+        actor_config: ActorConfig,
+        model_config: HFModelConfig,
+        engine: BaseEngine,
+        device: torch.device | str | int,
+        guard: Guard,
+    ):
         super().__init__(actor_config, model_config, engine, device, guard)
         self.own_clip, self.latest = own_clip_of(actor_config), None
-        self.forecaster = BoundsForecaster(self.config)
-        self.first, self.needs_forecast = True, True  # of the current update
+        # Made now, because a failure to sum tokens may be one to get memory.
+        self.not_summed = replace(
+            self.nothing, sums=self.nothing.sums._replace(uncollected=self.nothing.sums.tokens + 1)
+        )
+        self.first, self.needs_forecast, self.failed = True, True, False  # of the current update
         with guard("looking at the output layer"):
-            if head_gradient_is_wrong(engine.module):
+            if head_gradient_is_wrong(getattr(engine, "module", None)):
                 tell(
                     "verl's own gradient of lm_head is wrong in this run, with or without the monitor: its fused "
                     "forward does not add it up over the ranks. Set actor_rollout_ref.model.use_fused_kernels=false."
                 )
 
-    def refuse_unusable_settings(self, actor_config, model_config):
-        compatibility.refuse_to_monitor(actor_config)
-
     def about(self):
         return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
 
     def update(self, data, position, on_policy, run_pass):
-        self.collected, self.first = None, position == 0
+        self.pass_sums, self.failed, self.first = None, False, position == 0
         with self.guard("looking at the mini-batch"):
             self.needs_forecast = not (on_policy or self._is_one_micro_batch(data))
         return run_pass()
 
     def for_micro_batch(self, data, log_probs):
-        with self.guard("measuring the tokens of a micro-batch"):
-            self._add(data, log_probs)
-            return
-        nothing = empty_clip_statistics(self.config, self.device)
-        self.collected = replace(nothing, sums=nothing.sums._replace(uncollected=nothing.sums.uncollected + 1))
+        self.failed = True  # until it has worked
+        with self.guard("summing the tokens of a micro-batch"):
+            self._add_micro_batch(data, log_probs)
+            self.failed = False
 
     def measure(self):
-        stats = self._reduce(self.collected)
+        stats = self._reduce(self.not_summed if self.failed else self.pass_sums)
         if stats.sums.uncollected > 0:
             return Measured(stats, {})
         bounds = search_clip_bounds(stats, self.config)
@@ -93,17 +96,18 @@ class Monitor(BoundScope):
             f"{name}_negative": stats.sums.own_clipped_negative / negative,
         }
 
-    def _cost_with_bapo(self, stats, bounds) -> dict[str, float]:
-        """Return whether BAPO would have made an extra forward for this update, and whether it would have redone it."""
+    def _cost_with_bapo(self, stats: ClipStatistics, bounds: ClipBounds) -> dict[str, float]:
+        """Return whether BAPO would have made a forward first for this update, and whether it would have redone it."""
         if not self.needs_forecast:
             return {"extra_forward": 0.0, "redone": 0.0}
         forecast = self.forecaster.forecast(stats, self.first)
-        same = same_tokens_are_clipped(stats, forecast.bounds, bounds)
+        forward = not self._trains_on(forecast)
+        redone = not forward and not same_tokens_are_clipped(stats, forecast.bounds, bounds)
         self.forecaster.learn(forecast, stats, bounds, self.first)
-        return {"extra_forward": float(not forecast.trusted), "redone": float(forecast.trusted and not same)}
+        return {"extra_forward": float(forward), "redone": float(redone)}
 
 
-def head_gradient_is_wrong(module: nn.Module) -> bool:
+def head_gradient_is_wrong(module: Any) -> bool:
     """Whether verl's forward of this model leaves the gradient of ``lm_head`` unreduced over the ranks, or fails.
 
     ``recipe/bapo/verl_fixes.py`` says why. A run with BAPO's loss has the fix; a monitor changes nothing.

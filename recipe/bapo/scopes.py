@@ -8,25 +8,32 @@ calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for it
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from bapo import (
+    BAPOConfig,
     BoundsForecaster,
     ClipBounds,
     ClipStatistics,
+    Forecast,
     collect_clip_statistics,
     diagnose,
     empty_clip_statistics,
+    is_usable,
     read_and_validate,
     same_tokens_are_clipped,
     search_clip_bounds,
 )
-from recipe.bapo import compatibility
+from recipe.bapo.compatibility import refuse_unusable_settings
 from recipe.bapo.engine_state import EngineState, can_be_restored
 from recipe.bapo.own_clip import OwnClip
+from recipe.bapo.tell import Guard
 from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, HFModelConfig
+from verl.workers.engine.base import BaseEngine
 from verl.workers.utils.padding import no_padding_2_padding
 
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
@@ -50,14 +57,17 @@ class Measured:
 
 
 class BoundScope:
-    """Finds the bounds of each update.
+    """Finds the bounds of each update, and makes its forwards and backwards with them.
 
     Attributes:
         applied: whether the loss takes the bounds.
+        latest: the bounds of the latest update, for a loss that is computed outside an update; before the first update
+            the start of both ranges. None: the loss takes none.
+        measured: what was measured of the latest update.
 
     Args:
-        actor_config: verl's ``ActorConfig`` with one of our policy-loss configs.
-        model_config: verl's ``HFModelConfig``.
+        actor_config: verl's config of the actor, with one of our policy-loss configs.
+        model_config: verl's config of the model.
         engine: verl's training engine.
         device: the device of this rank, as verl's ``get_device_id`` gives it.
         guard: for what must not end the run.
@@ -68,25 +78,35 @@ class BoundScope:
 
     applied = True
     own_clip: OwnClip | None = None  # what another loss than BAPO's clips
+    refuse: Callable[[Any, Any], None] = staticmethod(refuse_unusable_settings)
 
-    def __init__(self, actor_config, model_config, engine, device, guard):
-        self.refuse_unusable_settings(actor_config, model_config)
-        self.config, self.clip_ratio_c = actor_config.policy_loss, actor_config.clip_ratio_c
-        self.strategy = actor_config.strategy
+    def __init__(
+        self,
+        actor_config: ActorConfig,
+        model_config: HFModelConfig,
+        engine: BaseEngine,
+        device: torch.device | str | int,
+        guard: Guard,
+    ):
+        self.refuse(actor_config, model_config)
+        policy_loss: Any = actor_config.policy_loss  # verl's type does not know our options
+        self.config: BAPOConfig = policy_loss
+        self.loss_mode, self.strategy = policy_loss.loss_mode, actor_config.strategy
+        self.clip_ratio_c = actor_config.clip_ratio_c
         self.engine, self.device, self.guard = engine, device, guard
-        self.collected: ClipStatistics | None = None  # of the micro-batches of the current pass so far
-        # The bounds of the latest update, for a loss that is computed outside an update; None: the loss takes none.
+        self.forecaster = BoundsForecaster(self.config)
+        # On FSDP verl's activation offload expects a backward after every forward, so no forward alone can be made.
+        self.can_make_forward = self.strategy == "megatron" or not model_config.enable_activation_offload
+        self.can_repeat = can_be_restored(engine)
+        self.nothing = empty_clip_statistics(self.config, device)  # of a rank that adds no tokens
+        self.pass_sums: ClipStatistics | None = None  # of this rank's micro-batches in the current pass so far
         self.latest: Bounds | None = (self.config.ratio_lower_start, self.config.ratio_upper_start)
-        self.measured: Measured  # of the latest update
-
-    def refuse_unusable_settings(self, actor_config, model_config) -> None:
-        """Refuse settings of verl with which the bounds or the loss would be wrong."""
-        compatibility.refuse_unusable_settings(actor_config, model_config)
+        self.measured: Measured
 
     def about(self) -> dict:
         """Return what the first line of the record says of the run's loss."""
         return {
-            "loss_mode": self.config.loss_mode,
+            "loss_mode": self.loss_mode,
             "applied": self.applied,
             "clip_ratio_c": self.clip_ratio_c,
             "strategy": self.strategy,
@@ -100,8 +120,7 @@ class BoundScope:
         Args:
             data: this rank's part of the mini-batch.
             position: number of updates since the rollout servers got their weights, which is the position on the
-            rollout
-                batch where they get them after each batch.
+                rollout batch where they get them after each batch.
             on_policy: whether every ratio is to be taken as 1.
             run_pass: makes the forwards and backwards, and adds to the gradients.
 
@@ -118,38 +137,46 @@ class BoundScope:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
         raise NotImplementedError
 
-    def _collect(self, data: TensorDict, log_probs: torch.Tensor | None = None) -> ClipStatistics:
-        """Collect the statistics of a batch; without ``log_probs`` every ratio is 1."""
-        log_prob = None if log_probs is None else no_padding_2_padding(log_probs, data)
-        tokens, own_clip = tokens_of(data, log_prob), self.own_clip
-        return collect_clip_statistics(**tokens, config=self.config, clip_ratio_c=self.clip_ratio_c, own_clip=own_clip)
+    def _sums_of(self, data: TensorDict, log_probs: torch.Tensor | None = None) -> ClipStatistics:
+        """Sum the tokens of a batch of this rank; without ``log_probs`` every ratio is 1."""
+        padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
+        old = padded["old_log_probs"]
+        # A token without a usable old log-prob is counted as such, and not as one whose new log-prob is not finite.
+        new = torch.where(is_usable(old), old, 0) if log_probs is None else no_padding_2_padding(log_probs, data)
+        tokens = old, new, padded["advantages"], padded["response_mask"]
+        return collect_clip_statistics(*tokens, self.config, self.clip_ratio_c, self.own_clip)
 
-    def _add(self, data: TensorDict, log_probs: torch.Tensor) -> None:
-        """Add the tokens of a micro-batch to ``collected``."""
-        stats = self._collect(data, log_probs)
-        self.collected = stats if self.collected is None else self.collected + stats
+    def _add_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> None:
+        """Add the tokens of a micro-batch to ``pass_sums``."""
+        sums = self._sums_of(data, log_probs)
+        self.pass_sums = sums if self.pass_sums is None else self.pass_sums + sums
 
-    def _reduce(self, stats: ClipStatistics | None) -> ClipStatistics:
+    def _reduce(self, sums: ClipStatistics | None) -> ClipStatistics:
         """Add the sums of all ranks, and copy them to the host.
 
         Of the ranks that work on the same data, only one contributes sums, so that every token counts once. All ranks
         of the world take part in the collective, including those that never call the loss, such as the earlier stages
         of a pipeline. So all of them hold the same sums, decide alike, and raise together.
         """
-        if stats is None or not self.engine.is_mp_src_rank_with_outputs():
-            stats = empty_clip_statistics(self.config, self.device)
-        return stats.all_reduce(torch.distributed.group.WORLD).to("cpu")
+        if sums is None or not self.engine.is_mp_src_rank_with_outputs():
+            sums = self.nothing
+        return sums.all_reduce(torch.distributed.group.WORLD).to("cpu")
 
-    def _search(self, stats: ClipStatistics) -> tuple[ClipBounds, Measured]:
-        """Search on reduced sums, and validate them."""
+    def _search(self, stats: ClipStatistics, **costs: float) -> tuple[ClipBounds, Measured]:
+        """Search on reduced sums, and validate them. ``costs`` are ``extra_forward`` and ``redone`` where not 0."""
         bounds = search_clip_bounds(stats, self.config)
         values = read_and_validate(bounds, diagnose(stats, bounds))
-        return bounds, Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0})
+        return bounds, Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
+
+    def _trains_on(self, forecast: Forecast) -> bool:
+        """Whether an update trains with a forecast at once. Otherwise a forward pass comes first."""
+        return (forecast.trusted and (self.can_repeat or self.config.fixed)) or not self.can_make_forward
 
     def _is_one_micro_batch(self, data: TensorDict) -> bool:
         """Whether the mini-batch is a single micro-batch, whose training forward has all log-probs before the loss.
 
-        Under a pipeline only the last stage calls the loss, so there it cannot be used.
+        The search is then made in the loss. On Megatron it is not, because the earlier stages of a pipeline, which
+        never call the loss, would not join its collective.
         """
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
         size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
@@ -157,28 +184,24 @@ class BoundScope:
 
 
 class MiniBatch(BoundScope):
-    """Algorithm 1: the bounds of an update are found on all of its own tokens.
+    """Algorithm 1: the bounds of an update are found on all of its own tokens, which are known only after a forward.
 
-    Their log-probs are known only after a forward pass. So the update trains with a forecast of its bounds, and the
-    sums of its training forwards then show whether the exact bounds clip the same tokens (``bapo.forecast`` says why
-    the gradient is then exact). If they do not, the forwards and backwards are made again with the exact bounds. If the
-    forecast is not trusted, a forward pass without gradient comes first and finds the exact bounds.
+    1. Forecast the bounds.
+    2. If the forecast is not trusted, make a forward pass without gradient, find the exact bounds, and train with them.
+    3. Otherwise train with the forecast bounds, and find the exact bounds on the sums of the training forwards.
+    4. If these clip other tokens, make forwards and backwards again with the exact bounds.
+
+    ``bapo.forecast`` says why the gradient is exact in each case.
     """
 
-    def __init__(self, actor_config, model_config, engine, device, guard):
-        super().__init__(actor_config, model_config, engine, device, guard)
-        self.forecaster = BoundsForecaster(self.config)
-        # verl's activation offload expects a backward after every forward, so there no forward can come first.
-        self.can_make_forward = not model_config.enable_activation_offload
-        self.can_repeat = can_be_restored(engine)
-        self.bounds: Bounds | None = None  # of the current pass; None: the loss finds them
-        self.measures = False  # whether the current pass adds up its tokens
+    bounds: Bounds | None = None  # of the current pass; None: the loss finds them
+    sums_pass = False  # whether the current pass adds up its tokens
 
     def update(self, data, position, on_policy, run_pass):
         if on_policy:
-            # Not a real forward, which would round differently for every way to split the mini-batch. Where rho equals
-            # the target exactly, that would decide the bounds.
-            bounds, self.measured = self._search(self._collect_at_ratio_1(data))
+            # A real forward rounds differently for every way to split the mini-batch. Where rho equals the target
+            # exactly, that would decide the bounds.
+            bounds, self.measured = self._search(self._reduce_at_ratio_1(data))
             output = self._train(bounds, run_pass)
         elif self._is_one_micro_batch(data):
             output = self._train(None, run_pass)
@@ -189,63 +212,60 @@ class MiniBatch(BoundScope):
 
     def for_micro_batch(self, data, log_probs):
         if self.bounds is None:  # the mini-batch is this micro-batch
-            bounds, self.measured = self._search(self._reduce(self._collect(data, log_probs)))
+            bounds, self.measured = self._search(self._reduce(self._sums_of(data, log_probs)))
             return bounds.low.item(), bounds.high.item()
-        if self.measures:
-            self._add(data, log_probs)
+        if self.sums_pass:
+            self._add_micro_batch(data, log_probs)
         return self.bounds
 
-    def _update_by_forecast(self, data, first, run_pass):
-        own = self._collect_at_ratio_1(data)
-        self._search(own)  # raises for an invalid advantage or old log-prob before anything is computed
-        forecast, state = self.forecaster.forecast(own, first), EngineState(self.engine)
-        makes_forward = self.can_make_forward and not (forecast.trusted and self.can_repeat)
-        repeats = False
-        if makes_forward:
-            stats = self._reduce(self._collect_by_forward(data))
+    def _update_by_forecast(self, data: TensorDict, first: bool, run_pass: Pass) -> dict:
+        at_ratio_1 = self._reduce_at_ratio_1(data)
+        self._search(at_ratio_1)  # raises for an invalid advantage or old log-prob before anything is computed
+        forecast, state = self.forecaster.forecast(at_ratio_1, first), EngineState(self.engine)
+        if not self._trains_on(forecast):
+            stats = self._reduce(self._sums_by_forward(data))
             state.restore()  # with dropout, the training forwards then draw the same masks
-            bounds, self.measured = self._search(stats)
+            bounds, self.measured = self._search(stats, extra_forward=1.0)
             output = self._train(bounds, run_pass)
         else:
-            output = self._train(forecast.bounds, run_pass, measures=True)
-            stats = self._reduce(self.collected)
+            output = self._train(forecast.bounds, run_pass, sums_pass=True)
+            stats = self._reduce(self.pass_sums)
             bounds, self.measured = self._search(stats)
-            repeats = not same_tokens_are_clipped(stats, forecast.bounds, bounds)
-            if repeats:
+            if not same_tokens_are_clipped(stats, forecast.bounds, bounds):
                 state.restore()
                 self.engine.optimizer_zero_grad()
                 output = self._train(bounds, run_pass)
+                self.measured.values["redone"] = 1.0
         self.forecaster.learn(forecast, stats, bounds, first)
-        self.measured.values.update(extra_forward=float(makes_forward), redone=float(repeats))
         return output
 
-    def _train(self, bounds: ClipBounds | None, run_pass: Pass, measures: bool = False) -> dict:
-        """Make forwards and backwards with these bounds. ``measures``: add up the tokens in ``collected``."""
+    def _train(self, bounds: ClipBounds | None, run_pass: Pass, sums_pass: bool = False) -> dict:
+        """Make forwards and backwards with these bounds. ``sums_pass``: add up their tokens in ``pass_sums``."""
         self.bounds = None if bounds is None else (bounds.low.item(), bounds.high.item())
-        self.collected, self.measures = None, measures
+        self.pass_sums, self.sums_pass = None, sums_pass
         return run_pass()
 
-    def _collect_at_ratio_1(self, data: TensorDict) -> ClipStatistics:
-        """Collect the statistics of the update over all ranks as if every ratio were 1, without a forward pass."""
-        return self._reduce(self._collect(data.select(*SEARCH_FIELDS).to(self.device)))
+    def _reduce_at_ratio_1(self, data: TensorDict) -> ClipStatistics:
+        """Sum the tokens of the update over all ranks as if every ratio were 1, which needs no forward pass."""
+        return self._reduce(self._sums_of(data.select(*SEARCH_FIELDS).to(self.device)))
 
-    def _collect_by_forward(self, data: TensorDict) -> ClipStatistics | None:
-        """Collect the statistics of a mini-batch by a forward without gradient over all its micro-batches.
+    def _sums_by_forward(self, data: TensorDict) -> ClipStatistics | None:
+        """Sum this rank's tokens of a mini-batch by a forward without gradient over all its micro-batches.
 
         Returns None on a rank that never calls the loss.
         """
-        self.collected = None
+        self.pass_sums = None
 
-        def collect(model_output, data, dp_group=None):
-            # Taken out of the output, because verl's engine keeps the outputs of all micro-batches.
+        def add(model_output, data, dp_group=None):
+            # Taken out of the output, because verl's engine keeps the outputs of all micro-batches until the end.
             log_probs = model_output.pop("log_probs")
-            self._add(data, log_probs)
+            self._add_micro_batch(data, log_probs)
             return log_probs.values().new_zeros(()), {}
 
         view = data.copy()  # a shallow copy, so that the setting below does not reach the update
         tu.assign_non_tensor(view, calculate_entropy=False)
-        self.engine.infer_batch(view, loss_function=collect)
-        return self.collected
+        self.engine.infer_batch(view, loss_function=add)
+        return self.pass_sums
 
 
 class MicroBatch(BoundScope):
@@ -258,35 +278,22 @@ class MicroBatch(BoundScope):
         self.found: list[Measured] = []
         output = run_pass()
         first, *others = [found.stats for found in self.found]
+        stats = sum(others, start=first)
+        self._search(stats)  # raises if too many tokens of the update have no usable old log-prob
         means = {name: fmean(found.values[name] for found in self.found) for name in self.found[0].values}
-        self.measured = Measured(sum(others, start=first), means)
+        self.measured = Measured(stats, means)
         return output
 
     def for_micro_batch(self, data, log_probs):
-        _, found = self._search(self._reduce(self._collect(data, log_probs)))
-        self.found.append(found)
-        self.latest = found.values["low"], found.values["high"]
+        stats = self._reduce(self._sums_of(data, log_probs))
+        bounds = search_clip_bounds(stats, self.config)
+        values = read_and_validate(bounds, diagnose(stats, bounds), max_masked_fraction=1.0)
+        self.found.append(Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0}))
+        self.latest = values["low"], values["high"]
         return self.latest
 
 
 SCOPES = {"mini_batch": MiniBatch, "micro_batch": MicroBatch}
-
-
-def tokens_of(data: TensorDict, log_prob: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Return the token tensors that ``bapo.collect_clip_statistics`` takes, ``(B, T)`` each.
-
-    Args:
-        data: a micro-batch or a whole mini-batch in verl's jagged layout.
-        log_prob: padded log-probs under the policy that is trained, ``(B, T)``. None: equal to the old ones.
-    """
-    padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
-    old_log_prob = padded["old_log_probs"]
-    return {
-        "old_log_prob": old_log_prob,
-        "log_prob": old_log_prob if log_prob is None else log_prob,
-        "advantages": padded["advantages"],
-        "response_mask": padded["response_mask"],
-    }
 
 
 def bounds_metrics(values: dict[str, float]) -> dict[str, float]:

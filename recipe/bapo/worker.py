@@ -8,11 +8,11 @@ in any trainer and with any entry point. How the bounds are found is in ``scopes
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, wraps
 from importlib.metadata import version
 
-import torch
 from tensordict import TensorDict
 
 from bapo import BAPOConfig
@@ -86,7 +86,9 @@ class BAPOTrainingWorker(TrainingWorker):
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
         self.updates_since_sent = 0 if self.sent else self.updates_since_sent
         self.on_policy, self.step, self.sent = False, None, False
-        with self.guard("reading what the trainer says of the batch"):
+        # With BAPO's loss a rank that goes on without the mark would make other collectives than the others.
+        applied = self.scope is not None and self.scope.applied
+        with nullcontext() if applied else self.guard("reading what the trainer says of the batch"):
             self.on_policy = pop_mark(data, ON_POLICY_FIRST_UPDATE, False)
             self.step = pop_mark(data, STEP, None)
         output = super().train_mini_batch(data)
@@ -163,12 +165,14 @@ class BAPOTrainingWorker(TrainingWorker):
     def _compute_loss(self, scope: BoundScope, loss_fn: Callable, config, model_output: dict, data, dp_group=None):
         """Compute verl's loss of one micro-batch, after putting the bounds into its config, where it reads them."""
         bounds = scope.latest
-        if self.updating and torch.is_grad_enabled():
+        if self.updating:
             bounds = scope.for_micro_batch(data, model_output["log_probs"].detach())
-        if scope.applied:
-            model_output = detach_unused_entropy(model_output, config)
-            config.policy_loss.current_bounds = bounds
-        return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        if not scope.applied:
+            return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
+        config.policy_loss.current_bounds = bounds
+        loss = loss_fn(model_output=detach_unused_entropy(model_output, config), data=data, dp_group=dp_group)
+        config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
+        return loss
 
     def _keep(self, measured: Measured) -> None:
         """Record an update, and keep its values for the next advice."""

@@ -186,9 +186,8 @@ def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (folder / "go").touch()
     assert first.end()[0] == 0
-    assert (
-        launch("train()\nsend('trained')", OUTPUT_DIR=str(folder)).end()[0] == 0 and (folder / "train.1.log").exists()
-    )  # the claim ends with its process
+    later = launch("train()\nsend('trained')", OUTPUT_DIR=str(folder))  # the claim ends with its process
+    assert later.end()[0] == 0 and (folder / "train.1.log").exists()
 
 
 @pytest.mark.parametrize("when", ["while it trains", "at its end"])

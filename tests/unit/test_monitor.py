@@ -78,7 +78,7 @@ def test_an_evaluation_is_not_measured(monkeypatch):
     worker = worker_with(monkeypatch)
     monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", None)
     worker.engine.infer_batch(make_mini_batch(*batch_of_pairs(5)), loss_function=worker.loss_fn)
-    assert worker.scope.collected is None
+    assert worker.scope.pass_sums is None
 
 
 def test_one_collective_and_one_read_more_an_update(monkeypatch):
@@ -134,8 +134,7 @@ def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys):
         assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied", "actor/bapo/skipped"}
     assert groups == [1, 1] and worker.engine.steps == 2  # one number says so to all ranks
     assert (
-        capsys.readouterr().err.count("measuring the tokens of a micro-batch failed (RuntimeError: boom). Training")
-        == 1
+        capsys.readouterr().err.count("summing the tokens of a micro-batch failed (RuntimeError: boom). Training") == 1
     )
 
 
@@ -148,10 +147,10 @@ CALLS = {
     "search": "recipe.bapo.monitor.search_clip_bounds",
     "diagnostics": "recipe.bapo.monitor.diagnose",
     "read": "recipe.bapo.monitor.read_scalars",
-    "forecast": "recipe.bapo.monitor.BoundsForecaster.forecast",
-    "learning": "recipe.bapo.monitor.BoundsForecaster.learn",
+    "forecast": "recipe.bapo.scopes.BoundsForecaster.forecast",
+    "learning": "recipe.bapo.scopes.BoundsForecaster.learn",
     "comparison": "recipe.bapo.monitor.same_tokens_are_clipped",
-    "tokens": "recipe.bapo.scopes.tokens_of",
+    "tokens": "recipe.bapo.scopes.no_padding_2_padding",
     "sums": "recipe.bapo.scopes.collect_clip_statistics",
     "one micro-batch": "recipe.bapo.monitor.Monitor._is_one_micro_batch",
     "metrics": "recipe.bapo.worker.bounds_metrics",
@@ -194,6 +193,14 @@ def test_an_exception_in_the_monitor_becomes_one_warning(monkeypatch, capsys, tm
     assert train(worker) == expected and len({weight for weight, _ in expected}) == EVERY
     told = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
     assert len(told) == 1 and told[0].startswith("BAPO: ") and "Training goes on" in told[0]
+
+
+def test_no_memory_to_sum_tokens_with_ends_no_run(monkeypatch, capsys):
+    worker = worker_with(monkeypatch)
+    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
+    monkeypatch.setattr("recipe.bapo.scopes.empty_clip_statistics", fail)  # it needs memory, too
+    assert "actor/bapo/clip_low" not in update(worker, batch_of_pairs(1))
+    assert worker.engine.steps == 1 and capsys.readouterr().err.count("BAPO: ") == 1
 
 
 MEGATRON = SimpleNamespace(dynamic_context_parallel=True)

@@ -131,7 +131,7 @@ def test_a_worker_below_another_subclass_is_named(parent):
 
 
 def test_the_scope_that_is_gone_gets_a_sentence():
-    with pytest.raises(ValueError, match="'previous_batch' is not usable: leave it out, because the default"):
+    with pytest.raises(ValueError, match="'previous_batch' is not usable: leave it out: the default is exact"):
         BAPOPolicyLossConfig(bound_scope="previous_batch")
 
 

@@ -16,7 +16,7 @@ from support.stand_in import make_mini_batch, make_worker, start_batch, update
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
 from recipe.bapo.marks import STEP, pop_mark
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
@@ -286,6 +286,38 @@ def test_bad_input_raises_before_the_step_and_leaves_nothing_behind(monkeypatch,
     assert worker.engine.module.weight == other.engine.module.weight != 0
 
 
+WAYS = {
+    "forecast": dict(),
+    "on policy": dict(),
+    "in the loss": dict(rows=48),
+    "micro_batch": dict(scope="micro_batch"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 0.6])
+def test_one_unusable_old_log_prob_in_a_large_update_is_left_out(monkeypatch, way, value):
+    """Rollout engines report one now and then. A share of 0.001 of the update's tokens may have none."""
+    old, log_prob, advantages, mask = (
+        torch.cat(parts) for parts in zip(*(batch_of_pairs(seed, masked=0) for seed in (1, 2, 3, 4)), strict=True)
+    )
+    old, log_prob, advantages, mask = (tensor.repeat(1, 2) for tensor in (old, log_prob, advantages, mask))
+    old[5, 3] = value
+    share = 1 / mask.sum().item()
+    assert 5e-4 < share < 1e-3
+    worker = worker_with(monkeypatch, **WAYS[way])
+    for _ in range(4):
+        if way == "on policy":
+            start_batch(worker, bapo_on_policy_first_update=True)
+        metrics = update(worker, (old, log_prob, advantages, mask))
+        assert metrics["actor/bapo/masked_token_fraction"] == [pytest.approx(share, rel=0.2)]  # micro_batch: a mean
+    assert worker.engine.steps == 4
+    old[6, :3] = value
+    with pytest.raises(ValueError, match="on response tokens: 4 in old_log_prob"):
+        update(worker, (old, log_prob, advantages, mask))
+    assert worker.engine.steps == 4
+
+
 def test_invalid_input_of_another_rank_raises_here(monkeypatch):
     worker = worker_with(monkeypatch)
     bad = collect_clip_statistics(*spoilt("advantages", math.nan), worker.scope.config, 3.0)
@@ -307,14 +339,20 @@ def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeyp
 
 def test_an_evaluation_uses_the_latest_bounds_and_counts_nothing(monkeypatch):
     worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
-    config = worker.loss_fn.args[2]
-    evaluated = make_mini_batch(*make_batch(5))
+    scope, loss_fn, config = worker.loss_fn.args
+    seen = []
+
+    def see_bounds(**arguments):
+        seen.append(config.policy_loss.current_bounds)
+        return loss_fn(**arguments)
 
     def evaluate():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "all_reduce", None)  # no collective: ranks may evaluate alone
-            worker.engine.infer_batch(evaluated, loss_function=worker.loss_fn)
-        return config.policy_loss.current_bounds
+            loss = partial(worker._compute_loss, scope, see_bounds, config)
+            worker.engine.infer_batch(make_mini_batch(*make_batch(5)), loss_function=loss)
+        assert config.policy_loss.current_bounds is None  # so that no worker that finds no bounds trains with them
+        return seen[-1]
 
     assert evaluate() == (0.6, 1.2)
     for seed in (2, 3):
@@ -357,6 +395,41 @@ def test_where_no_forward_can_be_made_a_wrong_forecast_is_redone(monkeypatch):
     found, kinds, _ = make_updates(worker_with(monkeypatch, model=OFFLOAD), batches, position=1)
     assert found == [literal_bounds(batch) for batch in batches]
     assert set(kinds) == {"forecast", "redone"}
+
+
+def costs_of(worker, batches):
+    """Return the costs that are logged of updates, which begin a rollout batch every fifth time."""
+    found = []
+    for number, batch in enumerate(batches):
+        worker.updates_since_sent = number % 5
+        metrics = update(worker, batch)
+        found.append([metrics[f"actor/bapo/{name}"] for name in ("extra_forward", "redone")])
+    return found
+
+
+@pytest.mark.parametrize("case", ["FSDP", "no forward alone", "no second pass", "one sign only"])
+def test_the_monitor_says_what_bapo_would_cost(monkeypatch, case):
+    if case == "no second pass":
+        monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+    model = OFFLOAD if case == "no forward alone" else MODEL
+    batches = wild_and_calm(60)
+    if case == "one sign only":  # some updates have no token with A < 0
+        batches = [
+            (old, new, advantages.abs() if number % 7 == 3 else advantages, mask)
+            for number, (old, new, advantages, mask) in enumerate(batches)
+        ]
+    monitored = actor_config(MonitorConfig(positive_contribution_target=TARGET), clip_ratio_c=3.0)
+    with_bapo = costs_of(worker_with(monkeypatch, model=model), batches)
+    assert costs_of(make_worker(monitored, monkeypatch, model), batches) == with_bapo
+    assert sum(forward == [1] or redone == [1] for forward, redone in with_bapo) > 5
+
+
+def test_fixed_bounds_need_neither_forward_nor_second_pass(monkeypatch):
+    monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+    fixed = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.3, ratio_upper_max=1.3)
+    worker = make_worker(config_of(**fixed), monkeypatch, MODEL)
+    found, kinds, _ = make_updates(worker, wild_and_calm(12), position=1)
+    assert set(kinds) == {"forecast"} and set(found) == {(0.8, 1.3)}
 
 
 def test_where_a_pass_cannot_be_repeated_a_forward_comes_first(monkeypatch):
