@@ -189,18 +189,21 @@ def said_to_the_user(tmp_path):
     return [line.partition("BAPO: ")[2] for line in log.splitlines() if "BAPO: " in line]
 
 
-def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path, task):
+SHIPPED = ROOT / "recipe/bapo/example/files"  # the example's task, whose model gets some rewards
+
+
+def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path):
     """vLLM is in the process of the worker. What we say has to arrive in the run's output all the same."""
     section = README.partition("## 2. Switch on")[2].partition("\n## ")[0]
     lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", section, re.M)
     assert tuple(lines) == TWO_LINES
     (tmp_path / "file").touch()
     unwritable = f"+{LOSS}.record_dir={tmp_path}/file/below"
-    data = run_verls_own(tmp_path, task, *lines, unwritable, steps=EVERY)
+    data = run_verls_own(tmp_path, SHIPPED, *lines, unwritable, steps=EVERY)
     check_exact_bounds(tmp_path, data)
     said = said_to_the_user(tmp_path)
     assert len([line for line in said if line.startswith("no record is written from now on, because ")]) == 1
-    assert len([line for line in said if f"the last {EVERY} training calls" in line]) == 1
+    assert len([line for line in said if f"the last {EVERY} training calls" in line and "target 0.4" in line]) == 1
 
 
 ASYNCHRONOUS = {
@@ -255,11 +258,11 @@ SPOILING = "actor_rollout_ref.model.external_lib=[support.capture,support.spoil]
 MONITOR = f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"
 
 
-def test_one_line_monitors_a_run_of_verls(tmp_path, task):
+def test_one_line_monitors_a_run_of_verls(tmp_path):
     (line,) = re.findall(r"^ +(actor_rollout_ref\.actor\.policy_loss\._target_\S+)", MONITOR_PAGE, re.M)
     assert line == MONITOR
     options = (f"+{LOSS}.record_dir={tmp_path}/record", "actor_rollout_ref.actor.ppo_epochs=2")
-    data = run_verls_own(tmp_path, task, line, *options, SPOILING, steps=EVERY, SPOIL="old_log_prob")
+    data = run_verls_own(tmp_path, SHIPPED, line, *options, SPOILING, steps=EVERY, SPOIL="old_log_prob")
     check_monitored(tmp_path, data, updates=4 * EVERY, positions=[0, 1, 2, 3])
     said = said_to_the_user(tmp_path)
     assert said[0] == "the monitor leaves out 1 response tokens without a usable old log-prob."
