@@ -213,6 +213,8 @@ ASYNCHRONOUS = {
         "trainer.v1.separate_async.parameter_sync_step=2",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        # Without it verl takes old log-probs from the wrong weights here (docs/dev/upstream/silent_faults.md).
+        "algorithm.rollout_correction.bypass_mode=true",
     ],
 }
 DYNAMIC = [

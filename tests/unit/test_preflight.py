@@ -18,6 +18,11 @@ from recipe.bapo.run.preflight.stages import check_verls_config, run_preflight, 
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"
+BYPASS = f"algorithm.rollout_correction.bypass_mode=true {ACTOR}.calculate_entropy=true"
+SEPARATE = (
+    "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=8 "
+    f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def failures(task, files):
     """Return a function: preflight's failures for the example with overrides."""
 
     def failures_of(*overrides):
-        config = composed(task, *(override.format(files=files) for override in overrides))
+        config = composed(task, *(one.format(files=files) for override in overrides for one in override.split(" ")))
         lines = run_stages(config)
         return [line.detail for line in lines if line.status == "failed"]
 
@@ -73,6 +78,19 @@ def failures(task, files):
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=7", "_size_per_gpu=7 does not divide a rank's 512 responses"),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae needs a critic, which verl loads with flash"),
         ("ray_kwargs.ray_init.num_cpus=4", "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its"),
+        # What verl gets wrong in silence, and options that would have no effect.
+        (f"{ROLLOUT}.top_p=0.7 {BYPASS}", f"{ROLLOUT}.top_p=0.7, top_k=-1 is not usable with bypass_mode=true"),
+        (f"{ROLLOUT}.top_k=20 {BYPASS}", f"{ROLLOUT}.top_p=1, top_k=20 is not usable with bypass_mode=true"),
+        (
+            f"{SEPARATE} algorithm.rollout_correction.bypass_mode=false",
+            "separate_async without algorithm.rollout_correction.bypass_mode is not usable with strategy=fsdp2 on",
+        ),
+        (
+            f"algorithm.rollout_correction.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
+            "rollout_correction.rollout_is=token has no effect without",
+        ),
+        ("trainer.val_only=true trainer.val_before_train=false", "trainer.val_only=true has no effect with"),
+        ("trainer.critic_warmup=1000", "trainer.critic_warmup=1000 without a critic keeps the actor from training"),
         # What verl, vLLM, transformers and wandb refuse themselves.
         (
             f"{ACTOR}.strategy=ddp",

@@ -91,11 +91,18 @@ def _check_lengths(config, text):
 def _load_headers(model):
     """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model."""
     logging.disable_progress_bar()
+    attention = model.override_config.get("attn_implementation")
+    capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
+    if attention == "sdpa" and capped is not None:
+        raise ValueError(
+            f"attn_implementation=sdpa drops the cap of its attention (attn_logit_softcapping={capped}), so all "
+            "log-probs would be wrong: set model.override_config.attn_implementation=eager or flash_attention_2"
+        )
     loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
         model.local_path,
         config=model.hf_config,
         trust_remote_code=model.trust_remote_code,
-        attn_implementation="eager",
+        attn_implementation=attention if attention in ("sdpa", "eager") else "eager",  # others may need a GPU
         device_map="meta",
         ignore_mismatched_sizes=True,  # without it the message names no tensor
         output_loading_info=True,

@@ -47,6 +47,11 @@ class Settings:
         return self.actor.policy_loss
 
     @property
+    def correction(self):
+        """verl's rollout correction; null means none."""
+        return self.config.algorithm.rollout_correction or {}
+
+    @property
     def fsdp(self) -> bool:
         return self.config.model_engine == "dp"
 
@@ -122,6 +127,10 @@ def _attention(config):
     return (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
 
 
+def _samples_from_all(rollout):
+    return rollout.top_p in (None, 1) and (rollout.top_k or -1) <= 0
+
+
 # Only with FSDP: Megatron's own classes check its parallelism and batches.
 REFUSED_WITH_FSDP = (
     Rule(
@@ -173,6 +182,23 @@ REFUSED_WITH_FSDP = (
         ROLLOUT + ".log_prob_max_token_len_per_gpu={s.rollout.log_prob_max_token_len_per_gpu} on {s.sequence_parallel} "
         "GPUs does not hold a sequence of {s.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
     ),
+    # Wrong training of verl 0.9.1 that nothing reports: docs/dev/upstream/silent_faults.md
+    Rule(
+        lambda s: s.actor.strategy != "fsdp" or s.actor.fsdp_config.fsdp_size != 1 or s.gpus == 1,
+        ACTOR + ".fsdp_config.fsdp_size=1 on {s.gpus} GPUs is not usable with strategy=fsdp: verl 0.9.1 then trains "
+        "other weights on each GPU. Set it to -1, or strategy=fsdp2.",
+    ),
+    Rule(
+        lambda s: (
+            s.config.trainer.v1.trainer_mode != "separate_async"
+            or uses_bypass_mode(s.config)
+            or s.actor.strategy != "fsdp2"
+            or not (s.actor.fsdp_config.param_offload or s.config.trainer.device == "cpu")
+        ),
+        "trainer.v1.trainer_mode=separate_async without algorithm.rollout_correction.bypass_mode is not usable with "
+        "strategy=fsdp2 on weights in CPU memory: the copy that verl 0.9.1 makes of them before old log-probs is no "
+        "copy, so they are computed with the newest weights. Set bypass_mode=true, or fsdp_config.param_offload=false.",
+    ),
 )
 REFUSED = (
     Rule(
@@ -216,6 +242,28 @@ REFUSED = (
         "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
         + ROLLOUT
         + ".calculate_log_probs=true.",
+    ),
+    Rule(
+        lambda s: not uses_bypass_mode(s.config) or _samples_from_all(s.rollout),
+        ROLLOUT + ".top_p={s.rollout.top_p}, top_k={s.rollout.top_k} is not usable with bypass_mode=true: the rollout "
+        "engine's log-probs are those of the truncated distribution and the trainer's are not, so ratios differ from 1 "
+        "on fresh data. Set top_p=1 and top_k=-1, or bypass_mode=false.",
+    ),
+    # Options that are asked for and would have no effect.
+    Rule(
+        lambda s: not s.correction.get("rollout_is") or s.rollout.calculate_log_probs,
+        "algorithm.rollout_correction.rollout_is={s.correction[rollout_is]} has no effect without "
+        + ROLLOUT
+        + ".calculate_log_probs=true: set it, or rollout_is=null.",
+    ),
+    Rule(
+        lambda s: not s.config.trainer.val_only or s.config.trainer.val_before_train,
+        "trainer.val_only=true has no effect with val_before_train=false: verl would train. Set val_before_train=true.",
+    ),
+    Rule(
+        lambda s: s.config.trainer.critic_warmup <= 1 or need_critic(s.config),
+        "trainer.critic_warmup={s.config.trainer.critic_warmup} without a critic keeps the actor from training before "
+        "that step: set it to 0.",
     ),
 )
 DOUBTED = (
