@@ -203,7 +203,8 @@ def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path):
     check_exact_bounds(tmp_path, data)
     said = said_to_the_user(tmp_path)
     assert len([line for line in said if line.startswith("no record is written from now on, because ")]) == 1
-    assert len([line for line in said if f"the last {EVERY} training calls" in line and "target 0.4" in line]) == 1
+    (advice,) = [line for line in said if f"the last {EVERY} training calls" in line]
+    assert "no token had an advantage" not in advice
 
 
 ASYNCHRONOUS = {
