@@ -123,14 +123,29 @@ def test_first_updates_are_forecast_from_first_updates():
     assert "forecast" not in alike[6::3]  # taken from the update before, they mislead
 
 
-def test_a_target_within_the_recent_error_is_not_forecast():
-    def series(middle):
-        """Return updates whose rho goes up and down by 0.03, so that a forecast's error is 0.06."""
-        rho = [middle + (0.03 if number % 2 else -0.03) for number in range(20)]
-        return [(statistics([1.0, (1 - r) / r, 0.7], [1.0, -1.0, -1e-6]), False) for r in rho]
+def swing(middle, updates=20):
+    """Return updates whose rho goes up and down by 0.03, so that a forecast's error is 0.06."""
+    rho = [middle + (0.03 if number % 2 else -0.03) for number in range(updates)]
+    return [(statistics([1.0, (1 - r) / r, 0.7], [1.0, -1.0, -1e-6]), False) for r in rho]
 
-    far, near = (follow(BoundsForecaster(UNIFORM), series(middle), UNIFORM)[3:] for middle in (0.55, 0.425))
+
+def test_a_target_within_the_recent_error_is_not_forecast():
+    far, near = (follow(BoundsForecaster(UNIFORM), swing(middle), UNIFORM)[3:] for middle in (0.55, 0.425))
     assert set(far) == {"forecast"} and set(near) == {"forward"}
+
+
+def test_the_recent_error_counts_above_and_below_the_target():
+    kinds = follow(BoundsForecaster(UNIFORM), swing(0.55) + swing(0.425), UNIFORM)
+    assert kinds[2:20] == ["forecast"] * 18  # so there is credit, which alone must not be what prevents a redone update
+    assert kinds[21:] == ["forward"] * 19
+
+
+def test_a_highest_rho_that_swings_counts_as_an_error():
+    # A token of A > 0 with the ratio 2.4 or 2.06, and two of A < 0 with 1.5: rho is 1.2 / 4.2 at the start, and 0.444
+    # or 0.407 at most. So the error is 0.037 / 2 = 0.019, and with 0.407 a target of 0.4 + 0.019 is not reached.
+    series = [(statistics([r, 1.5, 1.5, 0.7], [1.0, -1.0, -1.0, -1e-6]), False) for r in (2.4, 2.06)] * 10
+    kinds = follow(BoundsForecaster(UNIFORM), series, UNIFORM)
+    assert kinds[4:] == ["forward", "forecast"] * 8
 
 
 def mislead(forecaster, updates):
