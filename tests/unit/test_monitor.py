@@ -74,6 +74,21 @@ def test_the_losss_own_metrics_are_verls(monkeypatch):
     assert {name: value for name, value in found.items() if "bapo" not in name} == of_verl
 
 
+@pytest.mark.parametrize("rows, kinds", [(4, {(1, 0), (0, 0), (0, 1)}), (12, {(0, 0)})])
+def test_it_says_what_each_update_would_have_cost_with_bapo(monkeypatch, rows, kinds):
+    costs = []
+    for loss in (MonitorConfig, BAPOPolicyLossConfig):
+        worker = worker_with(monkeypatch, loss(positive_contribution_target=TARGET), rows, clip_ratio_c=3.0)
+        costs.append([])
+        for number in range(48):  # first and second updates differ, and every twelfth update is quite another
+            if number % 2 == 0:
+                start_batch(worker, bapo_on_policy_first_update=number % 6 == 0)
+            metrics = update(worker, batch_of_pairs(1 + number % 2 + 2 * (number // 12)))
+            costs[-1].append(tuple(metrics[f"actor/bapo/{name}"][0] for name in ("extra_forward", "redone")))
+    monitored, of_bapo = costs
+    assert monitored == of_bapo and set(of_bapo) == kinds
+
+
 def test_an_evaluation_is_not_measured(monkeypatch):
     worker = worker_with(monkeypatch)
     monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", None)
@@ -153,6 +168,8 @@ CALLS = {
     "tokens": "recipe.bapo.scopes.no_padding_2_padding",
     "sums": "recipe.bapo.scopes.collect_clip_statistics",
     "one micro-batch": "recipe.bapo.monitor.Monitor._is_one_micro_batch",
+    "output layer": "recipe.bapo.monitor.head_gradient_is_wrong",
+    "gradient norm": "recipe.bapo.worker.math",  # whose attribute is then missing
     "metrics": "recipe.bapo.worker.bounds_metrics",
     "making the record": "recipe.bapo.worker.Record",
     "writing the record": "recipe.bapo.record.Record.write",
@@ -177,7 +194,7 @@ def train(worker, calls=EVERY):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_in_the_monitor_becomes_one_warning(monkeypatch, capsys, tmp_path, name):
     expected = train(worker_with(monkeypatch, PolicyLossConfig(), learning_rate=0.1))
-    if name == "making the record":
+    if name in ("making the record", "output layer"):  # these come before the first update
         monkeypatch.setattr(CALLS[name], fail)
     worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)), learning_rate=0.1)
     if CALLS[name] is None:
