@@ -128,16 +128,33 @@ def test_a_single_micro_batch_finds_its_bounds_in_the_loss(monkeypatch):
     for seed in (1, 3):
         worker.engine.passes.clear()
         assert bounds_of(update(worker, batch_of_pairs(seed))) == literal_bounds(batch_of_pairs(seed))
-        assert worker.engine.passes == ["train"]
+        assert worker.engine.passes == ["train"] and worker.scope.latest == literal_bounds(batch_of_pairs(seed))
 
 
-@pytest.mark.parametrize("change", [{"use_dynamic_bsz": True}, {"micro_batch_size_per_gpu": 4}])
+@pytest.mark.parametrize("change", [{}, {"use_dynamic_bsz": True}, {"micro_batch_size_per_gpu": 4}])
 def test_a_mini_batch_that_may_be_split_does_not(monkeypatch, change):
     worker = worker_with(monkeypatch, rows=4)
     data = make_mini_batch(*batch_of_pairs(1))
     tu.assign_non_tensor(data, **{"micro_batch_size_per_gpu": 12, **change})
+    if not change:
+        tu.pop(data, key="use_dynamic_bsz")  # verl then splits by the number of tokens
     metrics = tu.get(worker.train_batch(data), "metrics")
     assert bounds_of(metrics) == literal_bounds(batch_of_pairs(1)) and worker.engine.passes == ["forward", "train"]
+
+
+def test_only_the_forward_before_an_update_lacks_the_entropy(monkeypatch):
+    worker, asked = worker_with(monkeypatch), []
+    make_pass = worker.verl_forward_backward_batch
+
+    def note(data, *args):
+        asked.append(data["calculate_entropy"])
+        return make_pass(data, *args)
+
+    monkeypatch.setattr(worker, "verl_forward_backward_batch", note)
+    data = make_mini_batch(*batch_of_pairs(1))
+    tu.assign_non_tensor(data, calculate_entropy=True)
+    worker.train_batch(data)
+    assert asked == [False, True] and worker.engine.passes == ["forward", "train"]
 
 
 def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch):
@@ -259,6 +276,22 @@ def test_a_rank_that_is_no_source_does_what_the_source_does(monkeypatch, calls_t
         assert other.logged == source.logged and other.scope.latest == source.scope.latest
     assert other.engine.passes == source.engine.passes and other.engine.steps == 48
     assert source.engine.passes.count("forward") > 2 and len(source.engine.passes) > 48 + 2
+
+
+def test_a_pipeline_with_one_micro_batch_searches_together(monkeypatch):
+    """Its earlier stages never call the loss, so they could not join a search there."""
+    config = config_of()
+    object.__setattr__(config, "strategy", "megatron")
+    object.__setattr__(config, "megatron", SimpleNamespace(dynamic_context_parallel=False))
+    last, earlier = (make_worker(config, monkeypatch, MODEL, rows=12) for _ in range(2))
+    earlier.engine.source = earlier.engine.calls_the_loss = False
+    world = TwoRanks(monkeypatch)
+    for seed in (1, 3):
+        world.playing_source = True
+        assert bounds_of(update(last, batch_of_pairs(seed))) == literal_bounds(batch_of_pairs(seed))
+        world.playing_source = False
+        assert update(earlier, batch_of_pairs(seed)) is None
+        assert not world.of_source and earlier.scope.latest == last.scope.latest
 
 
 BAD = {"old_log_prob": 0, "log_prob": 1, "advantages": 2}
@@ -390,6 +423,19 @@ def test_an_exception_in_a_pass_leaves_nothing_behind(monkeypatch):
     assert found[0] == found[1]
 
 
+def test_other_bounds_that_clip_the_same_tokens_are_not_redone(monkeypatch):
+    """At ratio 1 rho is 0.5, so the bounds are forecast at the start. It is 0.95 / 2.05 = 0.463, below the target."""
+    monkeypatch.setattr(BoundsForecaster, "forecast", always(True))
+    _, _, advantages, _ = batch_of_pairs(1)
+    old = torch.full_like(advantages, -1.0)
+    batch = old, old + torch.where(advantages > 0, 0.95, 1.1).log(), advantages, torch.ones_like(old).bool()
+    worker = worker_with(monkeypatch)
+    found, kinds, _ = make_updates(worker, [batch])
+    assert found == [literal_bounds(batch)] == [(0.9, 3.0)] and kinds == ["forecast"]
+    assert worker.scope.bounds == (0.6, 1.2)  # the loss took these
+    assert worker.scope.latest == (0.9, 3.0)  # what comes after the update takes these
+
+
 def test_where_no_forward_can_be_made_a_wrong_forecast_is_redone(monkeypatch):
     batches = wild_and_calm(32)
     found, kinds, _ = make_updates(worker_with(monkeypatch, model=OFFLOAD), batches, position=1)
@@ -473,9 +519,10 @@ def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
         make_worker(config, monkeypatch, MODEL)
 
 
-def test_the_search_takes_the_sums_of_the_update(monkeypatch):
+@pytest.mark.parametrize("scope, rows", [("mini_batch", 4), ("mini_batch", 12), ("micro_batch", 12)])
+def test_the_search_takes_the_sums_of_the_update(monkeypatch, scope, rows):
     """The bounds come from sums over all ranks: here another rank adds the tokens of a second batch."""
-    worker, other = worker_with(monkeypatch), batch_of_pairs(3)
+    worker, other = worker_with(monkeypatch, scope, rows=rows), batch_of_pairs(3)
     config = worker.scope.config
 
     def add_other(vector, group):
