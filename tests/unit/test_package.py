@@ -41,7 +41,8 @@ def test_the_direction_of_imports():
     assert not ours["advice"] and not imports["advice"] & {"verl", "torch"}
     assert not ours["tell"] and ours["record"] == {"tell"} and not imports["record"] & {"verl", "ray"}
     # The parent of a run starts main_bapo as a command.
-    parent = {"run.__main__", "run.watchdog", "run.console", "run.cleanup", "run.messages", "run.files", "run.metrics"}
+    names = ("__main__", "watchdog", "console", "cleanup", "messages", "files", "metrics", "locks")
+    parent = {f"run.{name}" for name in names}
     assert ours["run.__main__"] <= parent and all(
         not imports[room] & {"verl", "torch", "hydra", "vllm"} and ours[room] <= parent for room in parent
     )
