@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from bapo import BAPOConfig
 from recipe.bapo.advice import EVERY, advise
+from recipe.bapo.figures import figures_of
 from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.monitor import Monitor
 from recipe.bapo.record import Record
@@ -54,7 +55,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.on_policy = False  # whether every ratio of the next update is to be taken as 1
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
-        self.since_advice: list[dict[str, float]] = []  # the values of the updates since the last advice
+        self.since_advice: list[dict[str, float]] = []  # the figures of the updates since the last advice
 
     def set_loss_fn(self, loss_fn):
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
@@ -156,7 +157,7 @@ class BAPOTrainingWorker(TrainingWorker):
             measured = scope.measure()
             self.logged |= bounds_metrics(measured.values)  # on every rank the same keys
             if self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs():
-                self._keep(measured)
+                self._keep(scope, measured)
         if self.engine.is_mp_src_rank_with_outputs():
             # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
             output["metrics"] |= {name: [value] for name, value in self.logged.items()}
@@ -174,9 +175,10 @@ class BAPOTrainingWorker(TrainingWorker):
         config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
         return loss
 
-    def _keep(self, measured: Measured) -> None:
-        """Record an update, and keep its values for the next advice."""
-        self.since_advice.append(measured.values)
+    def _keep(self, scope: BoundScope, measured: Measured) -> None:
+        """Record an update, and keep its figures for the next advice."""
+        own_clip = scope.own_clip is not None
+        self.since_advice.append(figures_of(measured.stats, measured.values, scope.config, scope.applied, own_clip))
         if self.record is not None:
             numbers = {"call": self.calls, "update": self.updates_since_sent, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)

@@ -20,6 +20,7 @@ HOOK = (
     "compatibility",
     "verl_fixes",
     "advice",
+    "figures",
     "record",
     "own_clip",
 )

@@ -6,9 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from bapo import BAPOConfig
-from recipe.bapo.advice import LOSS, advise
+from recipe.bapo.advice import LOSS, advise, clipped_shares
 
 OPTIONS = asdict(BAPOConfig())
+HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"
 SWITCH = [
     f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
     f"{LOSS}.loss_mode=bapo",
@@ -17,11 +18,20 @@ SWITCH = [
 ]
 
 
-def update(end, start=0.38, highest=0.42, **more):
-    """Make the values of an update that ends in one of the three ways."""
+def update(end, start=0.38, highest=0.42, gradient=(0.1, 0.1), clipped=None, tokens=(100, 100, 200), **more):
+    """Make the figures of an update that ends in one of the three ways.
+
+    ``gradient``: rho at the start and the highest with contribution=gradient. ``clipped``: the tokens of each sign that
+    the run's loss clips. ``tokens``: those with A > 0, with A < 0, and of all.
+    """
     ends = {name: float(name == end) for name in ("met_at_start", "met_by_moving", "saturated")}
     rho = {"positive_contribution_start": start, "positive_contribution_highest": highest}
-    return {**ends, **rho, **more}
+    measures = {"value_start": start, "value_highest": highest}
+    measures |= dict(zip(("gradient_start", "gradient_highest"), gradient, strict=True))
+    counts = dict(zip(("positive_tokens", "negative_tokens", "response_tokens"), tokens, strict=True))
+    if clipped is not None:
+        counts |= dict(zip(("clipped_positive", "clipped_negative"), clipped, strict=True))
+    return {**ends, **rho, **measures, **counts, **more}
 
 
 def said(updates, options=OPTIONS, applied=False, clip_ratio_c=3.0):
@@ -65,7 +75,7 @@ def test_a_target_that_is_always_saturated_is_lowered():
     assert advice.text == (
         "in 100% of the updates of this run the search was saturated: no pair of bounds reached the target 0.4, so "
         "BAPO would act as fixed bounds [0.9, 3]. The highest rho was 0.350 (median). With "
-        "positive_contribution_target=0.35 bounds would move in about 67% of the updates."
+        "positive_contribution_target=0.35 they would move in about 67% of the updates."
     )
     assert advice.overrides == [line.replace("target=0.4", "target=0.35") for line in SWITCH]
 
@@ -74,7 +84,7 @@ def test_a_target_that_is_always_met_at_the_start_is_raised():
     advice = said([update("met_at_start", 0.43, 0.48), update("met_at_start", 0.45, 0.5)], applied=True)
     assert advice.text == (
         "in 100% of the updates of this run the target 0.4 was met at the start, so BAPO acts as fixed bounds "
-        "[0.6, 1.2]. rho at the start was 0.440 (median). With positive_contribution_target=0.46 bounds would move in "
+        "[0.6, 1.2]. rho at the start was 0.440 (median). With positive_contribution_target=0.46 they would move in "
         "about 100% of the updates."
     )
     assert advice.overrides == [f"++{LOSS}.positive_contribution_target=0.46"]
@@ -95,30 +105,66 @@ def test_searches_that_end_at_one_end_or_the_other():
 
 
 @pytest.mark.parametrize(
-    "applied, clipped, instead",
+    "applied, clipped, instead, lines",
     [
-        (False, {}, "Leave the loss as it is."),
-        (False, {"own_clipfrac_positive": 0.009, "own_clipfrac_negative": 0.5}, "Leave the loss as it is."),
-        (False, {"own_clipfrac_positive": 0.021, "own_clipfrac_negative": 0.0}, "clips 2.1% of the tokens with A > 0"),
-        (True, {"clipfrac_positive": 0.021, "clipfrac_negative": 0.0}, "Use fixed bounds"),
+        (False, None, "Leave the loss as it is.", []),
+        (False, (0.9, 50), "Leave the loss as it is.", []),
+        (False, (2, 0), "clips 2.0% of the tokens with A > 0: to keep these, raise its upper", [HIGHER]),
+        (True, (2, 0), "Use fixed bounds, which need no search", []),
     ],
 )
-def test_bounds_that_hardly_change_rho_need_no_search(applied, clipped, instead):
-    updates = [update("saturated", 0.3941, 0.3945, **clipped), update("met_at_start", 0.4121, 0.4124, **clipped)]
+def test_bounds_that_hardly_change_rho_need_no_search(applied, clipped, instead, lines):
+    updates = [
+        update(end, *rho, clipped=clipped)
+        for end, *rho in (("saturated", 0.3941, 0.3945), ("met_at_start", 0.4121, 0.4124))
+    ]
     advice = said(updates, applied=applied)
+    assert "No target would be met by moving bounds in even 10% of the updates, with either measure." in advice.text
+    assert instead in advice.text and advice.overrides == lines
+    assert ("ended with the least entropy of four losses" in advice.text) == (lines == [HIGHER])
+
+
+def test_the_other_measure_is_tried_where_the_runs_own_moves_nothing():
+    updates = [
+        update("saturated", 0.39, 0.39, gradient=(0.4, 0.55)),
+        update("saturated", 0.38, 0.38, gradient=(0.45, 0.5)),
+    ]
+    advice = said(updates)
     assert (
-        "No target would be met by moving bounds in even 10% of the updates, because the bounds hardly change rho here."
+        "With positive_contribution_target=0.46 and contribution=gradient they would move in about 100% of the updates."
     ) in advice.text
-    assert instead in advice.text and advice.overrides == []
+    assert advice.overrides == [
+        *(line.replace("=0.4", "=0.46") if "target=" in line else line for line in SWITCH[:3]),
+        f"++{LOSS}.contribution=gradient",
+        SWITCH[3],
+    ]
+    assert said(updates, applied=True).overrides == [
+        f"++{LOSS}.positive_contribution_target=0.46",
+        f"++{LOSS}.contribution=gradient",
+    ]
 
 
 def test_a_loss_that_hardly_clips_is_left_alone():
-    own = {"own_clipfrac_positive": 0.0004, "own_clipfrac_negative": 0.0}
-    advice = said([update("met_by_moving", **own)])
+    advice = said([update("met_by_moving", clipped=(0.05, 0)), update("met_by_moving", clipped=(0.03, 0))])
     assert "loss clipped 0.04% of the tokens with A > 0 and 0.00% of those with A < 0. Hardly any bound" in advice.text
     assert advice.overrides == []
-    own["own_clipfrac_negative"] = 0.02
-    assert said([update("met_by_moving", **own)]).overrides == SWITCH
+    assert said([update("met_by_moving", clipped=(0.04, 2))]).overrides == SWITCH
+
+
+def test_clipped_shares_are_of_all_tokens_and_no_mean_of_updates():
+    updates = [
+        update(None, clipped=(10, 0), tokens=(100, 50, 200)),
+        update(None, clipped=(0, 5), tokens=(900, 50, 999)),
+    ]
+    assert clipped_shares(updates) == (0.01, 0.05)
+    assert clipped_shares([update(None)]) is None
+
+
+@pytest.mark.parametrize("positive, told", [(71, False), (20, True)])
+def test_tokens_without_an_advantage_are_told(positive, told):
+    text = said([update("met_by_moving", tokens=(positive, 1, 100))]).text
+    assert ("79% of the response tokens in this run had no advantage" in text) == told
+    assert ("rollout.n" in text) == told
 
 
 def test_fixed_bounds_have_nothing_to_search():
@@ -128,7 +174,10 @@ def test_fixed_bounds_have_nothing_to_search():
 
 
 def test_updates_without_advantages_point_to_the_rewards():
-    assert said([update(None)]).text == "in this run no token had an advantage: look at the rewards."
+    assert said([update(None)]).text == (
+        "in this run no token had an advantage, because all responses to a prompt got the same reward. Look at the "
+        "rewards, and at how hard the prompts are."
+    )
 
 
 @pytest.mark.parametrize("updates", [[], [{"invalid_tokens": 3.0}]])

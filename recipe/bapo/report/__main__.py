@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from recipe.bapo.advice import advise, cost_of_bounds
+from recipe.bapo.figures import figures_of
 from recipe.bapo.record import Update
 from recipe.bapo.report.findings import (
     CONTRIBUTIONS,
@@ -22,7 +23,6 @@ from recipe.bapo.report.findings import (
     clipped,
     ends_of_search,
     fixed_bounds,
-    is_valid,
     read_runs,
     values,
 )
@@ -47,7 +47,8 @@ def report(name: str, run: Run) -> Iterator[str]:
         yield from ("", "1. Does the run clip?", *_clipping(run))
         yield from ("", f"2. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
         yield from ("", "3. What would fixed bounds clip?", *_bounds(run))
-    updates = [update.values | _own_shares(run, update) for update in run.recorded]
+    applied, clips = run.applied, run.own_clip is not None
+    updates = [figures_of(update.stats, update.values, run.config, applied, clips) for update in run.recorded]
     found = advise(updates, asdict(run.config), run.about, "this run")
     yield from ("", "4. What next?", f"  {found.text[0].upper()}{found.text[1:]}")
     yield from (f"    {override}" for override in found.overrides)
@@ -158,15 +159,6 @@ def _bounds(run):
         "  These figures are about this run's tokens: with other bounds the tokens would differ from the second update "
         "of a rollout batch on."
     )
-
-
-def _own_shares(run, update: Update) -> dict[str, float]:
-    """Return the names and values of what a loss clips, as the monitor logs them: another trainer may not."""
-    if run.own_clip is None or not is_valid(update):
-        return {}
-    positive, negative = clipped(run, [update], by_bapo=False) or (0.0, 0.0)
-    name = f"own_{run.own_clip['kind']}frac"
-    return {f"{name}_positive": positive, f"{name}_negative": negative}
 
 
 def _shares(run, updates, by_bapo):
