@@ -272,6 +272,7 @@ def test_one_line_monitors_a_run_of_verls(tmp_path):
     assert f"the last {EVERY} training calls" in said[1] and len(said) == 2
 
 
+@pytest.mark.slow
 def test_an_update_that_verl_skips_is_seen_in_console_summary_and_metrics(tmp_path):
     overrides = ("actor_rollout_ref.model.external_lib=support.spoil", "trainer.total_training_steps=2")
     path = {"SPOIL": "gradient", "PYTHONPATH": str(ROOT / "tests")}
