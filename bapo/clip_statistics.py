@@ -92,7 +92,8 @@ class ClipStatistics:
     """Token sums of a micro-batch or an update. ``+`` and ``all_reduce`` add those of micro-batches and of ranks.
 
     Attributes:
-        sums: the sums.
+        sums: the sums. They may have the same leading dimensions, such as one of updates: ``(..., buckets)`` and
+            ``(...)``. So has then what is derived from them here.
         config: the options that they were collected with. Only the ranges and the token weight affect the sums.
     """
 
@@ -124,16 +125,16 @@ class ClipStatistics:
 
     @property
     def tokens_by_sign(self) -> tuple[Tensor, Tensor]:
-        """Number of tokens with A > 0 and with A < 0, 0-d each."""
-        return self.sums.positive_tokens.sum(), self.sums.negative_tokens.sum() + self.sums.dual_clipped_tokens
+        """Number of tokens with A > 0 and with A < 0, ``(...)`` each."""
+        return self.sums.positive_tokens.sum(-1), self.sums.negative_tokens.sum(-1) + self.sums.dual_clipped_tokens
 
     @property
     def weight_by_sign(self) -> tuple[Tensor, Tensor]:
-        """Sum of w*|A| of the tokens with A > 0 and of those with A < 0, 0-d each; it does not depend on the ratios."""
-        return self.sums.positive_weight.sum(), self.sums.negative_weight.sum() + self.sums.dual_clipped_weight
+        """Sum of w*|A| of the tokens with A > 0 and with A < 0, ``(...)`` each; it does not depend on the ratios."""
+        return self.sums.positive_weight.sum(-1), self.sums.negative_weight.sum(-1) + self.sums.dual_clipped_weight
 
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
-        """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(candidates,)`` each.
+        """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(..., candidates)``.
 
         Args:
             contribution: ``value`` (Eq. 8), in which a clipped token counts with its bound and the dual clip is
@@ -145,19 +146,20 @@ class ClipStatistics:
         if contribution == "value":
             low, high = (bound.grid(p.device) for bound in (self.config.lower, self.config.upper))
             p = p + high * _sums_above(sums.positive_weight)
-            n = n + low * _sums_below(sums.negative_weight) + sums.dual_clipped_weighted_ratio
+            n = n + low * _sums_below(sums.negative_weight) + sums.dual_clipped_weighted_ratio[..., None]
         return p, n
 
     def clipped_tokens(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Count the tokens with A > 0 at or above ``high``, and those with A < 0 at or below ``low``.
 
-        Both bounds must be candidates; they and the counts are 0-d float64 tensors.
+        Both bounds must be candidates, 0-d or ``(...)``; the counts are float64 ``(...)``.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
         # from_it[k]: ratios from candidate k of c_high to the next. up_to_it[k]: those to candidate k of c_low from the
         # one before.
-        from_it, up_to_it = self.sums.positive_tokens[1:], self.sums.negative_tokens[:-1]
-        return torch.where(upper >= high, from_it, 0).sum(), torch.where(lower <= low, up_to_it, 0).sum()
+        from_it, up_to_it = self.sums.positive_tokens[..., 1:], self.sums.negative_tokens[..., :-1]
+        above, below = upper >= high[..., None], lower <= low[..., None]
+        return torch.where(above, from_it, 0).sum(-1), torch.where(below, up_to_it, 0).sum(-1)
 
     def _as_vector(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self.sums])
@@ -303,10 +305,10 @@ def _count(found: Tensor) -> Tensor:
 # Both sums are added up from their own end. Subtracting one from the total would leave the rounding error of large
 # ratios in small sums.
 def _sums_below(buckets: Tensor) -> Tensor:
-    """Add up the buckets below each edge, ``(edges,)``."""
-    return buckets.cumsum(0)[:-1]
+    """Add up the buckets below each edge, ``(..., edges)``."""
+    return buckets.cumsum(-1)[..., :-1]
 
 
 def _sums_above(buckets: Tensor) -> Tensor:
-    """Add up the buckets above each edge, ``(edges,)``."""
-    return buckets.flip(0).cumsum(0).flip(0)[1:]
+    """Add up the buckets above each edge, ``(..., edges)``."""
+    return buckets.flip(-1).cumsum(-1).flip(-1)[..., 1:]

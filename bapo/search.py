@@ -48,7 +48,10 @@ class ClipBounds:
 
 
 class SearchPath(NamedTuple):
-    """The pairs of bounds on the path, in its order, with P and N at each (Eq. 8, Eq. 5): float64 ``(pairs,)``."""
+    """The pairs of bounds on the path, in its order, with P and N at each (Eq. 8, Eq. 5).
+
+    The bounds are float64 ``(pairs,)``, P and N ``(..., pairs)`` with the leading dimensions of the statistics.
+    """
 
     low: Tensor
     high: Tensor
@@ -98,7 +101,7 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
     p, n = stats.contributions(config.contribution)
     low, high = config.lower.grid(n.device), config.upper.grid(p.device)
     index_of_high, index_of_low = path_indices(config, high.device)
-    return SearchPath(low[index_of_low], high[index_of_high], p[index_of_high], n[index_of_low])
+    return SearchPath(low[index_of_low], high[index_of_high], p[..., index_of_high], n[..., index_of_low])
 
 
 def first_on_path(reached: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from bapo import (
     read_and_validate,
     search_clip_bounds,
 )
-from bapo.search import path_indices
+from bapo.search import measure_search_path, path_indices
 
 
 def tokens(ratios, advantages):
@@ -238,6 +238,24 @@ def test_one_collection_serves_every_target_measure_and_order():
     other = BAPOConfig(positive_contribution_target=0.7, contribution="gradient", search_order="lower_first")
     bounds = search_clip_bounds(statistics, other)
     assert read_and_validate(bounds, diagnose(statistics, bounds)) == values_found(*batch, other)
+
+
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+def test_many_updates_at_once_give_what_each_gives_to_the_bit(contribution):
+    config = BAPOConfig(contribution=contribution, search_order="lower_first", ratio_upper_max=2.0)
+    of_each = [collect_clip_statistics(*make_batch(seed), config, clip_ratio_c=1.5) for seed in range(7)]
+    sums = clip_statistics.TokenSums(*map(torch.stack, zip(*(one.sums for one in of_each), strict=True)))
+    low, high = config.lower.grid()[torch.arange(7)], config.upper.grid()[torch.arange(7) + 3]
+
+    def derived(stats, low, high):
+        path = measure_search_path(stats, config)
+        of_signs = *stats.tokens_by_sign, *stats.weight_by_sign, *stats.clipped_tokens(low, high)
+        return [*of_signs, *stats.contributions(contribution), path.p, path.n, path.positive_contribution]
+
+    found = derived(clip_statistics.ClipStatistics(sums, config), low, high)
+    expected = [derived(one, *bounds) for one, *bounds in zip(of_each, low, high, strict=True)]
+    for one, others in zip(found, zip(*expected, strict=True), strict=True):
+        assert torch.equal(one, torch.stack(others)) and one.unique(dim=0).shape[0] > 4
 
 
 @settings(max_examples=3 * settings.default.max_examples)
