@@ -42,7 +42,7 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
     """Say what to do next.
 
     Args:
-        updates: the figures of each of some updates, as ``figures_of`` returns them.
+        updates: the values of each of some updates, with the numbers of ``figures_of``.
         options: the options of the search, by name.
         about: what the first line of the record says of the run.
         window: what the texts call the updates, such as "this run".
@@ -60,18 +60,26 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
     return Advice(" ".join([advice.text, *_faults(updates, window)]), advice.overrides)
 
 
-def clipped_shares(updates: Sequence[Mapping[str, float]]) -> tuple[float, float] | None:
+def clipped_shares(updates: Sequence[Mapping[str, float]], applied: bool) -> tuple[float, float] | None:
     """Return the share of all tokens with A > 0 and of all with A < 0 that the run's loss clips (or caps).
 
     None if the loss does not clip by the ratio of a token.
+
+    Args:
+        updates: as in ``advise``, each with an advantage.
+        applied: whether the loss uses BAPO's bounds.
     """
+    if not applied and "clipped_positive" not in updates[0]:
+        return None
     shares = []
     for sign in ("positive", "negative"):
-        clipped = [update for update in updates if f"clipped_{sign}" in update]
-        if not clipped:
-            return None
-        tokens = sum(update[f"{sign}_tokens"] for update in clipped)
-        shares.append(sum(update[f"clipped_{sign}"] for update in clipped) / tokens if tokens else 0.0)
+        tokens = [update[f"{sign}_tokens"] for update in updates]
+        clipped = (
+            [update[f"clipped_{sign}"] for update in updates]
+            if not applied
+            else [update[f"clipfrac_{sign}"] * count for update, count in zip(updates, tokens, strict=True)]
+        )
+        shares.append(sum(clipped) / max(1, sum(tokens)))
     return shares[0], shares[1]
 
 
@@ -96,7 +104,7 @@ def _judge(updates, options, about, window):
     if all(options[f"ratio_{side}_start"] == options[f"ratio_{side}_max"] for side in ("lower", "upper")):
         return Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
-    clipped = clipped_shares(updates)
+    clipped = clipped_shares(updates, applied)
     if clipped and max(clipped) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
         return Advice(
             f"in {window} the loss clipped {clipped[0]:.2%} of the tokens with A > 0 and {clipped[1]:.2%} of those "

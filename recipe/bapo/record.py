@@ -12,18 +12,26 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
+from itertools import islice, takewhile
 from pathlib import Path
+from types import NoneType
 
 import torch
 
-from bapo import BAPOConfig, ClipStatistics, TokenSums
+from bapo import BAPOConfig, ClipStatistics, TokenSums, empty_clip_statistics
 from recipe.bapo.tell import tell
 
 TIME = "%Y%m%dT%H%M%S.%fZ"  # in the name of a record; times sort as their texts do
+# What the report needs of an update that has the first value of a row. One that could not be measured has none.
+NEEDED = (
+    ("met_at_start", "met_by_moving", "saturated", "clipfrac_positive", "clipfrac_negative")
+    + ("positive_contribution", "positive_contribution_start", "positive_contribution_highest"),
+    ("redone", "extra_forward"),
+)
 
 
 class Record:
@@ -81,17 +89,17 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Update:
-    """An update in a record.
+class Updates:
+    """Consecutive updates in a record.
 
     Attributes:
-        numbers: ``call``, ``update``, ``step`` and ``time`` (seconds since 1970), as in ``Record.write``.
-        values: bounds and metrics; NaN where the record has null.
-        stats: the sums.
+        numbers: the ``call``, ``update``, ``step`` and ``time`` (seconds since 1970) of each, as in ``Record.write``.
+        values: the bounds and metrics of each. What is null in the file is missing, as in ``numbers``.
+        stats: the sums, ``(updates, buckets)`` and ``(updates,)``; NaN where the file has null.
     """
 
-    numbers: dict[str, float]
-    values: dict[str, float]
+    numbers: list[dict[str, float]]
+    values: list[dict[str, float]]
     stats: ClipStatistics
 
 
@@ -103,41 +111,108 @@ class Start:
         path: the file.
         about: its first line.
         config: the options of the search.
-        updates: in order.
     """
 
     path: Path
     about: dict
     config: BAPOConfig
-    updates: list[Update]
+
+    def updates(self, at_once: int = 250) -> Iterator[Updates]:
+        """Read the updates up to the last line that is complete, ``at_once`` at a time.
+
+        Raises:
+            ValueError: a line is not an update of this version, or does not fit the options.
+        """
+        shapes = {name: one.shape for name, one in empty_clip_statistics(self.config).sums._asdict().items()}
+        with open(self.path, "rb") as file:
+            complete = enumerate(takewhile(lambda line: line.endswith(b"\n"), file), start=1)
+            lines = islice(complete, 1, None)
+            while chunk := list(islice(lines, at_once)):
+                numbers, values, sums = zip(*(self._read(line, number, shapes) for number, line in chunk), strict=True)
+                columns = zip(zip(*sums, strict=True), shapes.values(), strict=True)
+                stacked = (torch.tensor(column, dtype=torch.float64).view(-1, *shape) for column, shape in columns)
+                yield Updates(list(numbers), list(values), ClipStatistics(TokenSums(*stacked), self.config))
+
+    def _read(self, line, number, shapes):
+        try:
+            return _update(line, shapes)
+        except ValueError as error:
+            raise _unreadable(self.path, number, error) from error
 
 
-def read_record(path: Path) -> Start:
-    """Read a file of a record, up to the last line that is complete. If none is, there are no updates.
+def read_start(path: Path) -> Start | None:
+    """Read the first line of a file of a record; None if it is not complete.
 
     Raises:
         ValueError: the file is not a record of this version.
     """
-    complete = path.read_bytes().split(b"\n")[:-1]
-    if not complete:  # its process was killed, or the disk was full, at the first line
-        return Start(path, {}, BAPOConfig(), [])
+    with open(path, "rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n"):  # its process was killed, or the disk was full
+        return None
     try:
-        first, *lines = complete
-        about = json.loads(first)
+        about = _object(line)
         # The sums do not depend on the scope, and a record may have one that is no longer an option.
-        config = BAPOConfig(**{name: value for name, value in about["options"].items() if name != "bound_scope"})
-        updates = [_read_update(json.loads(line), config) for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a record of this version ({type(error).__name__}: {error}).") from error
-    return Start(path, about, config, updates)
+        options = {name: value for name, value in _part(about, "options").items() if name != "bound_scope"}
+        _refuse("unknown options", options.keys() - {field.name for field in fields(BAPOConfig)})
+        if about.get("own_clip") is not None:
+            own_clip = _part(about, "own_clip")
+            _refuse("no numbers in own_clip as", {"low", "high"} - _numbers(own_clip).keys())
+            _refuse("an own_clip without", {"kind", "dual_clip"} - own_clip.keys())
+        return Start(path, about, BAPOConfig(**options))
+    except (ValueError, OverflowError) as error:
+        raise _unreadable(path, 1, error) from error
 
 
-def _read_update(line, config):
-    recorded = {"dual_clipped_weight": 0.0, **line["sums"]}  # a sum that records before version 0.3 do not have
-    sums = {name: torch.tensor(_numbers(recorded[name]), dtype=torch.float64) for name in TokenSums._fields}
-    values = {name: _numbers(value) for name, value in line["values"].items()}
-    numbers = {name: value for name, value in line.items() if name not in ("values", "sums") and value is not None}
-    return Update(numbers, values, ClipStatistics(TokenSums(**sums), config))
+def _unreadable(path, number, error):
+    return ValueError(f"{path} is not a record of this version (line {number}: {error})")
+
+
+def _update(line, shapes):
+    """Return the numbers, the values and the sums of an update: of each sum a list of its numbers."""
+    update = _object(line, parse_int=float)
+    values = _numbers(_part(update, "values"))
+    for first, *others in NEEDED:
+        if first in values:
+            _refuse("no numbers as the values", set(others) - values.keys())
+    sums = {"dual_clipped_weight": 0.0, **_part(update, "sums")}  # records before version 0.3 do not have this one
+    _refuse("missing sums", shapes.keys() - sums.keys())
+    _refuse("unknown sums", sums.keys() - shapes.keys())
+    return _numbers(update), values, [_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()]
+
+
+def _sum(name, recorded, size):
+    numbers = recorded if isinstance(recorded, list) else [recorded]
+    if not {float, NoneType}.issuperset(map(type, numbers)):
+        raise ValueError(f"something else than numbers in the sum {name}")
+    if len(numbers) != size:
+        raise ValueError(f"{len(numbers)} numbers in the sum {name}, and {size} with the options in line 1")
+    return [math.nan if number is None else number for number in numbers] if None in numbers else numbers
+
+
+def _object(line, **how):
+    """Parse a line that holds a dict."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(parsed := json.loads(line, **how), dict):
+            return parsed
+    raise ValueError("no JSON object")
+
+
+def _part(parsed, name):
+    """Return a dict in a dict."""
+    if not isinstance(parsed.get(name), dict):
+        raise ValueError(f"no {name}")
+    return parsed[name]
+
+
+def _numbers(named):
+    """Return what of a dict is a number."""
+    return {name: value for name, value in named.items() if isinstance(value, (int, float))}
+
+
+def _refuse(what, names):
+    if names:
+        raise ValueError(f"{what} {', '.join(sorted(names))}")
 
 
 def _time_in_name(path):
@@ -154,10 +229,3 @@ def _finite(value):
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value):
-    """Replace None by NaN, in lists too."""
-    if isinstance(value, list):
-        return [_numbers(one) for one in value]
-    return math.nan if value is None else value

@@ -177,8 +177,8 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def _keep(self, scope: BoundScope, measured: Measured) -> None:
         """Record an update, and keep its figures for the next advice."""
-        own_clip = scope.own_clip is not None
-        self.since_advice.append(figures_of(measured.stats, measured.values, scope.config, scope.applied, own_clip))
+        figures = figures_of(measured.stats, scope.config, scope.own_clip is not None)
+        self.since_advice.append(measured.values | {name: value.item() for name, value in figures.items()})
         if self.record is not None:
             numbers = {"call": self.calls, "update": self.updates_since_sent, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)

@@ -84,14 +84,14 @@ def end(process):
 
 def assert_it_trained(folder, name, code, tell):
     """Check what every run has to show. Returns its log."""
-    from recipe.bapo.record import read_record
     from recipe.bapo.run.metrics import read_metrics
+    from tests.support.records import read_updates
 
     assert code == 0, (folder / f"{name}.log").read_text()[-4000:]
     steps = [data for _, data in read_metrics(folder / name) if "training/global_step" in data]
     assert len(steps) == STEPS
     (record,) = (folder / name).glob("record-*.jsonl")
-    assert len(read_record(record).updates) == STEPS * UPDATES
+    assert len(read_updates(record)) == STEPS * UPDATES
     # The rollouts of the last step were sampled after two transfers of weights.
     off = steps[-1]["training/rollout_probs_diff_mean"]
     rho = [data["actor/bapo/positive_contribution"] for data in steps]

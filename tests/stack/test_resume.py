@@ -111,7 +111,7 @@ def test_the_run_goes_on_where_it_stopped(resumed):
     run = resumed.folder / "run"
     assert [step for step, data in read_metrics(run) if "training/global_step" in data] == [1, 2, 3, 4]
     (recorded,) = read_runs(run)  # the report joins the records of both starts
-    updates = Counter(update.numbers["step"] for update in recorded.recorded)
+    updates = Counter(recorded.recorded["step"].tolist())
     assert list(updates) == [1, 2, 3, 4] and len(set(updates.values())) == 1
     assert len(list(run.glob("record-*.jsonl"))) == 2
     tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"

@@ -2,14 +2,41 @@
 """Records of runs on random tokens."""
 
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 
-from bapo import BAPOConfig, collect_clip_statistics, diagnose, read_scalars, search_clip_bounds
+from bapo import (
+    BAPOConfig,
+    ClipStatistics,
+    TokenSums,
+    collect_clip_statistics,
+    diagnose,
+    read_scalars,
+    search_clip_bounds,
+)
 from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import Record
+from recipe.bapo.record import Record, read_start
 
 OWN_CLIP = OwnClip("clip", 0.8, 1.2, 3.0)
+
+
+class Update(NamedTuple):
+    """An update in a record: what ``recipe.bapo.record.Updates`` has of one update."""
+
+    numbers: dict
+    values: dict
+    stats: ClipStatistics
+
+
+def read_updates(path, **how):
+    """Return the updates in a record one by one."""
+    start = read_start(path)
+    return [
+        Update(numbers, values, ClipStatistics(TokenSums(*(part[k] for part in some.stats.sums)), some.stats.config))
+        for some in (start.updates(**how) if start else ())
+        for k, (numbers, values) in enumerate(zip(some.numbers, some.values, strict=True))
+    ]
 
 
 def make_tokens(seed, rows=8, columns=12, spread=0.5):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 from support.ports import free_ports as free_ports
+from support.records import read_updates
 
-from recipe.bapo.record import read_record
 from recipe.bapo.run.cleanup import remove
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def explain(run, output):
 
 def updates_of(output):
     """Return the updates in the record of a run that was started once."""
-    return [update for path in output.glob("record-*.jsonl") for update in read_record(path).updates]
+    return [update for path in output.glob("record-*.jsonl") for update in read_updates(path)]
 
 
 def temporary_files():

@@ -31,6 +31,7 @@ def update(end, start=0.38, highest=0.42, gradient=(0.1, 0.1), clipped=None, tok
     counts = dict(zip(("positive_tokens", "negative_tokens", "response_tokens"), tokens, strict=True))
     if clipped is not None:
         counts |= dict(zip(("clipped_positive", "clipped_negative"), clipped, strict=True))
+    counts |= {"clipfrac_positive": 0.05, "clipfrac_negative": 0.05}  # by BAPO's bounds
     return {**ends, **rho, **measures, **counts, **more}
 
 
@@ -156,8 +157,10 @@ def test_clipped_shares_are_of_all_tokens_and_no_mean_of_updates():
         update(None, clipped=(10, 0), tokens=(100, 50, 200)),
         update(None, clipped=(0, 5), tokens=(900, 50, 999)),
     ]
-    assert clipped_shares(updates) == (0.01, 0.05)
-    assert clipped_shares([update(None)]) is None
+    assert clipped_shares(updates, applied=False) == (0.01, 0.05)
+    assert clipped_shares([update(None)], applied=False) is None
+    fractions = dict(clipfrac_positive=0.5, clipfrac_negative=0.1)  # what BAPO's bounds clip
+    assert clipped_shares([update(None, **fractions, tokens=(100, 0, 200))], applied=True) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("positive, told", [(71, False), (20, True)])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.batches import make_batch
+from support.records import read_updates
 
 from bapo import (
     BAPOConfig,
@@ -16,7 +17,6 @@ from bapo import (
     search_clip_bounds,
 )
 from bapo.forecast import ALLOWED_LOSS, REPEAT_COST, spread_like
-from recipe.bapo.record import read_record
 
 ROOT = Path(__file__).parents[2]
 CONFIG = BAPOConfig(positive_contribution_target=0.47)
@@ -184,7 +184,7 @@ def test_trust_comes_back_when_forecasts_are_right_again():
 
 
 def test_a_saved_run_would_have_needed_one_forward():
-    start = read_record(ROOT / "docs/examples/record-language_model-grpo.jsonl")
-    series = [(update.stats, update.numbers["update"] == 0) for update in start.updates]
-    kinds = follow(BoundsForecaster(start.config), series, start.config)
+    updates = read_updates(ROOT / "docs/examples/record-language_model-grpo.jsonl")
+    series, config = [(update.stats, update.numbers["update"] == 0) for update in updates], updates[0].stats.config
+    kinds = follow(BoundsForecaster(config), series, config)
     assert [kinds.count(kind) for kind in ("forward", "forecast", "redone")] == [1, 31, 0]

@@ -14,6 +14,7 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
+from support.records import read_updates
 from support.stand_in import make_mini_batch, make_worker, start_batch, update
 
 import verl  # noqa: F401  loads the plugin
@@ -21,7 +22,7 @@ from bapo import BAPOConfig, collect_clip_statistics
 from recipe.bapo.advice import EVERY
 from recipe.bapo.own_clip import own_clip_of
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
-from recipe.bapo.record import read_record
+from recipe.bapo.record import read_start
 from recipe.bapo.worker import BAPOTrainingWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
@@ -122,7 +123,7 @@ def test_non_finite_input_is_counted_and_warned_of_once(monkeypatch, capsys, tmp
     assert capsys.readouterr().err.count("1 log-probs or advantages of response tokens are not finite") == 1
     after = update(worker, batch_of_pairs(2))
     assert after["actor/bapo/clip_low"] == update(worker_with(monkeypatch), batch_of_pairs(2))["actor/bapo/clip_low"]
-    first, *_, last = read_record(next(tmp_path.iterdir())).updates
+    first, *_, last = read_updates(next(tmp_path.iterdir()))
     assert first.values == {"invalid_tokens": 1} and last.values["low"] == after["actor/bapo/clip_low"][0]
 
 
@@ -291,15 +292,15 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
         worker.calls = step - 7  # the stand-in's loop over the updates is empty
         logged += [update(worker, batch_of_pairs(10 * step + k)) for k in range(2)]
     (path,) = tmp_path.iterdir()
-    start = read_record(path)
-    assert [tuple(u.numbers[name] for name in ("call", "update", "step")) for u in start.updates] == [
+    start, updates = read_start(path), read_updates(path)
+    assert [tuple(u.numbers[name] for name in ("call", "update", "step")) for u in updates] == [
         (0, 0, 7),
         (0, 1, 7),
         (1, 0, 8),
         (1, 1, 8),
     ]
     assert start.about["applied"] == (config is BAPOPolicyLossConfig)
-    for found, metrics, seed in zip(start.updates, logged, (70, 71, 80, 81), strict=True):
+    for found, metrics, seed in zip(updates, logged, (70, 71, 80, 81), strict=True):
         assert found.values["low"] == metrics["actor/bapo/clip_low"][0]
         own = worker.scope.own_clip
         expected = collect_clip_statistics(*batch_of_pairs(seed), BAPOConfig(), 3.0, own)

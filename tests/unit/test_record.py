@@ -8,12 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.records import make_tokens, measure, write_start
+from support.records import make_tokens, measure, read_updates, write_start
 
 from bapo import BAPOConfig
 from recipe.bapo import record as record_module
 from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import Record, read_record
+from recipe.bapo.record import Record, read_start
 
 CONFIG = BAPOConfig(0.45, ratio_upper_max=2.0, contribution="gradient", token_weight="uniform")
 
@@ -23,9 +23,9 @@ def test_sums_and_values_are_read_back_to_the_bit(tmp_path):
     for seed in range(3):
         written.append(measure(make_tokens(seed), CONFIG))
         record.write(*written[-1], call=seed, update=0, step=None)
-    start = read_record(record.path)
+    start = read_start(record.path)
     assert start.config == CONFIG and start.about["applied"] is False and start.about["utc"]
-    for seed, (update, (stats, values)) in enumerate(zip(start.updates, written, strict=True)):
+    for seed, (update, (stats, values)) in enumerate(zip(read_updates(record.path), written, strict=True)):
         assert update.values == values and update.stats.config == CONFIG
         assert all(torch.equal(a, b) for a, b in zip(update.stats.sums, stats.sums, strict=True))
         assert update.numbers.keys() == {"call", "update", "time"} and update.numbers["call"] == seed
@@ -34,15 +34,14 @@ def test_sums_and_values_are_read_back_to_the_bit(tmp_path):
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     old, log_prob, advantages, mask = make_tokens(0)
     log_prob[mask] = math.nan
-    about = {"own_clip": {"dual_clip": OwnClip("cap", 0.8, 1.2).dual_clip}}  # infinite
-    record = Record(tmp_path, CONFIG, about)
+    record = Record(tmp_path, CONFIG, {"own_clip": vars(OwnClip("cap", 0.8, 1.2))})  # its dual clip is infinite
     stats, values = measure((old, log_prob, advantages, mask), CONFIG)
     record.write(stats, values | {"ratio": math.inf})
     first, line = map(json.loads, record.path.read_text().splitlines())
-    assert first["own_clip"] == {"dual_clip": None}
+    assert first["own_clip"]["dual_clip"] is None
     assert line["sums"]["gradient"] is None and line["values"]["ratio"] is None
-    (update,) = read_record(record.path).updates
-    assert update.stats.sums.gradient.isnan() and math.isnan(update.values["ratio"])
+    (update,) = read_updates(record.path)
+    assert update.stats.sums.gradient.isnan() and update.values == values
     finite = stats.sums.positive_tokens
     assert torch.equal(update.stats.sums.positive_tokens, finite) and finite.isfinite().all()
 
@@ -65,26 +64,93 @@ def test_nothing_is_written_after_a_failed_write(tmp_path, capsys):
     record.path.rmdir()
     file.rename(record.path)
     record.write(*update)
-    assert len(read_record(record.path).updates) == 1 and capsys.readouterr().err.count("BAPO") == 1
+    assert len(read_updates(record.path)) == 1 and capsys.readouterr().err.count("BAPO") == 1
 
 
 def test_a_record_that_ends_inside_a_line_is_read_up_to_there(tmp_path):
     path, _ = write_start(tmp_path, steps=[1, 2])
     whole = path.read_text()
     path.write_text(whole[:-10])
-    assert len(read_record(path).updates) == 3
+    assert len(read_updates(path)) == 3
     path.write_text(whole)
-    assert len(read_record(path).updates) == 4
+    assert len(read_updates(path)) == 4
+
+
+def test_updates_are_read_in_chunks_and_none_is_lost(tmp_path):
+    path, _ = write_start(tmp_path, steps=range(5), updates=1)
+    for at_once, sizes in ((2, [2, 2, 1]), (5, [5]), (6, [5]), (1, [1] * 5)):
+        chunks = list(read_start(path).updates(at_once))
+        assert [len(some.numbers) for some in chunks] == [len(some.values) for some in chunks] == sizes
+        assert [some.stats.sums.positive_weight.shape for some in chunks] == [(size, 38) for size in sizes]
+        assert [numbers["step"] for some in chunks for numbers in some.numbers] == [0, 1, 2, 3, 4]
+        for one, other in zip(read_updates(path, at_once=at_once), read_updates(path), strict=True):
+            assert one.values == other.values
+            assert all(torch.equal(a, b) for a, b in zip(one.stats.sums, other.stats.sums, strict=True))
+
+
+def test_a_record_is_read_no_further_than_it_is_used(tmp_path):
+    path, _ = write_start(tmp_path, steps=[1, 2], updates=1)
+    path.write_text(path.read_text() + "no record\n")
+    chunks = read_start(path).updates(at_once=1)
+    assert [next(chunks).numbers[0]["step"] for _ in range(2)] == [1, 2]
+    with pytest.raises(ValueError, match="line 4: no JSON object"):
+        next(chunks)
+
+
+def change(part, **names):
+    """Return a function that sets what is in a part of a line, or removes it."""
+
+    def do(line):
+        for name, value in names.items():
+            line[part].pop(name) if value is None else line[part].update({name: value})
+        return line
+
+    return do
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["no record\n", '{"a": 1}\n', "[]\n", '{"options": {"unknown": 1}}\n', '{"options": {}}\n{"sums": 1}\n'],
+    "number, broken, message",
+    [
+        (1, lambda line: "no record", "no JSON object"),
+        (1, lambda line: "[" * 100_000, "no JSON object"),
+        (1, lambda line: [line], "no JSON object"),
+        (1, lambda line: {}, "no options"),
+        (1, lambda line: {"options": [1]}, "no options"),
+        (1, change("options", new_option=1, another=2), "unknown options another, new_option"),
+        (1, change("options", ratio_lower_step=0), "ratio_lower_step=0 is not usable: use a step above 0"),
+        (1, change("options", ratio_lower_start=10**400), "int too large to convert to float"),
+        (1, change("own_clip", low=None), "no numbers in own_clip as low"),
+        (1, change("own_clip", high="1.2"), "no numbers in own_clip as high"),
+        (1, change("own_clip", kind=None), "an own_clip without kind"),
+        (1, lambda line: line | {"own_clip": "clip"}, "no own_clip"),
+        (3, lambda line: "", "no JSON object"),
+        (3, lambda line: 7, "no JSON object"),
+        (3, lambda line: [line], "no JSON object"),
+        (3, lambda line: {}, "no values"),
+        (3, lambda line: {"values": {}}, "no sums"),
+        (3, lambda line: line | {"sums": 1}, "no sums"),
+        (3, lambda line: line | {"values": []}, "no values"),
+        (4, change("sums", gradient=None, tokens=None), "missing sums gradient, tokens"),
+        (4, change("sums", new=1.0), "unknown sums new"),
+        (4, change("sums", positive_weight=[0.5] * 40), "40 numbers in the sum positive_weight, and 38 with"),
+        (4, change("sums", positive_weight=0.5), "1 numbers in the sum positive_weight, and 38 with the options"),
+        (4, change("sums", tokens=[1.0, 2.0]), "2 numbers in the sum tokens, and 1 with the options in line 1"),
+        (4, change("sums", tokens="many"), "something else than numbers in the sum tokens"),
+        (4, change("sums", tokens={}), "something else than numbers in the sum tokens"),
+        (4, change("sums", negative_weight=[[1.0]] * 17), "something else than numbers in the sum negative_weight"),
+        (5, change("values", saturated=None, clipfrac_positive="a"), "no numbers as the values clipfrac_positive, sat"),
+        (5, change("values", redone=1.0), "no numbers as the values extra_forward"),
+    ],
 )
-def test_another_file_is_refused_by_name(tmp_path, content):
-    (tmp_path / "record.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=r"record.jsonl is not a record of this version \("):
-        read_record(tmp_path / "record.jsonl")
+def test_what_is_wrong_in_a_record_is_named_with_its_line(tmp_path, number, broken, message):
+    path, _ = write_start(tmp_path, steps=[1, 2])
+    lines = path.read_text().splitlines()
+    changed = broken(json.loads(lines[number - 1]))
+    lines[number - 1] = changed if isinstance(changed, str) else json.dumps(changed)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ValueError) as raised:
+        read_updates(path)
+    assert str(raised.value).startswith(f"{path} is not a record of this version (line {number}: {message}")
 
 
 @pytest.mark.parametrize("seconds", [1, 0, -3600])
@@ -96,7 +162,7 @@ def test_each_start_writes_a_file_that_comes_after_the_others(tmp_path, monkeypa
     (tmp_path / "record-mine.jsonl").touch()
     paths = [write_start(tmp_path, steps=[1])[0] for _ in range(3)]
     assert [*paths, tmp_path / "record-mine.jsonl"] == sorted(tmp_path.glob("record-*.jsonl"))
-    told = [datetime.fromisoformat(read_record(path).about["utc"]) for path in paths]
+    told = [datetime.fromisoformat(read_start(path).about["utc"]) for path in paths]
     assert told == [now + number * timedelta(seconds=seconds) for number in range(3)]
 
 
@@ -109,6 +175,6 @@ def test_a_record_of_a_scope_that_is_gone_stays_readable(tmp_path):
         del line["sums"]["dual_clipped_weight"]
     old = tmp_path / "old.jsonl"
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for found, expected in zip(read_record(old).updates, read_record(path).updates, strict=True):
+    for found, expected in zip(read_updates(old), read_updates(path), strict=True):
         assert found.values == expected.values and found.stats.sums.dual_clipped_weight == 0
         assert torch.equal(found.stats.sums.negative_weight, expected.stats.sums.negative_weight)

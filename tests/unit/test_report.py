@@ -6,20 +6,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 import torch
 from matplotlib import image
 from support.oracle import contribution, ratios, response_tokens, sequential_search, share
-from support.records import OWN_CLIP, make_tokens, measure, write_start
+from support.records import OWN_CLIP, make_tokens, measure, read_updates, write_start
 
 from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import Record
-from recipe.bapo.report.__main__ import BOUNDS, TARGETS, main
-from recipe.bapo.report.findings import clipped, ends_of_search, fixed_bounds, read_runs
+from recipe.bapo.record import Record, Start
+from recipe.bapo.report import picture as picture_module
+from recipe.bapo.report.__main__ import TARGETS, main
+from recipe.bapo.report.findings import BOUNDS, clipped, ends_of_search, fixed_bounds, read_runs
 from recipe.bapo.report.picture import picture
+from recipe.bapo.report.table import Table, join
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
@@ -30,7 +32,7 @@ CONFIGS = [
 
 
 def steps_of(run):
-    return [(update.numbers["step"], update.numbers["update"]) for update in run.recorded]
+    return list(zip(run.recorded["step"].tolist(), run.recorded["update"].tolist(), strict=True))
 
 
 def clipped_by(batches, rule):
@@ -49,8 +51,9 @@ def clipped_by(batches, rule):
 def test_searches_for_every_target_are_those_of_the_literal_loop(tmp_path, config, measure_of):
     _, batches = write_start(tmp_path, steps=range(1, 5), config=config)
     (run,) = read_runs(tmp_path)
-    found = ends_of_search(run, measure_of, [*TARGETS, 0.42])
-    for target, ends in found.items():
+    found = ends_of_search(run, measure_of)
+    assert {*TARGETS, 0.42, config.positive_contribution_target} <= found.keys()
+    for target, ends in {one: found[one] for one in (*TARGETS, 0.42, config.positive_contribution_target)}.items():
         literal = torch.zeros(3)
         for batch in batches:
             searched = replace(config, positive_contribution_target=target, contribution=measure_of)
@@ -98,12 +101,15 @@ def test_what_the_runs_loss_clips_is_counted_by_sign_and_position(tmp_path):
         return r > OWN_CLIP.high if a > 0 else r < OWN_CLIP.low or r > OWN_CLIP.dual_clip
 
     assert clipped(run, run.updates, by_bapo=False) == pytest.approx(clipped_by(batches, rule))
-    places = run.by_position()
-    assert list(places) == [1, 2] and clipped(run, places[1], by_bapo=False) == (0, 0)
-    assert clipped(run, places[2], by_bapo=False) == pytest.approx(clipped_by(batches[1::2], rule))
-    unit, steps = run.by_step(run.updates)
-    assert unit == "training step" and list(steps) == [1, 2, 3, 4]
-    assert clipped(run, steps[3], by_bapo=False) == pytest.approx(clipped_by(batches[4:6], rule))
+    (first, _, at_first), (second, _, at_second) = run.by_position(8)
+    assert (first, second) == (1, 2) and clipped(run, at_first, by_bapo=False) == (0, 0)
+    assert clipped(run, at_second, by_bapo=False) == pytest.approx(clipped_by(batches[1::2], rule))
+    unit, steps = run.by_step(4)
+    assert unit == "training step" and [(first, last) for first, last, _ in steps] == [(k, k) for k in range(1, 5)]
+    assert clipped(run, steps[2][-1], by_bapo=False) == pytest.approx(clipped_by(batches[4:6], rule))
+    _, halves = run.by_step(2)
+    assert [(first, last) for first, last, _ in halves] == [(1, 2), (3, 4)]
+    assert clipped(run, halves[1][-1], by_bapo=False) == pytest.approx(clipped_by(batches[4:], rule))
 
 
 def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
@@ -123,12 +129,54 @@ def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
 
 def test_a_resumed_start_replaces_the_updates_from_its_step_on(tmp_path):
     made = [[1, 2, 3], [3, 4], [2, 3]]  # the third start goes on from the checkpoint of step 1
-    paths = [write_start(tmp_path, steps)[0] for steps in made]
+    paths = [write_start(tmp_path, steps, seed)[0] for seed, steps in enumerate(made)]
     (run,) = read_runs(tmp_path)
     assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     assert [start.path for start in run.starts] == paths
-    of_the_last = [any(update is one for one in run.starts[-1].updates) for update in run.recorded]
-    assert of_the_last == [False] * 2 + [True] * 4
+    expected = read_updates(paths[0])[:2] + read_updates(paths[2])
+    assert run.recorded["effective_sample_size"].tolist() == [one.values["effective_sample_size"] for one in expected]
+    assert run.recorded["tokens"].tolist() == [[float(sum_) for sum_ in one.stats.tokens_by_sign] for one in expected]
+
+
+def test_the_size_of_the_chunks_changes_nothing(tmp_path, monkeypatch, capsys):
+    config = BAPOConfig(0.37, contribution="gradient")
+    for seed, steps in enumerate(([1, 2, 3], [2, 3, 4, 5])):
+        write_start(tmp_path, steps, seed, config, costs=[(1.0, 0.0), (0.0, 1.0)])
+    said, pictures = [], []
+    for at_once in (250, 1, 3):
+        monkeypatch.setattr(Start.updates, "__defaults__", (at_once,))
+        said.append(report_of(monkeypatch, capsys, tmp_path))
+        pictures.append((tmp_path / "report.png").read_bytes())
+    assert said[0] == said[1] == said[2] and "10 updates in 5 training steps (1 to 5), from 2 starts" in said[0]
+    assert pictures[0] == pictures[1] == pictures[2]
+
+
+def test_what_is_kept_of_an_update_is_small(tmp_path):
+    write_start(tmp_path, steps=range(1, 5), config=BAPOConfig(ratio_upper_step=0.0005), updates=1)
+    (run,) = read_runs(tmp_path)
+    kept = sum(column.untyped_storage().nbytes() for column in run.recorded.columns.values())
+    assert kept < 4 * 1000  # 3,600 candidates have sums of 100 kB
+
+
+def test_labels_are_grouped_in_order_and_neighbors_joined():
+    table = Table({"number": torch.arange(6.0)})
+
+    def groups(labels, most):
+        return [(first, last, some["number"].tolist()) for first, last, some in table.groups(labels, most)]
+
+    labels = [7, 7, 3, 5, 3, 9]
+    assert groups(labels, 4) == [(7, 7, [0, 1]), (3, 3, [2, 4]), (5, 5, [3]), (9, 9, [5])]
+    assert groups(labels, 3) == groups(labels, 2) == [(7, 3, [0, 1, 2, 4]), (5, 9, [3, 5])]
+    assert groups(labels, 1) == [(7, 9, [0, 1, 2, 4, 3, 5])]
+    assert groups([1, 2, 3, 4, 5, 6], 4) == [(1, 2, [0, 1]), (3, 4, [2, 3]), (5, 6, [4, 5])]
+    assert table.rows(torch.zeros(6, dtype=torch.bool)).groups([], 4) == []
+
+
+def test_numbers_that_only_some_updates_have_stay_with_them():
+    one, other = Table({"a": torch.tensor([1.0, 2.0])}), Table({"b": torch.tensor([3.0]), "a": torch.tensor([4.0])})
+    joined = join([one, other])
+    assert joined.dicts(["a", "b"]) == [{"a": 1}, {"a": 2}, {"a": 4, "b": 3}] and len(joined) == 3
+    assert joined.rows(~joined["b"].isnan()).dicts(["a", "c"]) == [{"a": 4}]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +221,10 @@ def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypa
     bad[1][0] = float("-inf")  # the sums stay finite, since the log-ratio is clamped
     write_broken(tmp_path, [good, bad, (*none[:2], torch.zeros_like(none[2]), none[3]), good])
     (run,) = read_runs(tmp_path)
-    assert (len(run.recorded), len(run.invalid), len(run.updates)) == (4, 1, 2)
+    assert (len(run.recorded), run.valid.tolist(), len(run.updates)) == (4, [True, False, True, True], 2)
     said = report_of(monkeypatch, capsys, tmp_path)
     assert "1 of the 4 updates could not be measured, because log-probs or advantages were not finite" in said
-    assert f"{int(run.invalid[0].values['invalid_tokens'])} log-probs or advantages in this run were not" in said
+    assert f"{int(run.recorded['invalid_tokens'][1])} log-probs or advantages in this run were not" in said
     assert "nan" not in said and "4 updates in 4 training steps (1 to 4)" in said
 
 
@@ -208,7 +256,7 @@ def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
     assert re.search(rf"all updates +{100 * positive:.1f}% +{100 * negative:.1f}%\n", said)
     assert re.search(r"update 1 on a rollout batch +0.0% +0.0%\n", said) and "training steps 10 to 10" not in said
     assert "training steps 1 to 3 " in said and "training step 10 " in said
-    ends = ends_of_search(run, "value", [0.4])[0.4]
+    ends = ends_of_search(run, "value")[0.4]
     at_start, moved, saturated = (f"{100 * end:.1f}%" for end in ends)
     assert f"the target 0.4: met at the start in {at_start} of the updates, met by moving bounds in {moved}, " in said
     assert re.search(rf"target 0.4 \(searched for\) +{at_start} +{moved} +{saturated}\n", said)
@@ -233,6 +281,29 @@ def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch
     figure = picture({name: read_runs(tmp_path / name)[0] for name in ("grpo", "bapo")})
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "bapo"]
     assert [len(axis.lines) for axis in figure.axes] == [3, 3, 4, 6, 4, 4]
+
+
+def test_curves_of_many_steps_show_means_of_neighbors(tmp_path, monkeypatch):
+    write_start(tmp_path, steps=range(11, 18))
+    (run,) = read_runs(tmp_path)
+    in_full = picture({"run": run}).axes
+    monkeypatch.setattr(picture_module, "POINTS", 3)  # 7 steps: 3, 3 and 1
+    in_short = picture({"run": run}).axes
+    for axis, line in ((3, 0), (3, 1), (4, 0), (4, 1)):
+        every, means = in_full[axis].lines[line], in_short[axis].lines[line]
+        assert list(every.get_xdata()) == list(range(11, 18)) and list(means.get_xdata()) == [12, 15, 17]
+        values = list(every.get_ydata())
+        assert list(means.get_ydata()) == pytest.approx([fmean(values[:3]), fmean(values[3:6]), values[6]])
+    shares = [clipped(run, some, by_bapo=False)[1] for *_, some in run.by_step(3)[1]]
+    assert list(in_short[1].lines[0].get_ydata()) == shares
+
+
+@pytest.mark.parametrize("steps, ticks", [([1, 4, 9], 9), ([1, 20_000], 6)])
+def test_numbers_of_five_digits_do_not_run_into_each_other(tmp_path, steps, ticks):
+    write_start(tmp_path, steps)
+    (run,) = read_runs(tmp_path)
+    places = [len(axis.xaxis.get_major_locator().tick_values(1, steps[-1])) for axis in picture({"run": run}).axes]
+    assert places[0] == places[1] == ticks
 
 
 @pytest.mark.parametrize(
@@ -274,10 +345,14 @@ def test_what_cannot_be_reported_is_named_in_a_line(tmp_path, monkeypatch, capsy
     assert "holds no record-*.jsonl: train with record_dir=" in failure_of(monkeypatch, capsys, tmp_path)
     assert "No such file or directory: '/no/run'" in failure_of(monkeypatch, capsys, "/no/run")
     (tmp_path / "record-x.jsonl").write_text("x\n")
-    assert "record-x.jsonl is not a record of this version" in failure_of(monkeypatch, capsys, tmp_path)
+    message = f"Error: {tmp_path / 'record-x.jsonl'} is not a record of this version (line 1: no JSON object)\n"
+    assert failure_of(monkeypatch, capsys, tmp_path) == message
     (tmp_path / "record-x.jsonl").write_bytes(b"\xff\n")
-    assert "record-x.jsonl is not a record of this version" in failure_of(monkeypatch, capsys, tmp_path)
+    assert failure_of(monkeypatch, capsys, tmp_path) == message
     path, _ = write_start(tmp_path / "run", steps=[1])
+    lines = path.read_text().splitlines()
+    (tmp_path / "record-x.jsonl").write_text("\n".join([*lines, lines[-1].replace("[", "[1.5, "), ""]))
+    assert "line 4: 39 numbers in the sum positive_weight, and 38 " in failure_of(monkeypatch, capsys, tmp_path)
     (tmp_path / "run" / "record-y.jsonl").write_text(path.read_text().splitlines()[0] + "\n")
     assert "report.png" in report_of(monkeypatch, capsys, tmp_path / "run")
     path.unlink()
@@ -297,7 +372,7 @@ def test_the_lines_for_another_trainer_run(tmp_path, monkeypatch, capsys):
     assert steps_of(run) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     expected = OwnClip("clip", 0.8, 1.28, 3.0)
     stats, _ = measure(batch, BAPOConfig(), expected)
-    assert run.recorded[-1].stats.sums.own_clipped_positive == stats.sums.own_clipped_positive > 0
+    assert run.recorded["own_clipped"][-1, 0] == stats.sums.own_clipped_positive > 0
     said = report_of(monkeypatch, capsys, tmp_path)
     assert "trained with grpo, which clips ratios to [0.8, 1.28]" in said
 

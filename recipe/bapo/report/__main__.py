@@ -14,22 +14,20 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 
-from recipe.bapo.advice import advise, cost_of_bounds
-from recipe.bapo.figures import figures_of
-from recipe.bapo.record import Update
+from recipe.bapo.advice import OUTCOMES, advise, cost_of_bounds
 from recipe.bapo.report.findings import (
+    BOUNDS,
     CONTRIBUTIONS,
     Run,
     clipped,
     ends_of_search,
     fixed_bounds,
     read_runs,
-    values,
+    steps_of,
 )
 from recipe.bapo.report.picture import picture
 
 TARGETS = [k / 100 for k in range(30, 61, 5)]
-BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]
 # What is clipped is reported in at most this many rows for stretches of training, and for updates on a rollout batch.
 STRETCHES, POSITIONS = 4, 8
 
@@ -38,29 +36,29 @@ def report(name: str, run: Run) -> Iterator[str]:
     """Yield the lines of the report on a run."""
     yield name
     yield f"  {_what_was_recorded(run)}"
-    if run.invalid:
+    invalid = len(run.recorded) - int(run.valid.sum())
+    if invalid:
         yield (
-            f"  {len(run.invalid)} of the {len(run.recorded)} updates could not be measured, because log-probs or "
+            f"  {invalid} of the {len(run.recorded)} updates could not be measured, because log-probs or "
             "advantages were not finite (or the log of the run says why not). They are left out of the figures."
         )
     if run.updates:
         yield from ("", "1. Does the run clip?", *_clipping(run))
         yield from ("", f"2. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
         yield from ("", "3. What would fixed bounds clip?", *_bounds(run))
-    applied, clips = run.applied, run.own_clip is not None
-    updates = [figures_of(update.stats, update.values, run.config, applied, clips) for update in run.recorded]
-    found = advise(updates, asdict(run.config), run.about, "this run")
+    named = [name for name, column in run.recorded.columns.items() if column.dim() == 1]
+    found = advise(run.recorded.dicts(named), asdict(run.config), run.about, "this run")
     yield from ("", "4. What next?", f"  {found.text[0].upper()}{found.text[1:]}")
     yield from (f"    {override}" for override in found.overrides)
 
 
 def _what_was_recorded(run):
-    unit, steps = run.by_step(run.recorded)
-    span = f" in {_count(len(steps), unit)} ({min(steps)} to {max(steps)})" if steps and unit != "update" else ""
+    unit, steps = steps_of(run.recorded)
+    span = f" in {_count(len(set(steps)), unit)} ({min(steps)} to {max(steps)})" if unit != "update" else ""
     starts = f", from {len(run.starts)} starts of the process" if len(run.starts) > 1 else ""
     loss = run.about.get("loss_mode", "another loss")
     if run.applied:
-        scope = run.about["options"]["bound_scope"]
+        scope = run.about["options"].get("bound_scope", run.config.bound_scope)
         trained = f"trained with BAPO, bound_scope={scope}"
         if scope == "micro_batch":
             trained += " (what its bounds clip is a mean over micro-batches)"
@@ -83,25 +81,18 @@ def _clipping(run):
     by_bapo = own is None
     verb = "capped" if run.own_clip and run.own_clip["kind"] == "cap" else "clipped"
     rows = [("", f"A > 0 {verb}", f"A < 0 {verb}"), ("all updates", *_shares(run, run.updates, by_bapo))]
-    places = run.by_position()
-    if len(places) > 1:
-        for label, updates in _parts(places, POSITIONS):
-            rows.append(
-                (f"update{'s' if ' to ' in label else ''} {label} on a rollout batch", *_shares(run, updates, by_bapo))
-            )
-    unit, steps = run.by_step(run.updates)
-    if len(steps) > 1:
-        for label, updates in _parts(steps, STRETCHES):
-            rows.append((f"{unit}{'s' if ' to ' in label else ''} {label}", *_shares(run, updates, by_bapo)))
+    unit, stretches = run.by_step(STRETCHES)
+    for one, after, groups in (("update", " on a rollout batch", run.by_position(POSITIONS)), (unit, "", stretches)):
+        for first, last, updates in groups if len(groups) > 1 else ():
+            label = f"{one} {first}" if first == last else f"{one}s {first} to {last}"
+            rows.append((f"{label}{after}", *_shares(run, updates, by_bapo)))
     yield from _table(rows)
 
 
 def _searches(run):
     """Answer question 2."""
     target = run.config.positive_contribution_target
-    ends = [
-        sum(values(run.updates, name)) / len(run.updates) for name in ("met_at_start", "met_by_moving", "saturated")
-    ]
+    ends = [sum(run.updates[name].tolist()) / len(run.updates) for name in OUTCOMES]
     yield (
         f"  Searching for the target {target:g}: met at the start in {_percent(ends[0])} of the updates, met by moving "
         f"bounds in {_percent(ends[1])}, saturated in {_percent(ends[2])}."
@@ -111,26 +102,29 @@ def _searches(run):
         ("rho at the start of the search", "positive_contribution_start"),
         ("highest rho that bounds reach", "positive_contribution_highest"),
     ):
-        rho = values(run.updates, key)
+        rho = run.updates[key].tolist()
         yield f"  {name}: {median(rho):.3f} (median of the updates; {min(rho):.3f} to {max(rho):.3f})"
     yield "  How searches over all tokens of an update end with other targets, as shares of the updates:"
     for contribution in sorted(CONTRIBUTIONS, key=lambda one: one != run.config.contribution):
         rows = [(f"contribution={contribution}", "met at the start", "met by moving", "saturated")]
-        for one, shares in ends_of_search(run, contribution, sorted({*TARGETS, target})).items():
-            rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(_percent, shares)))
+        ends_of = ends_of_search(run, contribution)
+        for one in sorted({*TARGETS, target}):
+            rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(_percent, ends_of[one])))
         yield from _table(rows)
 
 
 def _cost(run):
     """Say how often exact bounds needed more than the update's own pass, or would have with BAPO."""
-    updates = [update.values for update in run.updates if "redone" in update.values]
-    if not updates:  # a record of version 0.2, or of another trainer
+    known = run.updates.rows(~run.updates["redone"].isnan())
+    if not known:  # a record of version 0.2, or of another trainer
         return
-    forwards, redone = (_percent(fmean(update[name] for update in updates)) for name in ("extra_forward", "redone"))
+    names = ("extra_forward", "redone")
+    forwards, redone = (_percent(fmean(known[name].tolist())) for name in names)
+    cost = cost_of_bounds(known.dicts(names))
     made = "made" if run.applied else "would have made"
     yield (
         f"  To find exact bounds, {forwards} of the updates {made} an extra forward pass, and {redone} {made} their "
-        f"forwards and backwards twice: about {cost_of_bounds(updates):.2f} times the time of an update."
+        f"forwards and backwards twice: about {cost:.2f} times the time of an update."
     )
 
 
@@ -142,7 +136,7 @@ def _bounds(run):
         found = fixed_bounds(run, low, high)
         rho = ("-", "-") if found is None else _rho(found.rho)
         rows.append((f"the run's loss, [{low:g}, {high:g}]", *_shares(run, run.updates, by_bapo=False), *rho))
-    rho = {run.config.contribution: median(values(run.updates, "positive_contribution"))}
+    rho = {run.config.contribution: median(run.updates["positive_contribution"].tolist())}
     rows.append(("the bounds that BAPO's search finds", *_shares(run, run.updates, by_bapo=True), *_rho(rho)))
     for low, high in BOUNDS:
         found = fixed_bounds(run, low, high)
@@ -163,16 +157,6 @@ def _bounds(run):
 
 def _shares(run, updates, by_bapo):
     return tuple(map(_percent, clipped(run, updates, by_bapo)))
-
-
-def _parts(groups: dict[int, list[Update]], most: int) -> Iterator[tuple[str, list[Update]]]:
-    """Join neighboring groups, so that there are at most ``most``."""
-    labels = list(groups)
-    size = -(-len(labels) // most)
-    for first in range(0, len(labels), size):
-        some = labels[first : first + size]
-        label = f"{some[0]}" if len(some) == 1 else f"{some[0]} to {some[-1]}"
-        yield label, [update for one in some for update in groups[one]]
 
 
 def _rho(rho: dict[str, float]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ All of it is exact: a token is in a bucket of its ratio, and every candidate of 
 what ``bound_scope=micro_batch`` clips is not: it is a mean over micro-batches, because each has bounds of its own.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,17 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
 from bapo.search import measure_search_path, reaches_target
-from recipe.bapo.record import Start, Update, read_record
+from recipe.bapo.figures import figures_of
+from recipe.bapo.record import Start, Updates, read_start
+from recipe.bapo.report.table import Table, join
 
 CONTRIBUTIONS = CHOICES["contribution"]
+SIGNS = ("positive", "negative")
+TARGETS = [k / 100 for k in range(10, 91)]  # that are searched for, besides the run's own
+BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]  # that are measured, besides those of the run's loss
 NAMES_OF_A_PROCESS = ("utc", "host")  # what differs between two starts of one run
 
 
@@ -27,12 +33,13 @@ class Run:
     """A run: one start of its training process, or several if it was resumed.
 
     Attributes:
-        starts: the records, in order.
-        recorded: all updates, in order.
+        starts: the first lines of the records, in order.
+        recorded: all updates, in order. Its columns are the values and numbers of the record by name, and those of
+            ``_measure``.
     """
 
     starts: list[Start]
-    recorded: list[Update]
+    recorded: Table
 
     @property
     def config(self) -> BAPOConfig:
@@ -54,27 +61,34 @@ class Run:
         """The limits of another loss that the run trains with (see ``OwnClip``), if that clips by the ratio."""
         return None if self.applied else self.about.get("own_clip")
 
-    @cached_property
-    def invalid(self) -> list[Update]:
-        """The updates that are not valid. Their sums mean nothing."""
-        return [update for update in self.recorded if not is_valid(update)]
+    @property
+    def valid(self) -> Tensor:
+        """Which updates were measured, ``(updates,)`` bool: all log-probs and advantages were finite, and collected."""
+        return ~self.recorded["met_at_start"].isnan()
 
     @cached_property
-    def updates(self) -> list[Update]:
-        """The other updates, as far as they have a token with an advantage. All figures are about these."""
-        return [update for update in self.recorded if is_valid(update) and sum(update.stats.tokens_by_sign) > 0]
+    def updates(self) -> Table:
+        """The valid updates that have a token with an advantage. All figures are about these."""
+        return self.recorded.rows(self.valid & (self.recorded["tokens"].sum(1) > 0))
 
-    def by_step(self, updates: list[Update]) -> tuple[str, dict[int, list[Update]]]:
-        """Return the name of the largest unit of training that the record knows, and some updates by its number."""
-        for key, name, first in (("step", "training step", 0), ("call", "training call", 1)):
-            if all(key in update.numbers for update in updates):
-                return name, _group(updates, [int(update.numbers[key]) + first for update in updates])
-        return "update", _group(updates, list(range(1, len(updates) + 1)))
+    def by_step(self, most: int) -> tuple[str, list[tuple[int, int, Table]]]:
+        """Group the updates by the largest unit of training that the record knows. Returns its name too."""
+        unit, labels = steps_of(self.updates)
+        return unit, self.updates.groups(labels, most)
 
-    def by_position(self) -> dict[int, list[Update]]:
-        """Return the updates by their position on a rollout batch, from 1, as far as the record knows it."""
-        known = [update for update in self.updates if "update" in update.numbers]
-        return dict(sorted(_group(known, [int(update.numbers["update"]) + 1 for update in known]).items()))
+    def by_position(self, most: int) -> list[tuple[int, int, Table]]:
+        """Group the updates by their position on a rollout batch, from 1, as far as the record knows it."""
+        known = self.updates.rows(~self.updates["update"].isnan())
+        known = known.rows(known["update"].argsort(stable=True))
+        return known.groups(_labels(known["update"], 1), most)
+
+
+def steps_of(updates: Table) -> tuple[str, list[int]]:
+    """Return the name of the largest unit of training that the record knows of all updates, and each one's number."""
+    for key, name, first in (("step", "training step", 0), ("call", "training call", 1)):
+        if not updates[key].isnan().any():
+            return name, _labels(updates[key], first)
+    return "update", list(range(1, len(updates) + 1))
 
 
 def read_runs(path: Path) -> list[Run]:
@@ -91,20 +105,24 @@ def read_runs(path: Path) -> list[Run]:
     if not files:
         raise ValueError(f"{path} holds no record-*.jsonl: train with record_dir={path.resolve()} (docs/monitor.md).")
     runs: list[Run] = []
-    for start in filter(lambda start: start.updates, map(read_record, files)):
-        place = next((k for k in reversed(range(len(runs))) if _resumes(start, runs[k])), None)
+    for start in filter(None, map(read_start, files)):
+        tables = [_measure(updates, start) for updates in start.updates()]
+        if not tables:
+            continue
+        recorded = join(tables)
+        place = next((k for k in reversed(range(len(runs))) if _resumes(start, recorded, runs[k])), None)
         if place is None:
-            runs.append(Run([start], start.updates))
+            runs.append(Run([start], recorded))
         else:
-            first = start.updates[0].numbers["step"]
-            kept = [update for update in runs[place].recorded if update.numbers["step"] < first]
-            runs[place] = Run([*runs[place].starts, start], kept + start.updates)
+            before = runs[place].recorded
+            kept = before.rows(before["step"] < recorded["step"][0])
+            runs[place] = Run([*runs[place].starts, start], join([kept, recorded]))
     if not runs:
         raise ValueError(f"{path} holds no complete update yet: let the run finish one.")
     return runs
 
 
-def clipped(run: Run, updates: list[Update], by_bapo: bool) -> tuple[float, float] | None:
+def clipped(run: Run, updates: Table, by_bapo: bool) -> tuple[float, float] | None:
     """Return the share of the tokens with A > 0 and with A < 0 that these updates clipped (or capped).
 
     Args:
@@ -113,32 +131,24 @@ def clipped(run: Run, updates: list[Update], by_bapo: bool) -> tuple[float, floa
         by_bapo: count what BAPO's bounds clip, also where the run's loss does not use them. Otherwise what the loss of
             the run clips: None if that does not clip by the ratio.
     """
-    tokens = torch.stack([torch.stack(update.stats.tokens_by_sign) for update in updates])
+    tokens = updates["tokens"]
     if by_bapo or run.applied:
-        shares = [[update.values[f"clipfrac_{sign}"] for sign in ("positive", "negative")] for update in updates]
-        counts = tokens * torch.tensor(shares, dtype=torch.float64)
+        counts = tokens * torch.stack([updates[f"clipfrac_{sign}"] for sign in SIGNS], dim=1)
     elif run.own_clip is not None:
-        sums = [update.stats.sums for update in updates]
-        counts = torch.stack([torch.stack([s.own_clipped_positive, s.own_clipped_negative]) for s in sums])
+        counts = updates["own_clipped"]
     else:
         return None
     return _shares(counts.sum(0), tokens.sum(0))
 
 
-def ends_of_search(run: Run, contribution: str, targets: list[float]) -> dict[float, tuple[float, float, float]]:
+def ends_of_search(run: Run, contribution: str) -> dict[float, tuple[float, float, float]]:
     """Return for each target the share of the updates in which it is met at the start, met by moving, saturated.
 
     The search is over all tokens of an update, with the run's ranges and token weight.
     """
-    config, column = replace(run.config, contribution=contribution), torch.tensor(targets, dtype=torch.float64)[:, None]
-    ends = []
-    for update in run.updates:
-        path = measure_search_path(update.stats, config)
-        reached = reaches_target(path.p, path.n, column)
-        at_start, ever = reached[:, 0], reached.any(1)
-        ends.append(torch.stack([at_start, ever & ~at_start, ~ever], dim=1))
-    shares = torch.stack(ends).double().mean(0).tolist()
-    return {target: tuple(row) for target, row in zip(targets, shares, strict=True)}
+    ends = run.updates[f"ends_{contribution}"]
+    shares = (torch.stack([(ends == end).sum(0) for end in range(3)], dim=1).double() / len(ends)).tolist()
+    return {target: tuple(row) for target, row in zip(_targets(run.config), shares, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -157,48 +167,79 @@ class FixedBounds:
 
 
 def fixed_bounds(run: Run, low: float, high: float) -> FixedBounds | None:
-    """Measure two bounds; None if one of them is not a candidate of the run's search."""
-    at_low, at_high = _index(run.config.lower, low), _index(run.config.upper, high)
-    if at_low is None or at_high is None:
+    """Return what two bounds do, of ``BOUNDS`` or the run's loss; None if one is no candidate of the run's search."""
+    if f"clipped_by_{low}_{high}" not in run.updates.columns:
         return None
-    first, *others = [update.stats for update in run.updates]
-    total = sum(others, start=first)
-    counts = total.clipped_tokens(run.config.lower.grid()[at_low], run.config.upper.grid()[at_high])
-    rho = {}
+    shares = _shares(run.updates[f"clipped_by_{low}_{high}"].sum(0), run.updates["tokens"].sum(0))
+    rho = run.updates[f"rho_of_{low}_{high}"].T.tolist()
+    return FixedBounds(*shares, dict(zip(CONTRIBUTIONS, map(median, rho), strict=True)))
+
+
+def _measure(updates: Updates, start: Start) -> Table:
+    """Make the table of some updates. Its columns of the sums, with A > 0 first where there are two signs:
+
+    - ``tokens`` and ``own_clipped``: numbers of tokens, ``(updates, 2)``.
+    - ``ends_<contribution>``: how the search for each target ends, ``(updates, targets)``: 0 met at the start, 1 met by
+      moving, 2 saturated.
+    - ``clipped_by_<low>_<high>``: number of tokens that these bounds clip, ``(updates, 2)``.
+    - ``rho_of_<low>_<high>``: rho at these bounds, ``(updates, contributions)``.
+    - those of ``figures_of``, ``(updates,)``.
+    """
+    stats = updates.stats
+    figures = {
+        "tokens": torch.stack(stats.tokens_by_sign, dim=1),
+        "own_clipped": torch.stack([stats.sums.own_clipped_positive, stats.sums.own_clipped_negative], dim=1),
+    }
+    figures |= {f"ends_{contribution}": _ends(stats, contribution) for contribution in CONTRIBUTIONS}
+    own = start.about.get("own_clip")
+    for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own else [])]:
+        figures |= _bounds(stats, low, high)
+    figures |= figures_of(stats, stats.config, bool(own) and not start.about.get("applied"))
+    rows = [values | numbers for values, numbers in zip(updates.values, updates.numbers, strict=True)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    read = {name: [row.get(name, math.nan) for row in rows] for name in names}
+    return Table({name: torch.tensor(column, dtype=torch.float64) for name, column in read.items()} | figures)
+
+
+def _ends(stats: ClipStatistics, contribution: str) -> Tensor:
+    """Return how the search for each target ends in each update, ``(updates, targets)``."""
+    path = measure_search_path(stats, replace(stats.config, contribution=contribution))
+    ends = []
+    for target in _targets(stats.config):  # all at once would take longer, since the tensors would not fit the cache
+        reached = reaches_target(path.p, path.n, target)
+        ends.append((~reached[:, 0]).byte() + ~reached.any(1))
+    return torch.stack(ends, dim=1)
+
+
+def _bounds(stats: ClipStatistics, low: float, high: float) -> dict[str, Tensor]:
+    """Return what two bounds clip and their rho; nothing if one is no candidate of the search."""
+    at_low, at_high = _index(stats.config.lower, low), _index(stats.config.upper, high)
+    if at_low is None or at_high is None:
+        return {}
+    counts = stats.clipped_tokens(stats.config.lower.grid()[at_low], stats.config.upper.grid()[at_high])
+    rho = []
     for contribution in CONTRIBUTIONS:
-        both = [update.stats.contributions(contribution) for update in run.updates]
-        pairs = [(p[at_high].item(), n[at_low].item()) for p, n in both]
-        rho[contribution] = median(p / (p + n) if p + n > 0 else 0.0 for p, n in pairs)
-    return FixedBounds(*_shares(torch.stack(counts), torch.stack(total.tokens_by_sign)), rho)
+        p, n = stats.contributions(contribution)
+        p, n = p[:, at_high], n[:, at_low]
+        rho.append(torch.where(p + n > 0, p / (p + n), 0.0))
+    return {f"clipped_by_{low}_{high}": torch.stack(counts, dim=1), f"rho_of_{low}_{high}": torch.stack(rho, dim=1)}
 
 
-def values(updates: list[Update], name: str) -> list[float]:
-    """Return a logged value of each update."""
-    return [update.values[name] for update in updates]
-
-
-def is_valid(update: Update) -> bool:
-    """Whether an update was measured: log-probs and advantages were finite, and no micro-batch was missed."""
-    return "met_at_start" in update.values
-
-
-def _resumes(start: Start, run: Run) -> bool:
+def _resumes(start: Start, recorded: Table, run: Run) -> bool:
     def same(about):
         return {name: value for name, value in about.items() if name not in NAMES_OF_A_PROCESS}
 
-    know_steps = all("step" in update.numbers for update in run.recorded + start.updates)
-    return (
-        know_steps
-        and same(start.about) == same(run.about)
-        and start.updates[0].numbers["step"] > run.recorded[0].numbers["step"]
-    )
+    steps, steps_before = recorded["step"], run.recorded["step"]
+    know_steps = not (steps.isnan().any() or steps_before.isnan().any())
+    return know_steps and same(start.about) == same(run.about) and bool(steps[0] > steps_before[0])
 
 
-def _group(updates: list[Update], labels: list[int]) -> dict[int, list[Update]]:
-    groups: dict[int, list[Update]] = {}
-    for update, label in zip(updates, labels, strict=True):
-        groups.setdefault(label, []).append(update)
-    return groups
+def _targets(config: BAPOConfig) -> list[float]:
+    return sorted({*TARGETS, config.positive_contribution_target})
+
+
+def _labels(numbers: Tensor, first: int) -> list[int]:
+    return (numbers.long() + first).tolist()
 
 
 def _index(candidates: Range, bound: float) -> int | None:

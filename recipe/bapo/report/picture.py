@@ -9,9 +9,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from recipe.bapo.report.findings import Run, clipped, ends_of_search, values
+from recipe.bapo.report.findings import TARGETS, Run, clipped, ends_of_search, steps_of
 
-TARGETS = [k / 100 for k in range(10, 91)]
+POINTS = 500  # of a curve at most; where there are more steps, a point is a mean over neighboring ones
 
 
 @rc_context({"font.size": 12})
@@ -30,37 +30,43 @@ def picture(runs: dict[str, Run]) -> Figure:
 def _draw(run, panels, color):
     """Draw the curves of a run."""
     positive, negative, position, rho, ends, targets = panels
-    _, steps = run.by_step(run.updates)
     target = run.config.positive_contribution_target
+    numbers, steps = _stretches(run.by_step(POINTS)[1])
     for by_bapo, style in ((False, "-"), (True, "--")):
-        shares = [clipped(run, updates, by_bapo) for updates in steps.values()]
+        shares = [clipped(run, updates, by_bapo) for updates in steps]
         if shares[0] is not None and not (by_bapo and run.applied):
-            positive.plot(list(steps), [share[0] for share in shares], style, color=color)
-            negative.plot(list(steps), [share[1] for share in shares], style, color=color)
-    places, by_bapo = run.by_position(), clipped(run, run.updates, by_bapo=False) is None
+            positive.plot(numbers, [share[0] for share in shares], style, color=color)
+            negative.plot(numbers, [share[1] for share in shares], style, color=color)
+    places, by_place = _stretches(run.by_position(POINTS))
+    by_bapo = clipped(run, run.updates, by_bapo=False) is None
     for sign, style in enumerate(("o-", "o--")):
-        shares = [clipped(run, updates, by_bapo)[sign] for updates in places.values()]
-        position.plot(list(places), shares, style, color=color)
+        position.plot(places, [clipped(run, updates, by_bapo)[sign] for updates in by_place], style, color=color)
     for axis, name, style in (
         (rho, "positive_contribution_start", "-"),
         (rho, "positive_contribution_highest", "--"),
         (ends, "met_at_start", "-"),
         (ends, "saturated", "--"),
     ):
-        axis.plot(list(steps), [fmean(values(updates, name)) for updates in steps.values()], style, color=color)
+        axis.plot(numbers, [fmean(updates[name].tolist()) for updates in steps], style, color=color)
     rho.axhline(target, color=color, linestyle=":")
-    shares = ends_of_search(run, run.config.contribution, TARGETS).values()
+    found = ends_of_search(run, run.config.contribution)
+    shares = [found[target] for target in TARGETS]
     at_start, met = [share[0] for share in shares], [share[0] + share[1] for share in shares]
     targets.plot(TARGETS, at_start, "-", color=color)
     targets.fill_between(TARGETS, at_start, met, color=color, alpha=0.35)
     targets.axvline(target, color=color, linestyle=":")
 
 
+def _stretches(groups):
+    """Return the middle of the labels of each group, and the groups' updates."""
+    return [(first + last) / 2 for first, last, _ in groups], [updates for *_, updates in groups]
+
+
 def _explain(panels, runs):
     """Add titles, units and legends."""
     capped = any(run.own_clip and run.own_clip["kind"] == "cap" for run in runs)
     clips = "clipped or capped" if capped else "clipped"
-    units = {run.by_step(run.updates)[0] for run in runs}
+    units = {steps_of(run.updates)[0] for run in runs}
     unit = units.pop() if len(units) == 1 else "training step or call"
     measures = " or ".join(sorted({run.config.contribution for run in runs}))
     by = [_line("-", "by the run's loss"), _line("--", "by the bounds that BAPO would use")]
@@ -105,7 +111,8 @@ def _explain(panels, runs):
         axis.legend(handles=handles, framealpha=0.6)
         axis.grid(alpha=0.25)
     for axis in panels[:5]:
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        few = axis.get_xlim()[1] >= 10_000  # labels of five digits need more room
+        axis.xaxis.set_major_locator(MaxNLocator(5 if few else 10, integer=True))
     for axis in (*panels[:3], *panels[4:]):
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.set_ylim(bottom=0)
