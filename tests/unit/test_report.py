@@ -68,9 +68,9 @@ def test_searches_for_every_target_are_those_of_the_literal_loop(tmp_path, confi
 
 
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["default", "uniform"])
-@pytest.mark.parametrize("low, high", BOUNDS)
+@pytest.mark.parametrize("low, high", [*BOUNDS, (0.7, 1.5)])
 def test_fixed_bounds_are_measured_by_their_definition(tmp_path, config, low, high):
-    _, batches = write_start(tmp_path, steps=range(1, 5), config=config)
+    _, batches = write_start(tmp_path, steps=range(1, 5), config=config, own_clip=OwnClip("clip", 0.7, 1.5))
     (run,) = read_runs(tmp_path)
     found = fixed_bounds(run, low, high)
     assert [found.positive, found.negative] == pytest.approx(
@@ -283,10 +283,53 @@ def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch
     assert [len(axis.lines) for axis in figure.axes] == [3, 3, 4, 6, 4, 4]
 
 
+def test_without_the_trainers_steps_calls_or_updates_are_counted(tmp_path):
+    path, _ = write_start(tmp_path, steps=[None, None])
+    (run,) = read_runs(path)
+    unit, groups = run.by_step(4)
+    assert (unit, [(first, len(updates)) for first, _, updates in groups]) == ("training call", [(1, 2), (2, 2)])
+    path.write_text(path.read_text().replace('"call": 1, ', "", 1))
+    (run,) = read_runs(path)
+    unit, groups = run.by_step(4)
+    assert (unit, [(first, len(updates)) for first, _, updates in groups]) == (
+        "update",
+        [(1, 1), (2, 1), (3, 1), (4, 1)],
+    )
+
+
+def test_every_curve_shows_what_its_panel_says(tmp_path):
+    write_start(tmp_path, steps=range(1, 6), config=BAPOConfig(0.57))
+    (run,) = read_runs(tmp_path)
+    positive, negative, position, rho, ends, targets = picture({"run": run}).axes
+    of_steps, of_places = ([updates for *_, updates in groups] for groups in (run.by_step(9)[1], run.by_position(9)))
+
+    def means(name):
+        return [fmean(updates[name].tolist()) for updates in of_steps]
+
+    def shares(groups, sign, by_bapo=False):
+        return [clipped(run, updates, by_bapo)[sign] for updates in groups]
+
+    found = ends_of_search(run, "value")
+    for axis, expected in (
+        (positive, [shares(of_steps, 0), shares(of_steps, 0, by_bapo=True)]),
+        (negative, [shares(of_steps, 1), shares(of_steps, 1, by_bapo=True)]),
+        (position, [shares(of_places, 0), shares(of_places, 1)]),
+        (rho, [means("positive_contribution_start"), means("positive_contribution_highest"), [0.57, 0.57]]),
+        (ends, [means("met_at_start"), means("saturated")]),
+        (targets, [[at_start for at_start, *_ in found.values()], [0, 1]]),
+    ):
+        assert [list(line.get_ydata()) for line in axis.lines] == expected
+        assert expected[0] != expected[1]
+    (band,) = targets.collections
+    target, met = next((target, ends[0] + ends[1]) for target, ends in found.items() if ends[1] > 0)
+    assert max(y for x, y in band.get_paths()[0].vertices if x == target) == met
+
+
 def test_curves_of_many_steps_show_means_of_neighbors(tmp_path, monkeypatch):
     write_start(tmp_path, steps=range(11, 18))
     (run,) = read_runs(tmp_path)
     in_full = picture({"run": run}).axes
+    assert picture_module.POINTS <= 500  # a panel is about as many pixels wide
     monkeypatch.setattr(picture_module, "POINTS", 3)  # 7 steps: 3, 3 and 1
     in_short = picture({"run": run}).axes
     for axis, line in ((3, 0), (3, 1), (4, 0), (4, 1)):
@@ -383,6 +426,13 @@ def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monke
     stats, values = measure((old, old, advantages.abs(), mask), BAPOConfig())
     record.write(stats, values)
     assert "In this run the loss clipped 0.00% of the tokens with A > 0" in report_of(monkeypatch, capsys, tmp_path)
+    stats, values = measure(make_tokens(2), BAPOConfig())
+    record.write(stats, values)
+    (run,) = read_runs(tmp_path)
+    of_signs = stats.sums.own_clipped_positive, stats.sums.own_clipped_negative
+    positive, negative = (float(count / of_all) for count, of_all in zip(of_signs, stats.tokens_by_sign, strict=True))
+    (last,) = run.recorded.rows(torch.tensor([1])).dicts(["own_clipfrac_positive", "own_clipfrac_negative"])
+    assert last == {"own_clipfrac_positive": positive, "own_clipfrac_negative": negative} and positive != negative
 
 
 @pytest.mark.parametrize("module", ["recipe.bapo.report.__main__", "recipe.bapo.record", "recipe.bapo.own_clip"])
