@@ -92,8 +92,8 @@ class ClipStatistics:
     """Token sums of a micro-batch or an update. ``+`` and ``all_reduce`` add those of micro-batches and of ranks.
 
     Attributes:
-        sums: the sums. They may have the same leading dimensions, such as one of updates: ``(..., buckets)`` and
-            ``(...)``. So has then what is derived from them here.
+        sums: the sums. All may have leading dimensions, such as one of updates: ``(..., buckets)`` and ``(...)``. What
+            is derived from them here then has these too.
         config: the options that they were collected with. Only the ranges and the token weight affect the sums.
     """
 
