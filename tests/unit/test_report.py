@@ -429,10 +429,9 @@ def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monke
     stats, values = measure(make_tokens(2), BAPOConfig())
     record.write(stats, values)
     (run,) = read_runs(tmp_path)
-    of_signs = stats.sums.own_clipped_positive, stats.sums.own_clipped_negative
-    positive, negative = (float(count / of_all) for count, of_all in zip(of_signs, stats.tokens_by_sign, strict=True))
-    (last,) = run.recorded.rows(torch.tensor([1])).dicts(["own_clipfrac_positive", "own_clipfrac_negative"])
-    assert last == {"own_clipfrac_positive": positive, "own_clipfrac_negative": negative} and positive != negative
+    positive, negative = stats.sums.own_clipped_positive.item(), stats.sums.own_clipped_negative.item()
+    (last,) = run.recorded.rows(torch.tensor([1])).dicts(["clipped_positive", "clipped_negative"])
+    assert last == {"clipped_positive": positive, "clipped_negative": negative} and positive != negative
 
 
 @pytest.mark.parametrize("module", ["recipe.bapo.report.__main__", "recipe.bapo.record", "recipe.bapo.own_clip"])
