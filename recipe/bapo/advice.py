@@ -96,11 +96,8 @@ def cost_of_bounds(updates: Sequence[Mapping[str, float]]) -> float | None:
 
 def _judge(updates, options, about, window):
     """Judge updates that have searched."""
-    applied, target, measure = (
-        about.get("applied", False),
-        options["positive_contribution_target"],
-        options["contribution"],
-    )
+    applied, measure = about.get("applied", False), options["contribution"]
+    target = options["positive_contribution_target"]
     if all(options[f"ratio_{side}_start"] == options[f"ratio_{side}_max"] for side in ("lower", "upper")):
         return Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)

@@ -115,13 +115,8 @@ def head_gradient_is_wrong(module: Any) -> bool:
     Args:
         module: the engine's module, after FSDP has wrapped it.
     """
-    for part in module.modules() if isinstance(module, nn.Module) else ():  # Megatron's is a list
-        if (
-            vars(part).get("_verl_fused_kernels_backend") is None
-        ):  # verl sets it on the part whose forward reads the head
-            continue
-        head: Any = getattr(part, "lm_head", None)
-        is_unit = isinstance(head, FSDPModule)
-        if is_unit and head.weight.requires_grad and head.weight.device_mesh.size() > 1:
-            return True
-    return False
+    parts = module.modules() if isinstance(module, nn.Module) else ()  # Megatron's is a list
+    # verl marks the part of the model whose forward reads the head.
+    heads = [getattr(part, "lm_head", None) for part in parts if "_verl_fused_kernels_backend" in vars(part)]
+    units: list[Any] = [head for head in heads if isinstance(head, FSDPModule)]
+    return any(unit.weight.requires_grad and unit.weight.device_mesh.size() > 1 for unit in units)

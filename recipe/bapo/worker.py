@@ -85,7 +85,8 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def train_mini_batch(self, data):
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
-        self.updates_since_sent = 0 if self.sent else self.updates_since_sent
+        if self.sent:
+            self.updates_since_sent = 0
         self.on_policy, self.step, self.sent = False, None, False
         # With BAPO's loss a rank that goes on without the mark would make other collectives than the others.
         applied = self.scope is not None and self.scope.applied

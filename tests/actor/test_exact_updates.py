@@ -89,7 +89,7 @@ def run_cases(task, folder, ranks, cases):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
-def check(results, name):
+def assert_updates_are_exact(results, name):
     for rank in results:
         found, with_forwards, with_forecasts = rank[name]
         for part in ("bounds", "weights", "grad_norm"):
@@ -104,7 +104,7 @@ def check(results, name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_end_with_the_weights_of_a_forward_before_every_update(name, task, tmp_path):
-    check(run_cases(task, tmp_path, (2, []), [name]), name)
+    assert_updates_are_exact(run_cases(task, tmp_path, (2, []), [name]), name)
 
 
 @pytest.fixture(scope="module", params=RANKS)
@@ -115,4 +115,4 @@ def results(request, task, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_weights_and_bounds_are_those_of_a_forward_before_every_update(results, name):
-    check(results, name)
+    assert_updates_are_exact(results, name)

@@ -13,7 +13,7 @@ from recipe.bapo.engine_state import EngineState, can_be_restored
 
 
 class Tracker:
-    """Megatron's random generators. Like there, whoever draws puts a new tensor in the place of a state."""
+    """A stand-in for Megatron's random generators. Drawing replaces the tensor of a state, as it does in Megatron."""
 
     def __init__(self, **states):
         self.states = states
