@@ -34,7 +34,7 @@ class EngineState:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
         self._cpu = torch.get_rng_state()
         self._device = None if get_device_name() == "cpu" else get_torch_device().get_rng_state()
-        self._megatron = _copy(_megatron_tracker().get_states()) if _has_megatron() else {}
+        self._megatron = _megatron_tracker().get_states() if _has_megatron() else {}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -45,7 +45,7 @@ class EngineState:
         if self._device is not None:
             get_torch_device().set_rng_state(self._device)
         if self._megatron:
-            _megatron_tracker().set_states(_copy(self._megatron))
+            _megatron_tracker().set_states(dict(self._megatron))  # Megatron puts new states into it
 
 
 MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
@@ -58,7 +58,3 @@ def _has_megatron() -> bool:
 def _megatron_tracker():
     """Return Megatron's random generators, from which dropout draws in tensor-parallel regions."""
     return sys.modules[MEGATRON_RANDOM].get_cuda_rng_tracker()
-
-
-def _copy(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: state.clone() for name, state in states.items()}

@@ -262,7 +262,7 @@ MONITOR = f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"
 
 
 def test_one_line_monitors_a_run_of_verls(tmp_path):
-    (line,) = re.findall(r"^ +(actor_rollout_ref\.actor\.policy_loss\._target_\S+)", MONITOR_PAGE, re.M)
+    line = re.search(r"^ +(actor_rollout_ref\.actor\.policy_loss\._target_\S+)", MONITOR_PAGE, re.M)[1]
     assert line == MONITOR
     options = (f"+{LOSS}.record_dir={tmp_path}/record", "actor_rollout_ref.actor.ppo_epochs=2")
     data = run_verls_own(tmp_path, SHIPPED, line, *options, SPOILING, steps=EVERY, SPOIL="old_log_prob")

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentence that says what to do next, in each of its cases."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
+from support.batches import make_batch
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, collect_clip_statistics, search_clip_bounds
+from bapo.search import measure_search_path
 from recipe.bapo.advice import LOSS, advise, clipped_shares
+from recipe.bapo.figures import figures_of
 
 OPTIONS = asdict(BAPOConfig())
 HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"
@@ -38,6 +41,22 @@ def update(end, start=0.38, highest=0.42, gradient=(0.1, 0.1), clipped=None, tok
 def said(updates, options=OPTIONS, applied=False, clip_ratio_c=3.0):
     about = {"applied": applied, "clip_ratio_c": clip_ratio_c}
     return advise(updates, options, about, "this run")
+
+
+def test_the_figures_have_the_start_and_the_highest_rho_of_both_measures():
+    config = BAPOConfig(positive_contribution_target=0.3)
+    falls_at_the_end = []
+    for seed in range(10):
+        stats = collect_clip_statistics(*make_batch(seed, rows=8), config, clip_ratio_c=3.0)
+        figures = figures_of(stats, config, own_clip=False)
+        for measure in ("value", "gradient"):
+            of_measure = replace(config, contribution=measure)
+            found = search_clip_bounds(stats, of_measure)
+            assert figures[f"{measure}_start"] == found.positive_contribution_start
+            assert figures[f"{measure}_highest"] == found.positive_contribution_highest
+            last = measure_search_path(stats, of_measure).positive_contribution[-1]
+            falls_at_the_end.append(bool(last < found.positive_contribution_highest))
+    assert any(falls_at_the_end)  # the highest is not simply the last
 
 
 def test_bounds_that_would_move_are_worth_a_try():

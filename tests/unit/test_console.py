@@ -107,7 +107,8 @@ def test_of_many_starts_the_later_one_counts(tmp_path):
 
 def test_a_second_run_in_a_folder_is_not_mixed_with_the_first(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 9)))
+    validation = record(0, **{"val-core/score": 0.1})  # the second run made none
+    keep_earlier(path).write_text(validation + "".join(record(step, **step_data(step, 1)) for step in range(1, 9)))
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 2)) for step in (1, 2)))
     assert read_metrics(tmp_path) == [(1, step_data(1, 2)), (2, step_data(2, 2))]
     assert "2 steps, mean of the first and the last 1" in summary(tmp_path)

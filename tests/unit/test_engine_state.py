@@ -54,7 +54,8 @@ def test_the_buffers_of_every_part_of_a_model_are_set_back():
 def test_megatrons_random_generators_are_set_back(tracker):
     state = EngineState(engine_with([]))
     for _ in range(2):
-        tracker.states = {name: drawn + 5 for name, drawn in tracker.states.items()}
+        for name in tracker.states:
+            tracker.states[name] = tracker.states[name] + 5
         state.restore()
         assert {name: drawn.tolist() for name, drawn in tracker.states.items()} == {"first": [0, 0], "second": [1, 1]}
 
