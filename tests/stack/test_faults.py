@@ -221,8 +221,8 @@ def test_responses_that_get_lost_are_counted_and_named(start, tmp_path, mode, sh
     if ends:
         assert "responses arrived, fewer than watchdog.min_arrived=0.5" in text
     else:
-        arrived = re.search(r"Warning: in step 1 (\d+)% of the responses arrived", text)
-        assert arrived and 60 <= int(arrived[1]) <= 95, text
+        arrived = re.search(r"Warning: in step 1 ([\d.]+)% of the responses arrived", text)
+        assert arrived and 50 <= float(arrived[1]) < 100, text
     assert not run.left()
 
 
