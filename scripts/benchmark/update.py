@@ -26,6 +26,7 @@ from tests.support.actor import free_port, make_actor, make_mini_batch
 
 SIZES = {"2 x 64": (2, 64), "4 x 256": (4, 256), "8 x 512": (8, 512)}  # layers x hidden size
 ROWS, LONGEST, MICRO = 32, 200, 8
+THREADS = 2  # of the CPU
 LOSS = "actor_rollout_ref.actor.policy_loss"
 BAPO = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
 # This target is met at the start of the ranges, whatever the batch, so bounds at their end are a wrong forecast.
@@ -94,7 +95,10 @@ def make_actors(folder, layers, hidden, platform):
 
 def measure(folder, layers, hidden, rounds, platform="cpu", longest=LONGEST):
     """Time the updates of one model: seconds of each round by loss, with responses of up to ``longest`` tokens."""
+    import torch
+
     actors = make_actors(folder, layers, hidden, platform)
+    torch.set_num_threads(THREADS)  # each of the tests' actors has set one
     batches = [make_mini_batch(actors["vanilla"], seed, rows=ROWS, longest=longest) for seed in range(BATCHES)]
     seconds = {loss: [] for loss in LOSSES}
     for number in range(rounds + 1):

@@ -59,7 +59,6 @@ def train(actor, batches):
 def updates_of_rank(rank, size, port, task, folder, engine, cases):
     from bapo import BoundsForecaster, Forecast
 
-    torch.set_num_threads(1)
     forecast = BoundsForecaster.forecast
     results = {}
     for name in cases:

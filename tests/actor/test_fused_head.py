@@ -28,7 +28,6 @@ CASES = [("padded", 1), ("padded", 2), ("remove-padding", 1), ("remove-padding",
 
 def make_updates(rank, size, ports, kind, model, folder):
     """Make one update for each of ``UPDATES``, the fused ones last, because verl patches the model's class for them."""
-    torch.set_num_threads(1)
     for port, (name, setting) in zip(ports, UPDATES.items(), strict=True):
         actor = make_actor(
             [

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch, run_update
-from support.capture import bounds_of, bounds_used, capture_to, read_updates, values_of_updates
+from support.capture import (
+    assert_rounding_changes_no_bounds,
+    bounds_of,
+    bounds_used,
+    capture_to,
+    read_updates,
+    values_of_updates,
+)
 from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
 
 from bapo import BAPOConfig
@@ -200,6 +207,7 @@ def test_a_replay_of_the_captured_tokens_finds_what_was_logged(ranks):
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
         logged = ranks[0][name]["update"]["logged"]
         (found,) = values_of_updates(ranks[0]["folder"] / name, definition)
+        assert_rounding_changes_no_bounds(ranks[0]["folder"] / name, definition)
         assert (found["clip_low"], found["clip_high"]) == (logged["clip_low"], logged["clip_high"]), name
         assert {value: logged[value] for value in found} == pytest.approx(found, abs=1e-9), name
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 from engines.layouts import ALONE, BATCHES, KINDS, LAYOUTS, LOSS_OPTIONS, MONITOR, reference_of
-from support.capture import bounds_of, read_updates, tokens_of_updates, values_of_updates
+from support.capture import (
+    assert_rounding_changes_no_bounds,
+    bounds_of,
+    read_updates,
+    tokens_of_updates,
+    values_of_updates,
+)
 from support.megatron import install_packages
 from support.oracle import sequential_search
 
@@ -90,7 +96,9 @@ def test_a_bad_advantage_in_one_share_raises_on_all_ranks_and_changes_nothing(re
 @pytest.mark.parametrize("layout", ALL)
 def test_each_update_searches_on_its_own_tokens(folder, results, layout):
     for kind in KINDS:
-        found = values_of_updates(folder / f"{layout}: {kind}" / "capture", BAPOConfig(**LOSS_OPTIONS))
+        capture, config = folder / f"{layout}: {kind}" / "capture", BAPOConfig(**LOSS_OPTIONS)
+        found = values_of_updates(capture, config)
+        assert_rounding_changes_no_bounds(capture, config)
         rows = results[f"{layout}: {kind}"]["updates"]
         for side in ("clip_low", "clip_high"):
             assert [values[side] for values in found[:BATCHES]] == [row[side] for row in rows]

@@ -32,10 +32,10 @@ def namespaces():
 
 def test_the_commands_folder_and_exit_code_are_its_own():
     mine = Path(tempfile.mkdtemp(dir="/tmp"))
-    run = apart("bash", "-c", f"ls -d {mine}; ls -A /tmp /dev/shm; touch /tmp/there; exit 7")
+    run = apart("bash", "-c", f"ls -d {mine}; ls -A /tmp /dev/shm; touch {mine}; exit 7")
     mine.rmdir()
     assert run.returncode == 7 and run.stdout.split() == ["/dev/shm:", "/tmp:"], run.stdout + run.stderr
-    assert not Path("/tmp/there").exists()
+    assert not mine.exists()
 
 
 def test_a_signal_reaches_the_command():

@@ -23,7 +23,8 @@ def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
 def test_preflight_prints_its_table_alone_and_fails(tmp_path):
     run = run_script("--preflight", "data.train_batch_size=60", OUTPUT_DIR=str(tmp_path / "run"))
     lines = run.stdout.splitlines()
-    assert run.returncode == 1 and {line.split()[0] for line in lines} == {"ok", "failed"}, run.stdout + run.stderr
+    status = {line.split()[0] for line in lines} - {"warning"}  # a small machine may be warned of
+    assert run.returncode == 1 and status == {"ok", "failed"}, run.stdout + run.stderr
     (failed,) = [line for line in lines if line.startswith("failed")]
     assert "ppo_mini_batch_size=8 does not divide data.train_batch_size=60" in failed
 

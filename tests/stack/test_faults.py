@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a fault in the real stack the run ends soon, names the cause, leaves nothing behind and can be resumed."""
 
+import itertools
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from support.stack_runs import ROOT, SCRIPT, SHORT_STEPS, Started, environment_o
 
 from recipe.bapo.run.cleanup import vllm_processes
 
-WITHIN = 75  # seconds from the fault to the end of the run
+LIMIT = 300  # seconds from the fault to the end of the run, on any machine: a run that hangs takes longer
 SHORT = (
     "trainer.total_training_steps=60",
     "trainer.val_before_train=false",
@@ -47,7 +48,7 @@ if "recipe.bapo.main_bapo" in sys.orig_argv:
 
 def ends_cleanly(run, code=1):
     """Check how the run ends after a fault. Returns the last lines that it printed."""
-    found, took = run.end(timeout=WITHIN)
+    found, took = run.end(timeout=LIMIT)
     text = run.text()
     print(f"ended after {took:.0f} s")
     assert found == code, text
@@ -95,9 +96,20 @@ def in_an_update(run):
 
 
 def in_a_checkpoint(run):
-    """Wait until the second step's checkpoint is being written."""
+    """Stop the worker while it writes a checkpoint."""
     saved = run.output / "checkpoints"
-    run.wait_for((saved / "global_step_2" / "actor").exists, "a checkpoint", interval=0.001)
+    pid = run.find("ray::WorkerDict")[0]
+    for step in itertools.count(2):
+        run.wait_for((saved / f"global_step_{step}" / "actor").exists, "a checkpoint", interval=0.001)
+        os.kill(pid, signal.SIGSTOP)
+        if saved_steps(saved) < step:
+            return
+        os.kill(pid, signal.SIGCONT)  # it was complete already
+
+
+def saved_steps(folder):
+    """Return the step of the last checkpoint that is complete."""
+    return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
 def in_a_synchronisation(run):
@@ -130,8 +142,9 @@ def test_a_killed_process_ends_the_run(start, victim, moment):
     last = ends_cleanly(run)
     assert victim.removeprefix("ray::") in last and "died" in last
     folder = can_go_on(last)
-    if moment is in_a_checkpoint:  # the second checkpoint was incomplete
-        assert folder.endswith("global_step_1") and (run.output / "checkpoints" / "global_step_2").exists()
+    if moment is in_a_checkpoint:  # the one after it is incomplete
+        step = saved_steps(run.output / "checkpoints")
+        assert folder.endswith(f"global_step_{step}") and Path(folder).with_name(f"global_step_{step + 1}").exists()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +171,7 @@ def test_weights_that_vllm_cannot_load_end_the_run(start, tmp_path):
     run = start(f"++{extension}", "watchdog.max_sync_s=10", PYTHONPATH=str(tmp_path))
     run.wait_for_step(1)
     last = ends_cleanly(run)
-    assert "the weights did not reach vLLM in 1" in last and "no room for these weights" in last
+    assert "the weights did not reach vLLM in " in last and "no room for these weights" in last
     can_go_on(last)
 
 

@@ -105,9 +105,9 @@ def test_the_run_goes_on_where_it_stopped(resumed):
         [int(line.split()[1].split("/")[0]) for line in text.splitlines() if line.startswith("step ")]
         for text in resumed.texts
     )
-    # A third step may have been trained before the signal came, but it was not saved.
+    # A third step may have ended before the signal came.
     saved = after[0] - 1
-    assert before[:2] == [1, 2] and saved in (2, 3) and after == list(range(saved + 1, STEPS + 1))
+    assert before[:2] == [1, 2] and saved >= 2 and after == list(range(saved + 1, STEPS + 1))
     run = resumed.folder / "run"
     assert [step for step, data in read_metrics(run) if "training/global_step" in data] == [1, 2, 3, 4]
     (recorded,) = read_runs(run)  # the report joins the records of both starts

@@ -39,6 +39,7 @@ def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", stock=False, r
 
     if platform == "cpu" and FSDP1 in overrides:
         let_fsdp1_run_on_a_cpu()
+    torch.set_num_threads(1)  # also in processes that a test has started
     torch.manual_seed(0)
     common = ["actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.optim.total_training_steps=100"]
     if stock:

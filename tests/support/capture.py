@@ -6,6 +6,7 @@ set ``actor_rollout_ref.model.external_lib=support.capture`` and the variables o
 """
 
 import os
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -121,6 +122,16 @@ def values_of_updates(folder, config) -> list[dict[str, float]]:
     return [
         {"clip_low": values.pop("low"), "clip_high": values.pop("high"), "applied": 1.0, **values} for values in found
     ]
+
+
+def assert_rounding_changes_no_bounds(folder, config):
+    """Check that no pair's rho is so near the target that another order of the sums could choose another pair."""
+    found = [
+        [(values["clip_low"], values["clip_high"]) for values in values_of_updates(folder, shifted)]
+        for margin in (-1e-4, 1e-4)
+        for shifted in [replace(config, positive_contribution_target=config.positive_contribution_target + margin)]
+    ]
+    assert found[0] == found[1], "use another seed for the data"
 
 
 if "CAPTURE_FOLDER" in os.environ:

@@ -94,7 +94,6 @@ def train(rank, port, model, overrides):
     """
     from verl.utils import tensordict_utils as tu
 
-    torch.set_num_threads(1)
     common = [
         f"{MODEL}.path='{model}'",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
