@@ -60,7 +60,7 @@ class TokenSums(NamedTuple):
         invalid_advantages: number of advantages that are not finite, of tokens with a usable old log-prob.
         own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that the run's own loss,
             if it is not BAPO's, clips or caps (``own_clip``); 0 without it.
-        uncollected: number of micro-batches whose tokens could not be collected.
+        uncollected: number of ranks that could not sum the tokens of one of their micro-batches. Set by the monitor.
     """
 
     positive_weight: Tensor

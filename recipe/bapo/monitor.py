@@ -42,11 +42,12 @@ class Monitor(BoundScope):
     ):
         super().__init__(actor_config, model_config, engine, device, guard)
         self.own_clip, self.latest = own_clip_of(actor_config), None
-        # Made now, because a failure to sum tokens may be one to get memory.
-        self.not_summed = replace(
-            self.nothing, sums=self.nothing.sums._replace(uncollected=self.nothing.sums.tokens + 1)
-        )
-        self.first, self.needs_forecast, self.failed = True, True, False  # of the current update
+        sums = self.nothing.sums
+        # Allocated now, because summing may fail for want of memory.
+        self.not_summed = replace(self.nothing, sums=sums._replace(uncollected=torch.ones_like(sums.uncollected)))
+        # Of the current update:
+        self.first, self.needs_forecast = True, True
+        self.failed = False  # whether the tokens of one of its micro-batches could not be summed
         with guard("looking at the output layer"):
             if head_gradient_is_wrong(getattr(engine, "module", None)):
                 tell(
@@ -64,10 +65,11 @@ class Monitor(BoundScope):
         return run_pass()
 
     def for_micro_batch(self, data, log_probs):
-        self.failed = True  # until it has worked
+        summed = False
         with self.guard("summing the tokens of a micro-batch"):
             self._add_micro_batch(data, log_probs)
-            self.failed = False
+            summed = True
+        self.failed = self.failed or not summed
 
     def measure(self):
         stats = self._reduce(self.not_summed if self.failed else self.pass_sums)
@@ -101,7 +103,7 @@ class Monitor(BoundScope):
         if not self.needs_forecast:
             return {"extra_forward": 0.0, "redone": 0.0}
         forecast = self.forecaster.forecast(stats, self.first)
-        forward = not self._trains_on(forecast)
+        forward = not self._trains_at_once(forecast)
         redone = not forward and not same_tokens_are_clipped(stats, forecast.bounds, bounds)
         self.forecaster.learn(forecast, stats, bounds, self.first)
         return {"extra_forward": float(forward), "redone": float(redone)}

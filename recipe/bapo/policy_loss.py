@@ -42,7 +42,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
     # Not an option: our worker sets it before each loss. verl freezes every attribute of a config that is not named in
     # ``_mutable_fields``. (ClassVar: the dataclass must not make it a field, which would be an option.)
     current_bounds: ClassVar[Bounds | None] = None
-    _mutable_fields = {"current_bounds"}
+    _mutable_fields = PolicyLossConfig._mutable_fields | {"current_bounds"}
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
@@ -116,7 +116,8 @@ def compute_policy_loss_bapo(
 
     Raises:
         ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, or the dual clip is
-            not above 1. Non-finite input raises in the worker, before the optimizer's step.
+            not above 1. Non-finite input raises in the worker, before the optimizer's step, but for log-probs in an
+            update whose ratios are all taken as 1.
     """
     if not isinstance(config.policy_loss, BAPOPolicyLossConfig):
         raise ValueError(

@@ -6,7 +6,7 @@ calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any
 
@@ -90,7 +90,8 @@ class BoundScope:
     ):
         self.refuse(actor_config, model_config)
         policy_loss: Any = actor_config.policy_loss  # verl's type does not know our options
-        self.config: BAPOConfig = policy_loss
+        # A plain copy: to build a config of verl's, as ``replace`` does, would install our worker again.
+        self.config = BAPOConfig(**{option.name: getattr(policy_loss, option.name) for option in fields(BAPOConfig)})
         self.loss_mode, self.strategy = policy_loss.loss_mode, actor_config.strategy
         self.clip_ratio_c = actor_config.clip_ratio_c
         self.engine, self.device, self.guard = engine, device, guard
@@ -125,7 +126,8 @@ class BoundScope:
             run_pass: makes the forwards and backwards, and adds to the gradients.
 
         Raises:
-            ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step.
+            ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step. With
+                ``on_policy`` the log-probs of the policy are not looked at.
         """
         raise NotImplementedError
 
@@ -168,15 +170,21 @@ class BoundScope:
         values = read_and_validate(bounds, diagnose(stats, bounds))
         return bounds, Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
 
-    def _trains_on(self, forecast: Forecast) -> bool:
-        """Whether an update trains with a forecast at once. Otherwise a forward pass comes first."""
-        return (forecast.trusted and (self.can_repeat or self.config.fixed)) or not self.can_make_forward
+    def _trains_at_once(self, forecast: Forecast) -> bool:
+        """Whether an update trains with a forecast at once. Otherwise a forward pass comes first.
+
+        One of the two is always possible: a forward, which activation offload rules out on FSDP, or to make the update
+        again, which FP8 rules out on Megatron.
+        """
+        if not self.can_make_forward:
+            return True
+        return forecast.trusted and (self.can_repeat or self.config.fixed)
 
     def _is_one_micro_batch(self, data: TensorDict) -> bool:
         """Whether the mini-batch is a single micro-batch, whose training forward has all log-probs before the loss.
 
         The search is then made in the loss. On Megatron it is not, because the earlier stages of a pipeline, which
-        never call the loss, would not join its collective.
+        never call the loss, would not join its collective. verl gives every rank as many rows, so all ranks agree.
         """
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True)
         size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", default=None)
@@ -222,7 +230,7 @@ class MiniBatch(BoundScope):
         at_ratio_1 = self._reduce_at_ratio_1(data)
         self._search(at_ratio_1)  # raises for an invalid advantage or old log-prob before anything is computed
         forecast, state = self.forecaster.forecast(at_ratio_1, first), EngineState(self.engine)
-        if not self._trains_on(forecast):
+        if not self._trains_at_once(forecast):
             stats = self._reduce(self._sums_by_forward(data))
             state.restore()  # with dropout, the training forwards then draw the same masks
             bounds, self.measured = self._search(stats, extra_forward=1.0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor on a stand-in engine: what it logs, that it changes nothing, and that it never ends a run."""
 
+import itertools
 import json
 import math
 import re
@@ -139,10 +140,15 @@ def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, capsys)
     assert capsys.readouterr().err.count("the monitor leaves out 17 response tokens without a usable old log-prob") == 1
 
 
-def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys):
+@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {0, 1, 2}])
+def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys, failing):
     worker = worker_with(monkeypatch)
-    groups = []
-    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
+    groups, calls = [], itertools.count()
+
+    def collect(*args):
+        return fail() if next(calls) % 3 in failing else collect_clip_statistics(*args)  # of three micro-batches
+
+    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", collect)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.sum().item()))
     for _ in range(2):
         metrics = update(worker, batch_of_pairs(1))
