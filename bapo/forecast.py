@@ -27,8 +27,10 @@ from bapo.search import ClipBounds, first_on_path, measure_search_path, reaches_
 
 # What making an update again costs, in forward passes. A forward takes 0.25 to 0.45 of an update (docs/performance.md).
 REPEAT_COST = 4.0
+# What a wrong forecast costs more than a forward before the update would have, in forward passes.
+COST_OF_A_MISS = REPEAT_COST - 1
 # How much more than a forward before each update may be spent in the long run, as a share of a forward.
-ALLOWED_LOSS = 0.05
+ALLOWED_OVERHEAD = 0.05
 # What right forecasts can save up at most for wrong ones, in forward passes: two repeated updates.
 MOST_CREDIT = 2 * REPEAT_COST
 MEMORY = 0.8  # weight of the past in the running mean of the error
@@ -50,39 +52,41 @@ class Forecast:
 class BoundsForecaster:
     """Forecasts the bounds of one update after another, and learns from what each of them measured.
 
-    It keeps two histories, of first updates on a rollout batch and of all updates. A first update takes its ratios from
-    the first update before it, any other from the update before it. (With old log-probs that are recomputed by the
-    current weights, all ratios of first updates are 1.)
+    The first update on a rollout batch takes its ratios from the first update on the batch before, any other from the
+    update before it. (With old log-probs that are recomputed by the current weights, all ratios of first updates are
+    1.)
 
     A forecast is trusted if
 
     - the search on its sums would clip the same tokens with the target higher and lower by the recent error, and
     - the credit covers a miss. In forward passes, a forecast that is right earns the one that it saves, one that is
-      wrong costs ``REPEAT_COST - 1``, and each update earns ``ALLOWED_LOSS``. However the updates behave, n of them
-      then cost at most ``(1 + ALLOWED_LOSS) * n + REPEAT_COST - 1`` forward passes.
+      wrong costs ``COST_OF_A_MISS``, and each update earns ``ALLOWED_OVERHEAD``. However the updates behave, n of
+      them then cost at most ``(1 + ALLOWED_OVERHEAD) * n + COST_OF_A_MISS`` forward passes.
     """
 
     def __init__(self, config: BAPOConfig):
         self.config = config
-        self._patterns: dict[bool, ClipStatistics] = {}  # by whether it serves the first updates on a batch
-        self._errors: dict[bool, float] = {}  # of rho, running means
-        self._credit = REPEAT_COST - 1  # in forward passes
+        # The latest first update on a batch (True), and the latest update of all (False).
+        self._latest: dict[bool, ClipStatistics] = {}
+        # Running means of the error in rho, of first updates and of the others.
+        self._errors: dict[bool, float] = {}
+        self._credit = COST_OF_A_MISS  # in forward passes, enough to try a first forecast
 
     @torch.no_grad()
     def forecast(self, own: ClipStatistics, first: bool) -> Forecast:
         """Forecast the bounds of the next update.
 
         Args:
-            own: statistics of the update's tokens over all ranks, on the host. Only ``weight_by_sign`` is used, so they
-                can be collected before the forward, with every ratio 1.
+            own: statistics of the update's tokens over all ranks, on the host. Only their weight and their number by
+                sign are used, so they can be collected before the forward, with every ratio 1.
             first: whether this is the first update on a rollout batch.
         """
-        pattern = self._patterns.get(first)
-        if pattern is None:  # no update of this kind was measured: only bounds that cannot move are known
+        earlier = self._latest.get(first)
+        if earlier is None:  # no update of this kind was measured: only bounds that cannot move are known
             return Forecast(search_clip_bounds(at_ratio_1(own), self.config), trusted=self.config.fixed)
-        stats = spread_like(own, pattern)
+        stats = spread_like(own, earlier)
         sure = self._same_tokens_within(stats, self._errors.get(first, 1.0))
-        return Forecast(search_clip_bounds(stats, self.config), trusted=sure and self._credit >= REPEAT_COST - 1)
+        return Forecast(search_clip_bounds(stats, self.config), trusted=sure and self._credit >= COST_OF_A_MISS)
 
     @torch.no_grad()
     def learn(self, forecast: Forecast, stats: ClipStatistics, exact: ClipBounds, first: bool) -> None:
@@ -97,15 +101,15 @@ class BoundsForecaster:
         start = forecast.bounds.positive_contribution_start - exact.positive_contribution_start
         highest = forecast.bounds.positive_contribution_highest - exact.positive_contribution_highest
         off = (abs(start) + abs(highest)).item() / 2
-        if first in self._patterns:  # else the forecast had no ratios
+        if first in self._latest:  # else the forecast had no ratios
             self._errors[first] = MEMORY * self._errors.get(first, off) + (1 - MEMORY) * off
         if forecast.trusted:
             right = same_tokens_are_clipped(stats, forecast.bounds, exact)
-            self._credit += 1 if right else 1 - REPEAT_COST
-        self._credit = min(self._credit + ALLOWED_LOSS, MOST_CREDIT)
-        self._patterns[False] = stats
+            self._credit += 1 if right else -COST_OF_A_MISS
+        self._credit = min(self._credit + ALLOWED_OVERHEAD, MOST_CREDIT)
+        self._latest[False] = stats
         if first:
-            self._patterns[True] = stats
+            self._latest[True] = stats
 
     def _same_tokens_within(self, stats: ClipStatistics, error: float) -> bool:
         """Whether the same tokens are clipped where the search ends with the target higher and lower by ``error``."""
@@ -128,21 +132,21 @@ def same_tokens_are_clipped(stats: ClipStatistics, one: ClipBounds, other: ClipB
     return stats.clipped_tokens(one.low, one.high) == stats.clipped_tokens(other.low, other.high)
 
 
-def spread_like(own: ClipStatistics, pattern: ClipStatistics) -> ClipStatistics:
-    """Return the sums that the tokens of ``own`` would have if their ratios were spread as those of ``pattern``.
+def spread_like(own: ClipStatistics, earlier: ClipStatistics) -> ClipStatistics:
+    """Return the sums that the tokens of ``own`` would have if their ratios were spread as those of ``earlier``.
 
-    For each sign of A: ``sum[b] = weight of own / weight of pattern * sum of pattern[b]``, with the same factor for
-    every bucket b and every sum. Where ``pattern`` has no token of a sign, every ratio of that sign is 1. The sums that
+    For each sign of A: ``sum[b] = weight of own / weight of earlier * sum of earlier[b]``, with the same factor for
+    every bucket b and every sum. Where ``earlier`` has no token of a sign, every ratio of that sign is 1. The sums that
     are not by bucket are those of ``own``.
     """
     scaled: dict[str, torch.Tensor] = {}
     still = at_ratio_1(own)
-    signs = zip(("positive", "negative"), own.weight_by_sign, pattern.weight_by_sign, strict=True)
-    for sign, weight, pattern_weight in signs:
+    signs = zip(("positive", "negative"), own.weight_by_sign, earlier.weight_by_sign, strict=True)
+    for sign, weight, earlier_weight in signs:
         names = [f"{sign}_weight", f"{sign}_weighted_ratio", f"{sign}_tokens"]
         if sign == "negative":
             names += ["dual_clipped_weight", "dual_clipped_weighted_ratio", "dual_clipped_tokens"]
-        source, factor = (pattern, weight / pattern_weight) if pattern_weight > 0 else (still, 1.0)
+        source, factor = (earlier, weight / earlier_weight) if earlier_weight > 0 else (still, 1.0)
         scaled |= {name: getattr(source.sums, name) * factor for name in names}
     return ClipStatistics(own.sums._replace(**scaled), own.config)
 

@@ -69,7 +69,8 @@ def clipped_surrogate_loss(
     """
     tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
     check_inputs(clip_ratio_c, **tensors)
-    # Set the log-ratio to 0 there, not only the loss, which would leave infinity times 0, a NaN, in the backward.
+    # Where a token does not count, the log-ratio itself is set to 0. A loss of 0 alone would leave infinity times 0, a
+    # NaN, in the backward.
     mask = response_mask.bool() & is_usable(old_log_prob)
     advantages = torch.where(mask, advantages.detach(), 0)
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)

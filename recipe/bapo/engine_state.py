@@ -11,9 +11,9 @@ from verl.workers.engine.base import BaseEngine
 
 
 def can_be_restored(engine: BaseEngine) -> bool:
-    """Whether ``EngineState`` covers everything that a pass changes.
+    """Whether nothing is known that a pass changes and ``EngineState`` misses.
 
-    It does not with FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers.
+    It misses FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers.
     """
     config = getattr(engine, "tf_config", None)  # Megatron's
     return getattr(config, "fp8", None) is None
@@ -23,29 +23,30 @@ class EngineState:
     """The random generators and the model's buffers at the time when this object was made.
 
     The buffers hold, for example, the router's bias and token counts of Megatron's experts, which
-    ``forward_backward_batch`` updates. A buffer that a forward replaces by another tensor stays replaced.
+    ``forward_backward_batch`` updates. A buffer that a forward replaces by another tensor stays replaced, and the
+    generators of Python and NumPy are not covered.
     """
 
     def __init__(self, engine: BaseEngine):
-        module: Any = getattr(engine, "module", None)
+        module: Any = getattr(engine, "module")  # noqa: B009  BaseEngine does not declare it
         modules = module if isinstance(module, list | torch.nn.ModuleList) else [module]  # Megatron has a list
         # Not ``buffers()``, because Megatron's DDP has another attribute of this name.
         buffers = [buffer for module in modules for _, buffer in module.named_buffers()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        self._cpu = torch.get_rng_state()
-        self._device = None if get_device_name() == "cpu" else get_torch_device().get_rng_state()
-        self._megatron = _megatron_tracker().get_states() if _has_megatron() else {}
+        self._cpu_generator = torch.get_rng_state()
+        self._device_generator = None if get_device_name() == "cpu" else get_torch_device().get_rng_state()
+        self._megatron_generators = _megatron_tracker().get_states() if _has_megatron() else {}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Set generators and buffers back."""
         for buffer, saved in self._buffers:
             buffer.copy_(saved)
-        torch.set_rng_state(self._cpu)
-        if self._device is not None:
-            get_torch_device().set_rng_state(self._device)
-        if self._megatron:
-            _megatron_tracker().set_states(dict(self._megatron))  # Megatron puts new states into it
+        torch.set_rng_state(self._cpu_generator)
+        if self._device_generator is not None:
+            get_torch_device().set_rng_state(self._device_generator)
+        if self._megatron_generators:
+            _megatron_tracker().set_states(dict(self._megatron_generators))  # Megatron puts new states into it
 
 
 MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
