@@ -13,10 +13,12 @@ from verl.workers.engine.base import BaseEngine
 def can_be_restored(engine: BaseEngine) -> bool:
     """Whether nothing is known that a pass changes and ``EngineState`` misses.
 
-    It misses FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers.
+    It misses FP8 in Megatron, where TransformerEngine keeps a history of scales outside the buffers, and Megatron's
+    random generators for CUDA graphs, whose states are the generators themselves and no copies.
     """
     config = getattr(engine, "tf_config", None)  # Megatron's
-    return getattr(config, "fp8", None) is None
+    states = _megatron_tracker().get_states().values() if _has_megatron() else ()
+    return getattr(config, "fp8", None) is None and not any(isinstance(state, torch.Generator) for state in states)
 
 
 class EngineState:

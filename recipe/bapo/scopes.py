@@ -174,7 +174,7 @@ class BoundScope:
         """Whether an update trains with a forecast at once. Otherwise a forward pass comes first.
 
         One of the two is always possible: a forward, which activation offload rules out on FSDP, or to make the update
-        again, which FP8 rules out on Megatron.
+        again, which FP8 and CUDA graphs rule out on Megatron.
         """
         if not self.can_make_forward:
             return True

@@ -77,3 +77,9 @@ def test_fp8_is_not_restored():
     assert can_be_restored(SimpleNamespace())  # FSDP
     assert can_be_restored(engine_with([]))
     assert not can_be_restored(SimpleNamespace(tf_config=SimpleNamespace(fp8="hybrid")))
+
+
+def test_generators_of_a_cuda_graph_are_not_restored(tracker):
+    assert can_be_restored(engine_with([]))
+    tracker.states["second"] = torch.Generator()
+    assert not can_be_restored(engine_with([]))
