@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balanced Policy Optimization with Adaptive Clipping (arXiv 2510.18927) in pure torch.
 
-Read the modules in this order: ``config``, ``ratio``, ``clip_statistics``, ``search``, ``diagnostics``, ``bounds``,
-``forecast``, ``loss``. Each imports only modules before it in the list. Code outside this repository may import
-the names in ``__all__``; everything else may change.
+Read the modules in this order: ``config``, ``ratio``, ``entropy``, ``clip_statistics``, ``search``, ``diagnostics``,
+``bounds``, ``forecast``, ``loss``. Each imports only modules before it in the list. Code outside this repository may
+import the names in ``__all__``; everything else may change.
 """
 
 from bapo.bounds import find_clip_bounds, read_and_validate, read_scalars
 from bapo.clip_statistics import ClipStatistics, TokenSums, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
+from bapo.entropy import EntropySums
 from bapo.forecast import BoundsForecaster, Forecast, same_tokens_are_clipped
 from bapo.loss import SurrogateLoss, clipped_surrogate_loss
 from bapo.ratio import is_usable
@@ -22,6 +23,7 @@ __all__ = [
     "ClipBounds",
     "ClipStatistics",
     "Diagnostics",
+    "EntropySums",
     "BoundsForecaster",
     "Forecast",
     "Range",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bapo.config import BAPOConfig
+from bapo.entropy import EntropySums, sum_for_entropy
 from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
 # A clip bound limits the gradient of a token with A < 0 only where its ratio is small. Above this ratio, a usual value
@@ -30,7 +31,8 @@ UNBOUNDED_RATIO = 3.0
 # GPU launches few kernels.
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
-# Maps ratios and advantages, ``(B, T)``, to whether a loss other than BAPO's clips or caps the token.
+# Maps ratios and advantages, ``(B, T)``, to what is left of the ratio in the gradient of a loss other than BAPO's: the
+# ratio itself, 0 where the loss clips the token, and the limit where it caps the ratio.
 OwnClipFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -53,6 +55,9 @@ class TokenSums(NamedTuple):
         ratio, ratio_squared: r and r^2.
         gradient: r*|A|, the size of the gradient before clipping.
         unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
+        ratio_log_prob: r*log_prob.
+        own_gradient, own_gradient_log_prob: g*A and g*A*log_prob, where g is what ``own_clip`` leaves of the ratio;
+            without it the ratio itself.
         invalid_old_log_probs: number of response tokens without a usable old log-prob (``is_usable``). They enter no
             other sum.
         invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
@@ -79,6 +84,9 @@ class TokenSums(NamedTuple):
     ratio_squared: Tensor
     gradient: Tensor
     unbounded_gradient: Tensor
+    ratio_log_prob: Tensor
+    own_gradient: Tensor
+    own_gradient_log_prob: Tensor
     invalid_old_log_probs: Tensor
     invalid_log_probs: Tensor
     invalid_advantages: Tensor
@@ -132,6 +140,12 @@ class ClipStatistics:
     def weight_by_sign(self) -> tuple[Tensor, Tensor]:
         """Sum of w*|A| of the tokens with A > 0 and with A < 0, ``(...)`` each; it does not depend on the ratios."""
         return self.sums.positive_weight.sum(-1), self.sums.negative_weight.sum(-1) + self.sums.dual_clipped_weight
+
+    @property
+    def entropy_sums(self) -> EntropySums:
+        """The sums from which follows what an update with the run's own loss does to the entropy."""
+        sums = self.sums
+        return EntropySums(sums.ratio, sums.ratio_log_prob, sums.own_gradient, sums.own_gradient_log_prob)
 
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
         """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(..., candidates)``.
@@ -190,8 +204,7 @@ def collect_clip_statistics(
         response_mask: ``(B, T)``, true or non-zero where a token counts. Masked positions may hold anything.
         config: the ranges of the bounds and the token weight.
         clip_ratio_c: the dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
-        own_clip: in a run that trains with another loss, the tokens that this loss clips: a function that maps ratios
-            and advantages to a bool tensor. Only the counts ``own_clipped_*`` use it.
+        own_clip: in a run that trains with another loss, what that loss does to ratios. Only the sums ``own_*`` use it.
 
     Raises:
         ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
@@ -228,12 +241,15 @@ def _sum_tokens(
     mask = response & usable
     ratio = log_ratio_of(tokens.old_log_prob, tokens.log_prob).exp()
     buckets = _Buckets(config, clip_ratio_c, ratio)
-    own_clipped = torch.zeros_like(mask) if own_clip is None else own_clip(ratio, tokens.advantages)
+    own_ratio = ratio if own_clip is None else own_clip(ratio, tokens.advantages)
+    own_clipped = own_ratio != ratio
     # From here on in float64. Where a token does not count, both numbers are 0, and so are its terms of the sums.
     ratio = torch.where(mask, ratio.double(), 0)
     advantages = torch.where(mask, tokens.advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
     size = advantages.abs()
+    own_gradient = torch.where(mask, own_ratio * advantages, 0)
+    entropy = sum_for_entropy(tokens.log_prob, ratio, own_gradient, mask)
     weight = size
     if config.token_weight == "rollout_prob":
         weight = size * torch.where(mask, tokens.old_log_prob, 0).double().exp()
@@ -256,10 +272,13 @@ def _sum_tokens(
         tokens=_count(mask),
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
-        ratio=ratio.sum(),
+        ratio=entropy.ratio,
         ratio_squared=torch.tensordot(ratio, ratio),
         gradient=torch.tensordot(size, ratio),
         unbounded_gradient=torch.tensordot(torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0), ratio),
+        ratio_log_prob=entropy.ratio_log_prob,
+        own_gradient=entropy.gradient,
+        own_gradient_log_prob=entropy.gradient_log_prob,
         invalid_old_log_probs=_count(response & ~usable),
         invalid_log_probs=_count(response & ~(tokens.log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),

@@ -25,6 +25,7 @@ class Diagnostics:
 
     Attributes:
         positive_token_fraction: fraction of the response tokens with A > 0.
+        zero_advantage_fraction: fraction of those with A = 0, which train nothing.
         clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``.
         clipfrac_negative: fraction of the tokens with A < 0 whose ratio is at or below ``low``.
         length_positive: mean number of tokens with A > 0 in the responses that have such a token; 0 if none has.
@@ -39,6 +40,7 @@ class Diagnostics:
     """
 
     positive_token_fraction: Tensor
+    zero_advantage_fraction: Tensor
     clipfrac_positive: Tensor
     clipfrac_negative: Tensor
     length_positive: Tensor
@@ -59,6 +61,7 @@ def diagnose(stats: ClipStatistics, bounds: ClipBounds) -> Diagnostics:
     positive_tokens, negative_tokens = stats.tokens_by_sign
     return Diagnostics(
         positive_token_fraction=_quotient(positive_tokens, sums.tokens),
+        zero_advantage_fraction=_quotient(sums.tokens - positive_tokens - negative_tokens, sums.tokens),
         clipfrac_positive=_quotient(clipped_positive, positive_tokens),
         clipfrac_negative=_quotient(clipped_negative, negative_tokens),
         length_positive=_quotient(positive_tokens, sums.positive_responses),

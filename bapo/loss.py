@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapo.entropy import EntropySums, sum_for_entropy
 from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
 
@@ -25,14 +26,15 @@ class SurrogateLoss:
             ``low``.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: fraction of the tokens whose surrogate is clipped by the dual clip.
-        entropy_covariance: see the function of this name; tokens that this loss clips count with A = 0.
+        entropy_sums: those of micro-batches add up, and ``entropy_sums.covariance`` says what an update does to the
+            entropy. They leave out ``rollout_is_weights``.
     """
 
     loss: Tensor
     pg_clipfrac: Tensor
     ppo_kl: Tensor
     pg_clipfrac_lower: Tensor
-    entropy_covariance: Tensor
+    entropy_sums: EntropySums
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ def clipped_surrogate_loss(
     is_clipped = below | above
     token_loss = -advantages * torch.where(below, floor, torch.where(above, ceiling, ratio))
     tokens = mask.count_nonzero().clamp(min=1)
-    covariance = entropy_covariance(log_prob, advantages, ratio, mask, is_clipped)
+    entropy_sums = sum_for_entropy(log_prob, ratio, torch.where(is_clipped, 0, ratio.detach() * advantages), mask)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
@@ -97,25 +99,5 @@ def clipped_surrogate_loss(
         pg_clipfrac=(clipped - dual_clipped) / tokens,
         ppo_kl=-log_ratio.detach().sum() / tokens,
         pg_clipfrac_lower=dual_clipped / tokens,
-        entropy_covariance=covariance,
+        entropy_sums=entropy_sums,
     )
-
-
-@torch.no_grad()
-def entropy_covariance(log_prob: Tensor, advantages: Tensor, ratio: Tensor, mask: Tensor, clipped: Tensor) -> Tensor:
-    """Compute the covariance of ``log_prob`` and ``A`` (Eq. 6) under the policy that is trained, a scalar in nats.
-
-    An update with a positive covariance lowers the entropy. Tokens are weighted by their ratio, which turns a mean over
-    the old policy's tokens into a mean under the policy that is trained.
-
-    Args:
-        log_prob: ``(B, T)``; masked positions may hold anything.
-        advantages, ratio: ``(B, T)``, finite; the advantages are 0 where masked.
-        mask: ``(B, T)`` bool, true where a token counts.
-        clipped: ``(B, T)`` bool, true where the loss has no gradient; ``A`` counts as 0 there.
-    """
-    weighted = torch.where(clipped, 0, ratio * advantages).flatten()
-    ratio, log_prob = (torch.where(mask, values, 0).flatten().to(weighted.dtype) for values in (ratio, log_prob))
-    total = ratio.sum().clamp(min=torch.finfo(ratio.dtype).tiny)
-    mean_log_prob = ratio.dot(log_prob) / total
-    return (weighted.dot(log_prob) - weighted.sum() * mean_log_prob) / total

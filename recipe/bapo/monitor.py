@@ -22,8 +22,9 @@ class Monitor(BoundScope):
 
     What it measures of an update has one of three forms:
 
-    - As in a run with BAPO, and ``own_clipfrac_*`` or ``own_capfrac_*``, the share of the tokens of a sign that the
-      run's own loss clips or caps. ``extra_forward`` and ``redone`` say what BAPO would have done.
+    - As in a run with BAPO. ``extra_forward`` and ``redone`` say what BAPO would have done. Where the run's own loss
+      clips by the ratio, also ``own_clipfrac_*`` or ``own_capfrac_*``, the share of the tokens of a sign that it clips
+      or caps, and ``entropy_covariance`` of an update with that loss.
     - ``invalid_tokens`` alone, where log-probs or advantages were not finite.
     - Nothing, where the tokens of a micro-batch could not be summed on some rank. That rank takes part in the
       collective all the same.
@@ -76,7 +77,7 @@ class Monitor(BoundScope):
         if stats.sums.uncollected > 0:
             return Measured(stats, {})
         bounds = search_clip_bounds(stats, self.config)
-        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._own_shares(stats))
+        values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._of_own_loss(stats))
         invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
         if invalid:
             self.guard.tell_once("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite.")
@@ -87,8 +88,8 @@ class Monitor(BoundScope):
             self.guard.tell_once("masked", text)
         return Measured(stats, values | {"invalid_tokens": 0.0} | self._cost_with_bapo(stats, bounds))
 
-    def _own_shares(self, stats: ClipStatistics) -> dict[str, Tensor]:
-        """Return the share of the tokens of each sign that the run's own loss clips or caps."""
+    def _of_own_loss(self, stats: ClipStatistics) -> dict[str, Tensor]:
+        """Return what the run's own loss does to the tokens, if it clips by the ratio."""
         if self.own_clip is None:
             return {}
         positive, negative = (tokens.clamp(min=1) for tokens in stats.tokens_by_sign)
@@ -96,6 +97,7 @@ class Monitor(BoundScope):
         return {
             f"{name}_positive": stats.sums.own_clipped_positive / positive,
             f"{name}_negative": stats.sums.own_clipped_negative / negative,
+            "entropy_covariance": stats.entropy_sums.covariance,
         }
 
     def _cost_with_bapo(self, stats: ClipStatistics, bounds: ClipBounds) -> dict[str, float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens one of verl's own losses clips, where its rule is the token's ratio."""
+"""What one of verl's own losses clips, where its rule is the token's ratio."""
 
 import math
 from dataclasses import dataclass
@@ -25,11 +25,15 @@ class OwnClip:
     dual_clip: float = math.inf
 
     def __call__(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Which tokens the loss clips or caps, bool, meaningless where A = 0. Any shape."""
-        below, above = ratio < self.low, ratio > self.high
+        """Return what is left of the ratio in the gradient: 0 of a clipped token, the limit of a capped one. Any shape.
+
+        Where A = 0 it means nothing.
+        """
         if self.kind == "cap":
-            return below | above
-        return torch.where(advantages > 0, above, below | (ratio > self.dual_clip))
+            return ratio.clamp(self.low, self.high)
+        below, above = ratio < self.low, ratio > self.high
+        clipped = torch.where(advantages > 0, above, below | (ratio > self.dual_clip))
+        return torch.where(clipped, 0, ratio)
 
 
 def own_clip_of(actor_config) -> OwnClip | None:

@@ -3,7 +3,7 @@
 
 Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its name comes after
 those of earlier starts, also where the clock of its host is behind. Its first line says what the run does. Each further
-line is an update, with its sums over all ranks: 181 numbers with the default ranges, whatever the size of the batch.
+line is an update, with its sums over all ranks: 184 numbers with the default ranges, whatever the size of the batch.
 Numbers that are not finite are null. This file imports neither verl nor Ray, so any trainer can write a record.
 """
 
@@ -32,6 +32,9 @@ NEEDED = (
     + ("positive_contribution", "positive_contribution_start", "positive_contribution_highest"),
     ("redone", "extra_forward"),
 )
+# What null means as a limit of ``own_clip``, and of sums that records before this version do not have.
+NO_LIMITS = {"low": -math.inf, "high": math.inf, "dual_clip": math.inf}
+NEW_SUMS = {"dual_clipped_weight": 0.0, "ratio_log_prob": None, "own_gradient": None, "own_gradient_log_prob": None}
 
 
 class Record:
@@ -157,8 +160,9 @@ def read_start(path: Path) -> Start | None:
         _refuse("unknown options", options.keys() - {field.name for field in fields(BAPOConfig)})
         if about.get("own_clip") is not None:
             own_clip = _part(about, "own_clip")
-            _refuse("no numbers in own_clip as", {"low", "high"} - _numbers(own_clip).keys())
-            _refuse("an own_clip without", {"kind", "dual_clip"} - own_clip.keys())
+            _refuse("an own_clip without", {"kind", *NO_LIMITS} - own_clip.keys())
+            own_clip |= {name: limit for name, limit in NO_LIMITS.items() if own_clip[name] is None}
+            _refuse("no numbers in own_clip as", NO_LIMITS.keys() - _numbers(own_clip).keys())
         return Start(path, about, BAPOConfig(**options))
     except (ValueError, OverflowError) as error:
         raise _unreadable(path, 1, error) from error
@@ -175,7 +179,7 @@ def _update(line, shapes):
     for first, *others in NEEDED:
         if first in values:
             _refuse("no numbers as the values", set(others) - values.keys())
-    sums = {"dual_clipped_weight": 0.0, **_part(update, "sums")}  # records before version 0.3 do not have this one
+    sums = {**NEW_SUMS, **_part(update, "sums")}
     _refuse("missing sums", shapes.keys() - sums.keys())
     _refuse("unknown sums", sums.keys() - shapes.keys())
     return _numbers(update), values, [_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()]

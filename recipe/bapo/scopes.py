@@ -37,6 +37,7 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.utils.padding import no_padding_2_padding
 
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
+ENTROPY_SUMS = "actor/bapo/entropy_sums/"  # begins the names of the sums that our loss logs
 Bounds = tuple[float, float]  # c_low and c_high
 Pass = Callable[[], dict]  # verl's forwards and backwards of an update; returns the engine's output
 

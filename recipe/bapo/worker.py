@@ -13,15 +13,16 @@ from dataclasses import asdict
 from functools import partial, wraps
 from importlib.metadata import version
 
+import torch
 from tensordict import TensorDict
 
-from bapo import BAPOConfig
+from bapo import BAPOConfig, EntropySums
 from recipe.bapo.advice import EVERY, advise
 from recipe.bapo.figures import figures_of
 from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.monitor import Monitor
 from recipe.bapo.record import Record
-from recipe.bapo.scopes import SCOPES, BoundScope, Measured, bounds_metrics
+from recipe.bapo.scopes import ENTROPY_SUMS, SCOPES, BoundScope, Measured, bounds_metrics
 from recipe.bapo.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -113,8 +114,10 @@ class BAPOTrainingWorker(TrainingWorker):
         self.on_policy = False
         self.updates_since_sent += 1
         if self.scope is not None and output is not None:
+            metrics = tu.get(output, "metrics")
+            if ENTROPY_SUMS in metrics:
+                _add_entropy_covariance(metrics)
             with self.guard("looking at the gradient norm"):
-                metrics = tu.get(output, "metrics")
                 # verl skips the step of an update whose gradient is not finite.
                 metrics["actor/bapo/skipped"] = float(not math.isfinite(metrics["grad_norm"]))
         return output
@@ -160,6 +163,8 @@ class BAPOTrainingWorker(TrainingWorker):
             if self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs():
                 self._keep(scope, measured)
         if self.engine.is_mp_src_rank_with_outputs():
+            if scope.applied:
+                _add_up_entropy_sums(output["metrics"])
             # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
             output["metrics"] |= {name: [value] for name, value in self.logged.items()}
         return output
@@ -183,6 +188,18 @@ class BAPOTrainingWorker(TrainingWorker):
         if self.record is not None:
             numbers = {"call": self.calls, "update": self.updates_since_sent, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)
+
+
+def _add_up_entropy_sums(metrics: dict) -> None:
+    """Add up the sums that the loss has logged of each micro-batch of this rank."""
+    logged = [metrics.pop(ENTROPY_SUMS + name).values for name in EntropySums._fields]
+    metrics[ENTROPY_SUMS] = [sum(values) for values in logged]
+
+
+def _add_entropy_covariance(metrics: dict) -> None:
+    """Make the covariance of an update from the sums of the ranks, which verl has gathered."""
+    of_ranks = torch.tensor(metrics.pop(ENTROPY_SUMS), dtype=torch.float64).view(-1, len(EntropySums._fields))
+    metrics["actor/bapo/entropy_covariance"] = EntropySums(*of_ranks.sum(0)).covariance.item()
 
 
 def detach_unused_entropy(model_output: dict, actor_config) -> dict:

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 from support.actor import free_port, make_actor, make_mini_batch
 from support.capture import bounds_of, capture_to, read_updates, tokens_of_updates
-from support.oracle import sequential_search
+from support.oracle import entropy_covariance, sequential_search
 from support.updates import DYNAMIC, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter
 
 from bapo import BAPOConfig
@@ -123,3 +123,6 @@ def test_the_bounds_are_those_of_a_literal_search_over_all_ranks(ranks, cut):
         assert [bounds_of(update) for update in updates] == literal
         assert all(part["bounds"] is None for update in updates for part in update["micro_batches"])
     assert literal[0] != literal[1] and len(literal) == 2
+    for tokens, update in zip(tokens_of_updates(folder / cut), read_updates(folder / cut), strict=True):
+        covariance = entropy_covariance(*tokens, 0.8, 1.2, 3.0)
+        assert update["logged"]["entropy_covariance"] == pytest.approx(covariance, rel=1e-5)

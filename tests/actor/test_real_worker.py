@@ -18,8 +18,10 @@ from support.capture import (
     bounds_used,
     capture_to,
     read_updates,
+    tokens_of_updates,
     values_of_updates,
 )
+from support.oracle import entropy_covariance
 from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
 
 from bapo import BAPOConfig
@@ -40,6 +42,7 @@ def updates_of_rank(rank, size, port, task, folder, engine):
         results[name] = {
             "gradient": gradient,
             "loss": metrics["loss"],
+            "entropy_covariance": metrics["actor/bapo/entropy_covariance"],
             "collectives": counter.collectives,
             "passes": counter.passes,
             "gathered": [metrics[f"actor/bapo/clip_{side}"] for side in ("low", "high")],
@@ -210,6 +213,13 @@ def test_a_replay_of_the_captured_tokens_finds_what_was_logged(ranks):
         assert_rounding_changes_no_bounds(ranks[0]["folder"] / name, definition)
         assert (found["clip_low"], found["clip_high"]) == (logged["clip_low"], logged["clip_high"]), name
         assert {value: logged[value] for value in found} == pytest.approx(found, abs=1e-9), name
+
+
+def test_the_entropy_covariance_is_that_of_all_ranks(ranks):
+    for name in CUTS.keys() - {"micro_batch scope"}:
+        (tokens,) = tokens_of_updates(ranks[0]["folder"] / name)
+        expected = entropy_covariance(*tokens, *bounds_of(ranks[0][name]["update"]), 3.0)
+        assert [rank[name]["entropy_covariance"] for rank in ranks] == pytest.approx([expected] * len(ranks), rel=1e-4)
 
 
 def test_a_first_update_makes_two_collectives_and_a_forward(ranks):

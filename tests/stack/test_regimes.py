@@ -252,7 +252,7 @@ def check_monitored(tmp_path, data, updates, positions):
         assert found.values["positive_contribution_start"] == pytest.approx(start)
     check_means(data, [bounds[:2] for bounds in literal])
     for metrics in data:
-        assert set(metrics) >= METRICS - {"actor/bapo/entropy_covariance"}
+        assert set(metrics) >= METRICS
         assert metrics["actor/bapo/applied"] == 0
     assert all(set(bounds_used(update)) == {None} for update in read_updates(tmp_path / "capture"))
 

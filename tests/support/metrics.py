@@ -15,6 +15,7 @@ METRICS = {
     "actor/bapo/met_at_start",
     "actor/bapo/met_by_moving",
     "actor/bapo/positive_token_fraction",
+    "actor/bapo/zero_advantage_fraction",
     "actor/bapo/clipfrac_positive",
     "actor/bapo/clipfrac_negative",
     "actor/bapo/length_positive",

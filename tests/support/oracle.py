@@ -86,6 +86,7 @@ def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
     responses = {sign: ((advantages * sign > 0) & mask.bool()).any(1).sum() for sign in (1, -1)}
     return {
         "positive_token_fraction": share(positive.sum(), len(adv)),
+        "zero_advantage_fraction": share((adv == 0).sum(), len(adv)),
         "clipfrac_positive": share((positive & (ratio >= high)).sum(), positive.sum()),
         "clipfrac_negative": share((negative & (ratio <= low)).sum(), negative.sum()),
         "length_positive": share(positive.sum(), responses[1]),
@@ -93,6 +94,18 @@ def diagnostics(old_log_prob, log_prob, advantages, mask, low, high):
         "effective_sample_size": share(ratio.sum() ** 2, len(adv) * (ratio**2).sum()),
         "negative_unbounded_share": share(size[negative & (ratio > 3)].sum(), size.sum()),
     }
+
+
+def entropy_covariance(old_log_prob, log_prob, advantages, mask, low, high, clip_ratio_c):
+    """Compute the covariance of Eq. 6 under the policy that is trained, one token at a time."""
+    columns = [column.tolist() for column in response_tokens(old_log_prob, log_prob, advantages, mask)]
+    total = sum(columns[0])
+    tokens = []
+    for ratio, advantage, _, log_prob_of_token in zip(*columns, strict=True):
+        _, derivative = surrogate(ratio, advantage, low, high, clip_ratio_c)
+        tokens.append((ratio / total, derivative, log_prob_of_token))
+    means = [sum(weight * values[k] for weight, *values in tokens) for k in range(2)]
+    return sum(weight * (kept - means[0]) * (log_prob - means[1]) for weight, kept, log_prob in tokens)
 
 
 def surrogate(ratio, advantage, low, high, clip_ratio_c):

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
+from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine
 from verl.workers.utils.losses import ppo_loss
 
@@ -97,8 +98,7 @@ class StandInEngine(BaseEngine):
             loss, of_micro_batch = loss_function(model_output=model_output, data=micro_batch)
             if not forward_only:
                 loss.backward()
-            for name, value in of_micro_batch.items():
-                metrics.setdefault(name, []).extend(getattr(value, "values", [value]))
+            append_to_dict(metrics, of_micro_batch)
         return {"metrics": metrics}
 
     def get_per_tensor_param(self):
@@ -134,7 +134,8 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
 
     def train_batch(worker, data):
         output = worker.engine.train_batch(data, loss_function=worker.loss_fn)
-        return tu.get_tensordict({}, {"metrics": output["metrics"]}) if worker.engine.source else None
+        metrics = {name: getattr(value, "values", value) for name, value in output["metrics"].items()}
+        return tu.get_tensordict({}, {"metrics": metrics}) if worker.engine.source else None
 
     monkeypatch.setattr(TrainingWorker, "__init__", init)
     monkeypatch.setattr(TrainingWorker, "train_batch", train_batch)

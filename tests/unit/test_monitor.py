@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 TARGET = 0.47
-OF_THE_LOSS = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower", "actor/bapo/entropy_covariance"}
+ROOT = Path(__file__).parents[2]
+OF_THE_LOSS = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
 
 
 def batch_of_pairs(seed):
@@ -63,6 +65,7 @@ def test_it_logs_what_a_bapo_run_logs_and_what_its_own_loss_clips(monkeypatch):
             "invalid_tokens": 0,
             "own_clipfrac_positive": (ratio[positive] > 1.2).double().mean().item(),
             "own_clipfrac_negative": ((ratio < 0.8) | (ratio > 3))[negative].double().mean().item(),
+            "entropy_covariance": oracle.entropy_covariance(*batch, 0.8, 1.2, 3.0),
             **oracle.diagnostics(*batch, low, high),
         }
         for name, value in expected.items():
@@ -333,14 +336,6 @@ def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsy
 LOSSES = ["vanilla", "clip_cov", "cispo", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro"]
 
 
-def tokens_without_gradient(loss_mode, config, batch):
-    """Return which tokens get no gradient from verl's own loss, by autograd."""
-    old, log_prob, advantages, mask = batch
-    leaf = log_prob.clone().requires_grad_()
-    loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
-    return torch.autograd.grad(loss, leaf)[0] == 0
-
-
 def test_bypass_mode_clips_unless_it_names_another_loss():
     for correction, clips in (({"rollout_rs": None}, True), ({"loss_type": "reinforce"}, False)):
         config = actor_config(MonitorConfig(loss_mode="bypass_mode", rollout_correction=correction))
@@ -361,12 +356,25 @@ def test_the_own_share_is_autograds_or_absent(loss_mode, settings):
     batch = make_batch(3, rows=64, spread=0.8, masked=0.2, zero_advantage=0)
     old, log_prob, advantages, mask = batch
     ratio = (log_prob - old).exp()
-    found = own(ratio, advantages) & mask
-    assert 0 < found[advantages > 0].sum() and 0 < found[advantages < 0].sum()
+    left = own(ratio, advantages)
+    changed = (left != ratio) & mask
+    assert 0 < changed[advantages > 0].sum() and 0 < changed[advantages < 0].sum()
+    leaf = log_prob.clone().requires_grad_()
+    loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
+    by_autograd = -torch.autograd.grad(loss, leaf)[0] / advantages
+    torch.testing.assert_close(left[mask], by_autograd[mask], rtol=1e-5, atol=0)
     if own.kind == "clip":
-        assert torch.equal(found, tokens_without_gradient(loss_mode, config, batch) & mask)
-    else:  # a capped token keeps a gradient, but its weight is a limit and not the ratio
-        leaf = log_prob.clone().requires_grad_()
-        loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "token-sum", config)
-        weight = -torch.autograd.grad(loss, leaf)[0] / advantages
-        assert torch.equal(found, ((weight - ratio).abs() > 1e-5) & mask)
+        assert not left[changed].any()
+
+
+def test_the_page_has_a_row_for_every_key(monkeypatch):
+    text = (ROOT / "docs/monitor.md").read_text()
+    table = text[text.index("| key | meaning |") :].split("\n\n")[0]
+    rows = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    logged = set()
+    for loss in ("vanilla", "cispo", "gspo"):
+        logged |= update(worker_with(monkeypatch, MonitorConfig(loss_mode=loss)), batch_of_pairs(1)).keys()
+    names = [name.removeprefix("actor/bapo/") for name in logged if name.startswith("actor/bapo/")]
+    assert sorted(rows) == sorted(names)
+    of_bapo = update(worker_with(monkeypatch, BAPOPolicyLossConfig()), batch_of_pairs(1)).keys()
+    assert {name for name in of_bapo if "actor/bapo/" in name} <= logged

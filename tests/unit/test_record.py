@@ -119,8 +119,8 @@ def change(part, **names):
         (1, change("options", new_option=1, another=2), "unknown options another, new_option"),
         (1, change("options", ratio_lower_step=0), "ratio_lower_step=0 is not usable: use a step above 0"),
         (1, change("options", ratio_lower_start=10**400), "int too large to convert to float"),
-        (1, change("own_clip", low=None), "no numbers in own_clip as low"),
-        (1, change("own_clip", high="1.2"), "no numbers in own_clip as high"),
+        (1, change("own_clip", low=None, dual_clip=None), "an own_clip without dual_clip, low"),
+        (1, change("own_clip", high="1.2", dual_clip="3"), "no numbers in own_clip as dual_clip, high"),
         (1, change("own_clip", kind=None), "an own_clip without kind"),
         (1, lambda line: line | {"own_clip": "clip"}, "no own_clip"),
         (3, lambda line: "", "no JSON object"),
@@ -166,15 +166,29 @@ def test_each_start_writes_a_file_that_comes_after_the_others(tmp_path, monkeypa
     assert told == [now + number * timedelta(seconds=seconds) for number in range(3)]
 
 
+def test_limits_that_are_infinite_are_read_back(tmp_path):
+    own_clip = OwnClip("clip", -math.inf, math.inf)  # clip_ratio_low=inf and clip_ratio_high=inf are valid in verl
+    path, _ = write_start(tmp_path, steps=[1], own_clip=own_clip)
+    assert json.loads(path.read_text().splitlines()[0])["own_clip"] == {
+        "kind": "clip",
+        "low": None,
+        "high": None,
+        "dual_clip": None,
+    }
+    assert read_start(path).about["own_clip"] == vars(own_clip)
+
+
 def test_a_record_of_a_scope_that_is_gone_stays_readable(tmp_path):
-    """Version 0.2 had one more scope, and one sum less."""
+    """Version 0.2 had one more scope, and fewer sums."""
+    new = ("dual_clipped_weight", "ratio_log_prob", "own_gradient", "own_gradient_log_prob")
     path, _ = write_start(tmp_path, steps=[1])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["options"]["bound_scope"] = "previous_batch"
     for line in lines[1:]:
-        del line["sums"]["dual_clipped_weight"]
+        line["sums"] = {name: sums for name, sums in line["sums"].items() if name not in new}
     old = tmp_path / "old.jsonl"
     old.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for found, expected in zip(read_updates(old), read_updates(path), strict=True):
         assert found.values == expected.values and found.stats.sums.dual_clipped_weight == 0
+        assert all(getattr(found.stats.sums, name).isnan() for name in new[1:])
         assert torch.equal(found.stats.sums.negative_weight, expected.stats.sums.negative_weight)

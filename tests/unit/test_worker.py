@@ -119,8 +119,20 @@ def test_the_bounds_do_not_depend_on_the_cut(monkeypatch):
         assert bounds_of(found) == bounds_of(expected)
         costs = {"actor/bapo/extra_forward", "actor/bapo/redone"}
         of_a_micro_batch = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
-        for name in METRICS - costs - of_a_micro_batch - {"actor/bapo/entropy_covariance", "actor/bapo/skipped"}:
+        for name in METRICS - costs - of_a_micro_batch - {"actor/bapo/skipped"}:
             assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
+def test_the_entropy_covariance_is_that_of_the_whole_update(monkeypatch):
+    worker, kinds = worker_with(monkeypatch), set()
+    for batch in wild_and_calm(24):
+        worker.updates_since_sent = 1
+        metrics = update(worker, batch)
+        expected = oracle.entropy_covariance(*batch, *literal_bounds(batch), 3.0)
+        assert metrics["actor/bapo/entropy_covariance"] == pytest.approx(expected, rel=1e-5)
+        assert not any("entropy_sums" in name for name in metrics)
+        kinds.add((metrics["actor/bapo/extra_forward"][0], metrics["actor/bapo/redone"][0]))
+    assert kinds == {(1, 0), (0, 0), (0, 1)}
 
 
 def test_a_single_micro_batch_finds_its_bounds_in_the_loss(monkeypatch):
