@@ -83,6 +83,17 @@ def clipped_shares(updates: Sequence[Mapping[str, float]], applied: bool) -> tup
     return shares[0], shares[1]
 
 
+def idle_share(updates: Sequence[Mapping[str, float]]) -> float:
+    """Return the share of all response tokens that have no advantage, and so train nothing.
+
+    Args:
+        updates: as in ``advise``, each measured.
+    """
+    tokens = sum(update["response_tokens"] for update in updates)
+    idle = tokens - sum(update["positive_tokens"] + update["negative_tokens"] for update in updates)
+    return idle / max(1, tokens)
+
+
 def cost_of_bounds(updates: Sequence[Mapping[str, float]]) -> float | None:
     """Estimate how many times as long an update takes with exact bounds; None if the updates do not have the values.
 
@@ -102,7 +113,7 @@ def _judge(updates, options, about, window):
         return Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
     clipped = clipped_shares(updates, applied)
-    if clipped and max(clipped) < NEARLY_NOTHING and saturated < NEARLY_ALWAYS:
+    if clipped and max(clipped) < NEARLY_NOTHING:
         return Advice(
             f"in {window} the loss clipped {clipped[0]:.2%} of the tokens with A > 0 and {clipped[1]:.2%} of those "
             "with A < 0. Hardly any bound matters here: leave the loss as it is, unless you reuse data more often.",
@@ -191,23 +202,21 @@ def _changes(measure, target, old_measure):
 
 def _switch(measure, target, about):
     """Return the overrides that train with BAPO instead of the run's loss."""
-    dual_clip = about.get("clip_ratio_c", 3.0)
+    dual_clip = about.get("clip_ratio_c", 3.0)  # None: the run has none, and keeps its setting
     return [
         f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
         f"{LOSS}.loss_mode=bapo",
         *_changes(measure, target, "value"),
-        f"{ACTOR}.clip_ratio_c={'null' if dual_clip is None else dual_clip}",
+        *([] if dual_clip is None else [f"{ACTOR}.clip_ratio_c={dual_clip}"]),
     ]
 
 
 def _idle_tokens(updates, window):
     """Say how many tokens train nothing, if they are many."""
-    known = [update for update in updates if "response_tokens" in update]
-    tokens = sum(update["response_tokens"] for update in known)
-    idle = tokens - sum(update["positive_tokens"] + update["negative_tokens"] for update in known)
-    if tokens and idle / tokens >= IDLE:
+    idle = idle_share(updates)
+    if idle >= IDLE:
         yield (
-            f"{idle / tokens:.0%} of the response tokens in {window} had no advantage, because all responses to a "
+            f"{idle:.0%} of the response tokens in {window} had no advantage, because all responses to a "
             "prompt got the same reward, and trained nothing. If the reward stalls, change this first: prompts that "
             "are neither too easy nor too hard, more responses to each (rollout.n), or verl's algorithm.filter_groups."
         )

@@ -2,14 +2,17 @@
 """The sentence that says what to do next, in each of its cases."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from support.batches import make_batch
+from support.configs import composed
 
 from bapo import BAPOConfig, collect_clip_statistics, search_clip_bounds
 from bapo.search import measure_search_path
-from recipe.bapo.advice import LOSS, advise, clipped_shares
+from recipe.bapo.advice import IDLE, LOSS, MANY, NEARLY_NOTHING, RARELY, advise, clipped_shares
 from recipe.bapo.figures import figures_of
+from recipe.bapo.run.preflight import keys
 
 OPTIONS = asdict(BAPOConfig())
 HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"
@@ -79,8 +82,16 @@ def test_a_try_is_told_with_what_it_costs():
 def test_the_runs_own_dual_clip_stays():
     expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=10.0") for line in SWITCH]
     assert said([update("met_by_moving")], clip_ratio_c=10.0).overrides == expected
-    expected = [line.replace("clip_ratio_c=3.0", "clip_ratio_c=null") for line in SWITCH]
-    assert said([update("met_by_moving")], clip_ratio_c=None).overrides == expected
+    # In a run without a dual clip no line sets it: preflight would refuse clip_ratio_c=null.
+    assert said([update("met_by_moving")], clip_ratio_c=None).overrides == SWITCH[:-1]
+
+
+@pytest.mark.parametrize("clip_ratio_c", [3.0, 10, float("inf"), None])
+@pytest.mark.parametrize("clipped, moves", [((7, 0), False), (None, True)])
+def test_preflight_takes_the_lines_to_paste(task, clip_ratio_c, clipped, moves):
+    updates = [update("met_by_moving" if moves else "saturated", 0.3, 0.3, clipped=clipped)]
+    lines = said(updates, clip_ratio_c=clip_ratio_c).overrides
+    assert lines and keys.unusable_keys(composed(task, *lines)) == []
 
 
 def test_nothing_changes_while_bapo_moves_its_bounds():
@@ -169,6 +180,30 @@ def test_a_loss_that_hardly_clips_is_left_alone():
     assert "loss clipped 0.04% of the tokens with A > 0 and 0.00% of those with A < 0. Hardly any bound" in advice.text
     assert advice.overrides == []
     assert said([update("met_by_moving", clipped=(0.04, 2))]).overrides == SWITCH
+
+
+# The rows of the README's table by which a monitored run is judged, in their order, and what the advice then says.
+ROWS = {
+    f"clips less than {100 * NEARLY_NOTHING:g} % of the tokens of each sign": "leave the loss as it is",
+    f"would move BAPO's bounds in {100 * RARELY:g} % of the updates or more": "Try it.",
+    "or would with the other target that the report names": "they would move in about",
+    f"clips {100 * MANY:g} % or more of the tokens with A > 0": "raise its upper bound alone",
+    "| none of these |": "Leave the loss as it is.",
+}
+
+
+@pytest.mark.parametrize("clipped", [(0, 0), (0.5, 0.5), (7, 0)])
+@pytest.mark.parametrize("moves", ["with its target", "with another", "never"])
+def test_the_readmes_table_judges_in_the_same_order(clipped, moves):
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    places = [text.index(row) for row in ROWS]
+    assert places == sorted(places)
+    rho = {"with its target": (0.38, 0.42), "with another": (0.3, 0.35), "never": (0.3, 0.301)}[moves]
+    end = "met_by_moving" if moves == "with its target" else "saturated"
+    fits = [clipped == (0, 0), moves == "with its target", moves == "with another", clipped[0] >= 1, True]
+    expected = list(ROWS.values())[fits.index(True)]
+    assert expected in said([update(end, *rho, clipped=clipped)]).text
+    assert f"{100 * IDLE:g} % or more of its response tokens have no advantage" in text
 
 
 def test_clipped_shares_are_of_all_tokens_and_no_mean_of_updates():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report on records: its figures by their definitions, which starts make a run, and what the command prints."""
 
+import math
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from recipe.bapo.own_clip import OwnClip
 from recipe.bapo.record import Record, Start
 from recipe.bapo.report import picture as picture_module
 from recipe.bapo.report.__main__ import TARGETS, main
-from recipe.bapo.report.findings import BOUNDS, clipped, ends_of_search, fixed_bounds, read_runs
+from recipe.bapo.report.findings import BOUNDS, clipped, ends_of_search, fixed_bounds, read_runs, tail
 from recipe.bapo.report.picture import picture
 from recipe.bapo.report.table import Table, join
 
@@ -110,6 +111,18 @@ def test_what_the_runs_loss_clips_is_counted_by_sign_and_position(tmp_path):
     _, halves = run.by_step(2)
     assert [(first, last) for first, last, _ in halves] == [(1, 2), (3, 4)]
     assert clipped(run, halves[1][-1], by_bapo=False) == pytest.approx(clipped_by(batches[4:], rule))
+
+
+@pytest.mark.parametrize("config", CONFIGS[::2], ids=["default", "other ranges"])
+def test_the_tails_of_the_ratios_are_counted(tmp_path, config):
+    _, batches = write_start(tmp_path, steps=range(1, 5), config=config)
+    (run,) = read_runs(tmp_path)
+    above = [ratio for ratio in (1.2, 1.5, 2.0, 3.0) if ratio <= config.ratio_upper_max]
+    below = [ratio for ratio in (0.9, 0.8, 0.7, 0.6) if ratio <= config.ratio_lower_max]
+    expected = {limit: clipped_by(batches, lambda r, a, limit=limit: r >= limit)[0] for limit in above}
+    assert tail(run, "above") == pytest.approx(expected) and len(set(expected.values())) == len(above)
+    expected = {limit: clipped_by(batches, lambda r, a, limit=limit: r <= limit)[1] for limit in below}
+    assert tail(run, "below") == pytest.approx(expected) and len(set(expected.values())) == len(below)
 
 
 def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
@@ -256,6 +269,16 @@ def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
     assert re.search(rf"all updates +{100 * positive:.1f}% +{100 * negative:.1f}%\n", said)
     assert re.search(r"update 1 on a rollout batch +0.0% +0.0%\n", said) and "training steps 10 to 10" not in said
     assert "training steps 1 to 3 " in said and "training step 10 " in said
+    beyond = list(tail(run, "above").values())
+    assert re.search(rf"ratio at or above +1.2 +1.5 +2 +3\n +{100 * beyond[0]:.1f}% +{100 * beyond[1]:.1f}% ", said)
+    assert re.search(r"ratio at or below +0.9 +0.8 +0.7 +0.6\n +[1-9]", said)
+    sums = [update.stats.sums for update in read_updates(path)]
+    unbounded = sum(one.unbounded_gradient.item() for one in sums) / sum(one.gradient.item() for one in sums)
+    assert f"clip does, made up {100 * unbounded:.1f}% of the gradient" in said and unbounded > 0.01
+    covariance = [update.values["entropy_covariance"] for update in read_updates(path)]
+    lowering = sum(value > 0 for value in covariance) / 30
+    assert f"above 0 in {100 * lowering:.1f}% of the updates, which then tend" in said and 0 < lowering < 1
+    assert f"(median {median(covariance):.2g} nats)" in said
     ends = ends_of_search(run, "value")[0.4]
     at_start, moved, saturated = (f"{100 * end:.1f}%" for end in ends)
     assert f"the target 0.4: met at the start in {at_start} of the updates, met by moving bounds in {moved}, " in said
@@ -268,6 +291,13 @@ def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
     assert "policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig\n" in said
     assert said.endswith(f"Picture: {tmp_path / 'report.png'}\n")
     assert image.imread(tmp_path / "report.png").shape[0] > 800
+
+
+def test_the_page_shows_the_report_of_the_record_in_this_repository(tmp_path, monkeypatch, capsys):
+    (shown,) = re.findall(r"^```text\n(docs/examples\n.*?)^```$", (ROOT / "docs/monitor.md").read_text(), re.M | re.S)
+    monkeypatch.chdir(ROOT)
+    said = report_of(monkeypatch, capsys, "docs/examples", "--out", tmp_path)
+    assert said.replace(str(tmp_path / "report.png"), "report.png").strip() == shown.strip()
 
 
 def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch, capsys):
@@ -355,6 +385,9 @@ def test_numbers_of_five_digits_do_not_run_into_each_other(tmp_path, steps, tick
         (dict(own_clip=None), "The run's loss does not clip by the ratio of a token"),
         (dict(own_clip=OwnClip("cap", 0.8, 1.2)), "A > 0 capped   A < 0 capped"),
         (dict(own_clip=OwnClip("clip", 0.8, 1.28)), "the run's loss, [0.8, 1.28]"),
+        (dict(own_clip=OwnClip("clip", 0.8, math.inf)), "trained with vanilla, which clips ratios to [0.8, inf]"),
+        (dict(own_clip=OwnClip("clip", 0.8, math.inf)), "  rho is the median of the updates.\n"),
+        (dict(own_clip=OwnClip("clip", 0.8, 1.2, 3.0)), "The row of the run's loss counts its dual clip too."),
         (dict(config=BAPOConfig(ratio_lower_max=0.7)), "not on the run's grid"),
         (dict(config=BAPOConfig(bound_scope="micro_batch"), applied=True), "clip is a mean over micro-batches"),
     ],
@@ -418,6 +451,26 @@ def test_the_lines_for_another_trainer_run(tmp_path, monkeypatch, capsys):
     assert run.recorded["own_clipped"][-1, 0] == stats.sums.own_clipped_positive > 0
     said = report_of(monkeypatch, capsys, tmp_path)
     assert "trained with grpo, which clips ratios to [0.8, 1.28]" in said
+
+
+def test_a_run_without_an_upper_bound_is_reported(tmp_path, monkeypatch, capsys):
+    _, batches = write_start(tmp_path, steps=range(1, 5), own_clip=OwnClip("clip", 0.8, math.inf))
+    _, negative = clipped_by(batches, lambda r, a: a < 0 and r < 0.8)
+    said = report_of(monkeypatch, capsys, tmp_path)
+    assert re.search(rf"all updates +0.0% +{100 * negative:.1f}%\n", said) and negative > 0.1
+    assert re.search(rf"the run's loss, \[0.8, inf\] +0.0% +{100 * negative:.1f}% +- +-\n", said)
+    assert "nan" not in said
+
+
+def test_tokens_without_an_advantage_are_told_also_of_updates_without_any(tmp_path, monkeypatch, capsys):
+    old, log_prob, advantages, mask = make_tokens(1)
+    advantages = advantages.clone()
+    advantages[:4] = 0
+    write_broken(tmp_path, [(old, log_prob, advantages, mask), (old, log_prob, torch.zeros_like(old), mask)])
+    share = (mask[:4].sum() + mask.sum()) / (2 * mask.sum())
+    said = report_of(monkeypatch, capsys, tmp_path)
+    assert f"  {100 * share:.1f}% of the response tokens had no advantage. They are in none of these shares.\n" in said
+    assert f"{share:.0%} of the response tokens in this run had no advantage, because all" in said
 
 
 def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monkeypatch, capsys):

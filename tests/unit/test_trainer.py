@@ -36,6 +36,10 @@ class Parent:
     def _balance_batch(self, batch, metrics, logging_prefix="global_seqlen"):
         return list(batch.keys)
 
+    def _step_once(self, metrics, timing_raw, sample_batch_size):
+        keys = ["a_0_0", "a_1_0", "b_0_0"]
+        self._balance_batch(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 3), metrics)
+
 
 class Trainer(_BAPOTrainer, Parent):
     pass
@@ -89,6 +93,14 @@ def test_the_share_of_the_responses_that_arrived_is_logged(keys, arrived):
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys))
     Trainer("sync", False, 0)._balance_batch(batch, metrics)
     assert metrics == {"training/responses_arrived": arrived}  # the turns of a response are one
+
+
+@pytest.mark.parametrize("prompts, arrived", [(2, 3 / 4), (3, 3 / 6)])
+def test_the_prompts_are_those_that_verl_asks_for_in_a_call(prompts, arrived):
+    """In ``separate_async`` a call has a mini-batch of them, and not ``data.train_batch_size``."""
+    metrics = {}
+    Trainer("separate_async", True, 0)._step_once(metrics, {}, prompts)
+    assert metrics == {"training/responses_arrived": arrived}
 
 
 def test_prompts_that_an_asynchronous_mode_has_replaced_count_as_lost():

@@ -9,12 +9,14 @@ the report.
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 
-from recipe.bapo.advice import OUTCOMES, advise, cost_of_bounds
+from bapo.clip_statistics import UNBOUNDED_RATIO
+from recipe.bapo.advice import OUTCOMES, advise, cost_of_bounds, idle_share
 from recipe.bapo.report.findings import (
     BOUNDS,
     CONTRIBUTIONS,
@@ -24,6 +26,7 @@ from recipe.bapo.report.findings import (
     fixed_bounds,
     read_runs,
     steps_of,
+    tail,
 )
 from recipe.bapo.report.picture import picture
 
@@ -43,7 +46,7 @@ def report(name: str, run: Run) -> Iterator[str]:
             "advantages were not finite (or the log of the run says why not). They are left out of the figures."
         )
     if run.updates:
-        yield from ("", "1. Does the run clip?", *_clipping(run))
+        yield from ("", "1. Does the run clip?", *_clipping(run), *_ratios(run))
         yield from ("", f"2. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
         yield from ("", "3. What would fixed bounds clip?", *_bounds(run))
     named = [name for name, column in run.recorded.columns.items() if column.dim() == 1]
@@ -72,6 +75,9 @@ def _what_was_recorded(run):
 
 def _clipping(run):
     """Answer question 1."""
+    measured = run.recorded.rows(run.valid).dicts(["response_tokens", "positive_tokens", "negative_tokens"])
+    idle = _percent(idle_share(measured))
+    yield f"  {idle} of the response tokens had no advantage. They are in none of these shares."
     own = clipped(run, run.updates, by_bapo=False)
     if own is None:
         yield (
@@ -87,6 +93,28 @@ def _clipping(run):
             label = f"{one} {first}" if first == last else f"{one}s {first} to {last}"
             rows.append((f"{label}{after}", *_shares(run, updates, by_bapo)))
     yield from _table(rows)
+
+
+def _ratios(run):
+    """Say how far the ratios reach, and which tokens no bound touches."""
+    tails = {f"A {sign} 0, ratio at or {side}": tail(run, side) for sign, side in ((">", "above"), ("<", "below"))}
+    if any(tails.values()):
+        yield "  How far the ratios reach, as shares of the tokens of the sign:"
+    for label, shares in tails.items():
+        if shares:
+            yield from _table([(label, *(f"{ratio:g}" for ratio in shares)), ("", *map(_percent, shares.values()))])
+    gradient, unbounded = (run.updates[name].sum().item() for name in ("gradient", "unbounded_gradient"))
+    yield (
+        f"  Tokens with A < 0 and a ratio above {UNBOUNDED_RATIO:g}, which no bound limits but a dual clip does, made "
+        f"up {_percent(unbounded / gradient if gradient else 0.0)} of the gradient before clipping."
+    )
+    covariance = [value for value in run.updates["entropy_covariance"].tolist() if not math.isnan(value)]
+    if covariance:  # not in an older record, in a run with BAPO, or where the loss does not clip by the ratio
+        lowering = _percent(fmean(value > 0 for value in covariance))
+        yield (
+            f"  entropy_covariance was above 0 in {lowering} of the updates, which then tend to lower the entropy "
+            f"(median {median(covariance):.2g} nats)."
+        )
 
 
 def _searches(run):
@@ -147,7 +175,8 @@ def _bounds(run):
         )
         rows.append((f"[{low:g}, {high:g}]", *row))
     yield from _table(rows)
-    dual = " The row of the run's loss counts its dual clip too." if run.own_clip and run.own_clip["dual_clip"] else ""
+    has_dual_clip = run.own_clip and math.isfinite(run.own_clip["dual_clip"])
+    dual = " The row of the run's loss counts its dual clip too." if has_dual_clip else ""
     yield f"  rho is the median of the updates.{dual}"
     yield (
         "  These figures are about this run's tokens: with other bounds the tokens would differ from the second update "

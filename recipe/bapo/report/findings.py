@@ -25,6 +25,7 @@ CONTRIBUTIONS = CHOICES["contribution"]
 SIGNS = ("positive", "negative")
 TARGETS = [k / 100 for k in range(10, 91)]  # that are searched for, besides the run's own
 BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]  # that are measured, besides those of the run's loss
+TAILS = {"above": (1.2, 1.5, 2.0, 3.0), "below": (0.9, 0.8, 0.7, 0.6)}  # ratios, of A > 0 and of A < 0
 NAMES_OF_A_PROCESS = ("utc", "host")  # what differs between two starts of one run
 
 
@@ -175,6 +176,18 @@ def fixed_bounds(run: Run, low: float, high: float) -> FixedBounds | None:
     return FixedBounds(*shares, dict(zip(CONTRIBUTIONS, map(median, rho), strict=True)))
 
 
+def tail(run: Run, side: str) -> dict[float, float]:
+    """Return how many tokens have a ratio beyond each of ``TAILS`` that the record knows, as a share of their sign.
+
+    Args:
+        run: the run.
+        side: ``above``: tokens with A > 0 at or above the ratio; ``below``: tokens with A < 0 at or below it.
+    """
+    tokens = run.updates["tokens"].sum(0)[int(side == "below")].item()
+    known = [ratio for ratio in TAILS[side] if f"{side}_{ratio}" in run.updates.columns]
+    return {ratio: run.updates[f"{side}_{ratio}"].sum().item() / max(1, tokens) for ratio in known}
+
+
 def _measure(updates: Updates, start: Start) -> Table:
     """Make the table of some updates. Its columns of the sums, with A > 0 first where there are two signs:
 
@@ -183,13 +196,16 @@ def _measure(updates: Updates, start: Start) -> Table:
       moving, 2 saturated.
     - ``clipped_by_<low>_<high>``: number of tokens that these bounds clip, ``(updates, 2)``.
     - ``rho_of_<low>_<high>``: rho at these bounds, ``(updates, contributions)``.
-    - those of ``figures_of``, ``(updates,)``.
+    - ``<side>_<ratio>``: number of tokens beyond a ratio (see ``tail``), ``(updates,)``.
+    - ``gradient`` and ``unbounded_gradient`` of the sums, and those of ``figures_of``, ``(updates,)``.
     """
     stats = updates.stats
     figures = {
         "tokens": torch.stack(stats.tokens_by_sign, dim=1),
         "own_clipped": torch.stack([stats.sums.own_clipped_positive, stats.sums.own_clipped_negative], dim=1),
     }
+    figures |= {name: getattr(stats.sums, name) for name in ("gradient", "unbounded_gradient")}
+    figures |= _tails(stats)
     figures |= {f"ends_{contribution}": _ends(stats, contribution) for contribution in CONTRIBUTIONS}
     own = start.about.get("own_clip")
     for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own else [])]:
@@ -223,6 +239,15 @@ def _bounds(stats: ClipStatistics, low: float, high: float) -> dict[str, Tensor]
         p, n = p[:, at_high], n[:, at_low]
         rho.append(torch.where(p + n > 0, p / (p + n), 0.0))
     return {f"clipped_by_{low}_{high}": torch.stack(counts, dim=1), f"rho_of_{low}_{high}": torch.stack(rho, dim=1)}
+
+
+def _tails(stats: ClipStatistics) -> dict[str, Tensor]:
+    lower, upper = stats.config.lower, stats.config.upper
+    low, high = lower.grid(), upper.grid()
+    above = {f"above_{ratio}": _index(upper, ratio) for ratio in TAILS["above"]}
+    below = {f"below_{ratio}": _index(lower, ratio) for ratio in TAILS["below"]}
+    counts = {name: stats.clipped_tokens(low[0], high[k])[0] for name, k in above.items() if k is not None}
+    return counts | {name: stats.clipped_tokens(low[k], high[0])[1] for name, k in below.items() if k is not None}
 
 
 def _resumes(start: Start, recorded: Table, run: Run) -> bool:
