@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.batches import make_batch
-from support.configs import composed
 
 from bapo import BAPOConfig, collect_clip_statistics, search_clip_bounds
 from bapo.search import measure_search_path
 from recipe.bapo.advice import IDLE, LOSS, MANY, NEARLY_NOTHING, RARELY, advise, clipped_shares
 from recipe.bapo.figures import figures_of
-from recipe.bapo.run.preflight import keys
 
 OPTIONS = asdict(BAPOConfig())
 HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"
@@ -84,14 +82,6 @@ def test_the_runs_own_dual_clip_stays():
     assert said([update("met_by_moving")], clip_ratio_c=10.0).overrides == expected
     # In a run without a dual clip no line sets it: preflight would refuse clip_ratio_c=null.
     assert said([update("met_by_moving")], clip_ratio_c=None).overrides == SWITCH[:-1]
-
-
-@pytest.mark.parametrize("clip_ratio_c", [3.0, 10, float("inf"), None])
-@pytest.mark.parametrize("clipped, moves", [((7, 0), False), (None, True)])
-def test_preflight_takes_the_lines_to_paste(task, clip_ratio_c, clipped, moves):
-    updates = [update("met_by_moving" if moves else "saturated", 0.3, 0.3, clipped=clipped)]
-    lines = said(updates, clip_ratio_c=clip_ratio_c).overrides
-    assert lines and keys.unusable_keys(composed(task, *lines)) == []
 
 
 def test_nothing_changes_while_bapo_moves_its_bounds():

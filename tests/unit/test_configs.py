@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
-from support.configs import ROOT, compose_in_groups
+from support.configs import ROOT, compose_in_groups, composed
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
+from recipe.bapo.advice import advise
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from recipe.bapo.run.preflight.keys import unusable_keys
 from recipe.bapo.run.preflight.rules import check_rules
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
@@ -192,6 +194,15 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
     if mode == "separate_async":  # verl asserts this
         steps = config.trainer.v1.separate_async.parameter_sync_step
         assert steps > 1 and config.data.train_batch_size == steps * actor.ppo_mini_batch_size
+
+
+@pytest.mark.parametrize("clip_ratio_c", [3.0, 10, float("inf"), None])
+def test_preflight_takes_the_lines_that_the_advice_has_a_user_paste(task, clip_ratio_c):
+    update = dict(met_at_start=0, met_by_moving=1, saturated=0, positive_tokens=1, negative_tokens=1, response_tokens=2)
+    about = {"applied": False, "clip_ratio_c": clip_ratio_c}
+    lines = advise([update], BAPOConfig().__dict__, about, "this run").overrides
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode=bapo" in lines
+    assert unusable_keys(composed(task, *lines)) == []
 
 
 def test_a_submitted_job_gets_every_variable_that_a_config_reads():
