@@ -115,6 +115,14 @@ def test_a_tie_at_the_start_is_not_taken_as_a_target():
     assert "positive_contribution_target=0.51 " in said([update("met_at_start", 0.5, 0.6)]).text
 
 
+@pytest.mark.parametrize("end, others", [("saturated", "met_at_start"), ("met_at_start", "saturated")])
+@pytest.mark.parametrize(
+    "number, text", [(19, "in 95% of the updates of"), (18, "in this run the target 0.4 was met at")]
+)
+def test_an_end_counts_as_the_only_one_from_19_of_20_updates_on(end, others, number, text):
+    assert said(number * [update(end)] + (20 - number) * [update(others)]).text.startswith(text)
+
+
 def test_searches_that_end_at_one_end_or_the_other():
     updates = [update("met_at_start", 0.41, 0.44), update("saturated", 0.37, 0.39)]
     text = said(updates).text
