@@ -73,6 +73,16 @@ def test_it_logs_what_a_bapo_run_logs_and_what_its_own_loss_clips(monkeypatch):
         assert METRICS - OF_THE_LOSS <= metrics.keys()
 
 
+@pytest.mark.parametrize("sign, absent", [(1, "negative"), (-1, "positive")])
+def test_the_shares_of_a_sign_without_tokens_are_0(monkeypatch, sign, absent):
+    old, log_prob, advantages, mask = batch_of_pairs(1)
+    metrics = update(worker_with(monkeypatch), (old, log_prob, sign * advantages.abs(), mask))
+    for name in ("own_clipfrac", "clipfrac", "length"):
+        assert metrics[f"actor/bapo/{name}_{absent}"] == [0], name
+    present = "positive" if sign > 0 else "negative"
+    assert 0 < metrics[f"actor/bapo/own_clipfrac_{present}"][0] < 1
+
+
 def test_the_losss_own_metrics_are_verls(monkeypatch):
     plain, monitored = worker_with(monkeypatch, PolicyLossConfig()), worker_with(monkeypatch)
     of_verl, found = (update(worker, batch_of_pairs(1)) for worker in (plain, monitored))
