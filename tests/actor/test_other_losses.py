@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With other losses our worker makes verl's updates bit for bit. Ours skips an unused backward."""
+"""With other losses, and the methods that set them, our worker makes verl's updates bit for bit. Ours skips an unused
+backward."""
 
 import json
 from pathlib import Path
@@ -19,11 +20,11 @@ CUT = [
 OURS = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
 
 
-def train(overrides, task, **settings):
+def train(overrides, task, stock=True, **settings):
     """Make two updates on one batch with ``train_mini_batch``. Returns the actor, its metrics and its weights."""
     from verl.utils import tensordict_utils as tu
 
-    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=True)
+    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=stock)
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1, **settings)
     metrics = tu.get(actor.train_mini_batch(data), "metrics")
@@ -53,6 +54,39 @@ def test_another_loss_ends_with_the_weights_of_verls_worker_bit_for_bit(loss_mod
     assert all(torch.equal(of_ours[name], value) for name, value in of_verl.items())
     of_verl, of_ours = json.loads((tmp_path / "metrics.json").read_text()).values()
     assert of_ours == of_verl
+
+
+# What each method sets, given by hand to verl's own config.
+BY_HAND = {
+    "grpo": ["clip_ratio_high=0.2"],
+    "dapo": ["clip_ratio_high=0.28", "clip_ratio_c=10.0"],
+    "gspo": [
+        *("policy_loss.loss_mode=gspo", "loss_agg_mode=seq-mean-token-mean"),
+        *("clip_ratio_low=0.0003", "clip_ratio_high=0.0004"),
+    ],
+    "cispo": ["policy_loss.loss_mode=cispo", "clip_ratio_low=10"],
+}
+
+
+def runs_of_methods(rank, task, folder):
+    found = {}
+    for method, keys in BY_HAND.items():  # first, because a monitored run replaces verl's worker
+        found[method] = [train([f"actor_rollout_ref.actor.{key}" for key in keys], task)[1:]]
+    for method in BY_HAND:
+        found[method].append(train([f"method={method}"], task, stock=False)[1:])
+    torch.save(found, f"{folder}/methods.pt")
+
+
+def test_a_method_trains_as_its_keys_by_hand_and_each_trains_otherwise(task, tmp_path):
+    mp.spawn(runs_of_methods, args=(str(task), str(tmp_path)))
+    weights = {}
+    for method, runs in torch.load(tmp_path / "methods.pt", weights_only=False).items():
+        (metrics, by_hand), (monitored, weights[method]) = runs
+        assert all(torch.equal(weights[method][name], value) for name, value in by_hand.items()), method
+        assert "actor/bapo/clip_low" in monitored and "actor/bapo/clip_low" not in metrics
+        assert monitored["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac"]
+    first = [next(iter(value.values())) for value in weights.values()]
+    assert not any(torch.equal(one, other) for k, one in enumerate(first) for other in first[:k])
 
 
 class SoftmaxBackwards(TorchDispatchMode):

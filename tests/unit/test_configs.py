@@ -107,15 +107,29 @@ def test_a_method_is_what_the_table_says_under_every_size(method, size):
     assert found == documented
 
 
-def test_methods_set_options_of_the_search_alone_and_all_of_them():
+# Methods that set keys of verl's own losses, too.
+OF_VERL = {"dapo": "_global_", "gspo": "actor_rollout_ref.actor", "cispo": "actor_rollout_ref.actor"}
+
+
+def test_methods_of_bapos_loss_set_options_of_the_search_alone_and_all_of_them():
     assert documented_methods().keys() == set(METHODS)
     options = {*BAPOConfig.__dataclass_fields__, "loss_mode"}
     monitor = {"_target_"}
-    for method in METHODS:
+    for method in set(METHODS) - OF_VERL.keys():
         text = (ROOT / f"configs/method/{method}.yaml").read_text()
         assert text.startswith("# @package actor_rollout_ref.actor.policy_loss\n")
         shown = set(OmegaConf.create(text))
         assert shown == options if method == "bapo" else shown <= {*options, *monitor, "defaults"}
+
+
+@pytest.mark.parametrize("method, package", OF_VERL.items())
+def test_a_method_of_verls_losses_names_the_source_of_every_line(method, package):
+    text = (ROOT / f"configs/method/{method}.yaml").read_text()
+    header, _, body = text.partition("_self_\n")
+    assert header.startswith(f"# @package {package}\n") and "arXiv" in header
+    lines = [line.strip() for line in body.splitlines() if line.strip()]
+    values = [k for k, line in enumerate(lines) if not line.startswith("#") and not line.endswith(":")]
+    assert values and all(lines[k - 1].startswith("#") for k in values)
 
 
 def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
