@@ -57,5 +57,20 @@ def test_the_report_runs_where_neither_verl_nor_ray_is_installed(tmp_path):
     assert "imported" in run(python, "-c", IMPORT_ALL, "recipe.bapo.report", cwd=tmp_path)
     said = run(python.with_name("bapo-report"), ROOT / "docs/examples", "--out", "report.png", cwd=tmp_path)
     assert "4. What next?" in said and (tmp_path / "report.png").stat().st_size > 10_000
+    has_neither_verl_nor_ray(python)
+
+
+@pytest.mark.slow
+def test_the_table_runs_where_neither_verl_nor_ray_is_installed(tmp_path):
+    python = install(tmp_path / "venv", "[table]")
+    assert "imported" in run(python, "-c", IMPORT_ALL, "recipe.bapo.table", cwd=tmp_path)
+    logs = ROOT / "docs/results/language_model"
+    runs = [f"{name}={logs}/stack_{name}_4_epochs.jsonl" for name in ("grpo", "bapo")]
+    said = run(python.with_name("bapo-table"), *runs, cwd=tmp_path)
+    assert "| bapo | 1 | 1 | 0.625 | - | +0.070 |" in said and (tmp_path / "table.pdf").exists()
+    has_neither_verl_nor_ray(python)
+
+
+def has_neither_verl_nor_ray(python):
     listed = subprocess.run([python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
     assert not {"verl", "ray"} & {line.split()[0] for line in listed.splitlines()}

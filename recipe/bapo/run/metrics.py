@@ -25,12 +25,7 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     steps: dict[int, dict[str, float]] = {}
     first_of_run = None  # its first training step
     for path in [*earlier, run_dir / METRICS]:
-        try:
-            records = parse_lines(path.read_text() if path.exists() else "")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path} has a line that is not in the format of verl's file logger ({error}): remove that line."
-            ) from error
+        records = read_file(path) if path.exists() else []
         first = min((step for step, data in records if "training/global_step" in data), default=None)
         if first is not None:
             if first_of_run is None or first <= first_of_run:
@@ -41,6 +36,20 @@ def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
             trained = "training/global_step" in data
             steps[step] = data if trained else {**steps.get(step, {}), **data}
     return sorted(steps.items())
+
+
+def read_file(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Read a file that verl's file logger wrote.
+
+    Raises:
+        ValueError: a line is not in its format.
+    """
+    try:
+        return parse_lines(path.read_text())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} has a line that is not in the format of verl's file logger ({error}): remove that line."
+        ) from error
 
 
 def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
