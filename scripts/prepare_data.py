@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a published data set to verl's parquet schema, so that verl routes each row to one of its scorers.
+r"""Convert a published data set to verl's parquet schema, so that verl routes each row to one of its scorers.
 
     .venv/bin/python scripts/prepare_data.py dapo_math_17k              # from the hub to data/dapo_math_17k.parquet
     .venv/bin/python scripts/prepare_data.py aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
 
 `--source` takes a file, or a folder with the files of the hub. Without it, the data set is downloaded. The command
-prints how many rows it dropped. To add a data set, add a row to ``DATA_SETS``.
+prints how many rows it dropped. Every prompt asks for the answer in ``\boxed{}``, so that all columns of a table ask in
+one form; `--as-published` keeps the instruction of DAPO's sets, which ask for a line ``Answer: x``. To add a data set,
+add a row to ``DATA_SETS``.
 """
 
 import argparse
@@ -21,6 +23,12 @@ from datasets import Dataset, load_dataset
 from huggingface_hub import snapshot_download
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+# What DAPO's sets have before and after the problem.
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.",
+    'Remember to put your answer on its own line after "Answer:".',
+)
 
 
 def only_one(answers: str) -> str:
@@ -51,26 +59,26 @@ class DataSet:
     Attributes:
         hub: its name on the Hugging Face hub.
         files: pattern of its files on the hub, parquet or JSON lines.
-        data_source: the name by which verl chooses the reward. ``math_dapo`` and ``aime*`` read ``Answer: x`` or
-            ``\\boxed{x}`` and give -1 or 1. ``lighteval/MATH`` and ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``,
-            ignore differences of notation, and give 0 or 1.
+        data_source: the name by which verl chooses the reward. ``math_dapo`` and ``aime*`` read ``Answer: x`` or,
+            without one, ``\\boxed{x}`` in the last 100 characters, and give -1 or 1. ``lighteval/MATH`` and
+            ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``, ignore differences of notation, and give 0 or 1.
         right_answer: converts the data set's answer to the one that verl compares with; "" if there is none.
-        has_hint: whether its prompts say how to write the answer. If not, ``BOXED`` is added.
+        instruction: what its prompts have before and after the problem.
     """
 
     hub: str
     files: str
     data_source: str
     right_answer: Callable[[str], str] = str
-    has_hint: bool = False
+    instruction: tuple[str, str] = ("", "")
 
 
 DATA_SETS = {
     "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", only_one),
-    "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", has_hint=True),
+    "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", instruction=DAPO),
     "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes),
     "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes),
-    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, has_hint=True),
+    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, DAPO),
     "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", without_zeros),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
 }
@@ -87,9 +95,14 @@ def problem_and_answer(row: dict, data_set: DataSet) -> tuple[str, str]:
     return problem.strip(), "" if answer in (None, "") else data_set.right_answer(str(answer).strip())
 
 
+def asks_for_an_answer(problem: str) -> bool:
+    """Whether a prompt says in which form to write the answer."""
+    return "\\boxed" in problem or "Answer:" in problem
+
+
 def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
     """Make a row in verl's schema."""
-    prompt = problem if data_set.has_hint or "\\boxed" in problem else f"{problem}\n\n{BOXED}"
+    prompt = problem if asks_for_an_answer(problem) else f"{problem}\n\n{BOXED}"
     return {
         "data_source": data_set.data_source,
         "prompt": [{"role": "user", "content": prompt}],
@@ -110,8 +123,14 @@ def published_rows(source: Path | None, data_set: DataSet) -> Dataset:
     return load_dataset("parquet" if files[0].endswith(".parquet") else "json", data_files=files, split="train")
 
 
-def prepare(name: str, source: Path | None, out: Path) -> str:
+def prepare(name: str, source: Path | None, out: Path, as_published: bool = False) -> str:
     """Write the data set ``name`` to ``out``. Returns a text with the numbers of rows kept and dropped.
+
+    Args:
+        name: a key of ``DATA_SETS``.
+        source: a file or folder, or None for the hub.
+        out: the file to write.
+        as_published: keep the instruction of the published prompts.
 
     Raises:
         ValueError: ``out`` exists or is not named ``.parquet``, or the source cannot be read, has another layout or no
@@ -128,6 +147,9 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
     try:
         for row in published_rows(source, data_set):
             problem, answer = problem_and_answer(row, data_set)
+            if not as_published:
+                before, after = data_set.instruction
+                problem = problem.removeprefix(before).removesuffix(after).strip()
             if not problem or not answer:
                 unusable += 1
             elif problem in answers:
@@ -142,6 +164,9 @@ def prepare(name: str, source: Path | None, out: Path) -> str:
         ) from error
     rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
     dropped = f"Dropped: {unusable:,} without a problem or one answer, {repeated:,} repeated problems."
+    other = sum("Answer:" in problem for problem in answers)
+    if other:
+        dropped += f" {other:,} prompts ask for a line 'Answer: x'."
     if not rows:
         raise ValueError(f"{out} was not written: no row was left. {dropped}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +182,11 @@ def main():
     parser.add_argument("name", choices=sorted(DATA_SETS))
     parser.add_argument("--source", type=Path, help="a file or folder (default: the hub)")
     parser.add_argument("--out", type=Path, help="the parquet file (default: data/NAME.parquet)")
+    parser.add_argument("--as-published", action="store_true", help="keep the published prompts' own instruction")
     arguments = parser.parse_args()
+    out = arguments.out or Path("data") / f"{arguments.name}.parquet"
     try:
-        print(prepare(arguments.name, arguments.source, arguments.out or Path("data") / f"{arguments.name}.parquet"))
+        print(prepare(arguments.name, arguments.source, out, arguments.as_published))
     except (ValueError, OSError) as error:
         sys.exit("Error: " + " ".join(str(error).split()))
 

@@ -93,8 +93,8 @@ def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
     assert run.returncode == 0, explain(run, tmp_path / "run")
     ((_, metrics),) = read_metrics(tmp_path / "run")
     (variable,) = {key.split("/")[-2] for key in metrics if re.fullmatch(r"val-core/bapo/guess/\w+/mean@4", key)}
-    for kind, figure in (("core", "mean"), ("aux", "std")):
-        name = f"val-{kind}/bapo/guess/{variable}/{figure}@4"
+    for kind, figure in (("core", "mean@4"), ("aux", "std@4"), ("core", "best@4/mean")):
+        name = f"val-{kind}/bapo/guess/{variable}/{figure}"
         assert 0 < metrics[name] < 1 and re.search(rf"^  {name} +{metrics[name]:.4f}$", run.stdout, re.M)
     assert not any(name.startswith("actor/") for name in metrics)
 

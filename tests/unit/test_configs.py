@@ -146,10 +146,46 @@ def test_another_method_on_the_command_line_wins_over_the_experiments():
     assert grpo == paper  # they differ only in the loss
 
 
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "evaluate"])
+def test_an_evaluation_samples_as_its_experiment_does(name):
+    of_experiment, config = (compose_in_groups(f"experiment={one}", "size=gpu") for one in (name, f"[{name},evaluate]"))
+    check(config)
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    expected = {**of_experiment.actor_rollout_ref.rollout.val_kwargs, "n": 16, "do_sample": True}
+    assert sampling == expected
+    for key in ("max_prompt_length", "max_response_length"):
+        assert config.data[key] == of_experiment.data[key]
+    assert config.trainer.val_only and config.trainer.val_before_train and config.trainer.v1.trainer_mode == "sync"
+    assert config.trainer.experiment_name == "evaluate"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_runs_seed_is_one_variable(name):
+    config = compose_in_groups(f"experiment={name}", "size=gpu")
+    config.seed = 7
+    OmegaConf.resolve(config)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.seed, actor.data_loader_seed, rollout.seed) == (7, 7, 7)
+
+
+@pytest.mark.parametrize("name", ["table_8_gpus", "table_1_gpu"])
+def test_a_run_of_a_table_makes_the_updates_that_its_header_says(name):
+    config = compose_in_groups(f"experiment={name}", "size=gpu" if "8" in name else "size=gpu_few")
+    check(config)
+    header = (ROOT / f"configs/experiment/{name}.yaml").read_text().split("defaults:")[0].replace("\n# ", " ")
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    updates = config.data.train_batch_size * actor.ppo_epochs // actor.ppo_mini_batch_size
+    assert f"{trainer.total_training_steps} steps of {updates} updates on each rollout batch" in header
+    every = {10: "ten", 20: "20"}[trainer.test_freq]
+    assert f"{rollout.val_kwargs.n} responses to each" in header and f"every {every} steps" in header
+    assert trainer.validation_data_dir == f"{config.run_dir}/validation"
+    assert rollout.val_kwargs.temperature == rollout.temperature and rollout.val_kwargs.top_p == rollout.top_p
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu_without_flash_attn"])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_what_a_machine_needs_wins_over_the_experiment(name, platform):
-    size = "cpu" if platform == "cpu" and not name.startswith("paper_") else "gpu"
+    size = "cpu" if platform == "cpu" and not name.startswith(("paper_", "table_")) else "gpu"
     config = compose_in_groups(f"experiment={name}", f"size={size}", f"platform={platform}")
     check(config)
     actor, rollout, model = (config.actor_rollout_ref[part] for part in ("actor", "rollout", "model"))

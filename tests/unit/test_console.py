@@ -206,7 +206,7 @@ ValueError: not a worker's
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
+def test_an_evaluation_shows_verls_means_best_of_k_and_spread(tmp_path, trained):
     if trained:  # by an earlier start in the same folder
         (tmp_path / "metrics.1.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
     metrics = {
@@ -214,9 +214,21 @@ def test_an_evaluation_shows_verls_means_and_their_spread(tmp_path, trained):
         "val-aux/aime_2024/acc/std@16": 0.4,
         "val-core/aime_2024/acc/best@16/mean": 0.6,
     }
-    (tmp_path / "metrics.jsonl").write_text(record(0, **metrics))
+    others = {"val-core/aime_2024/acc/best@16/std": 0.1, "val-aux/aime_2024/score/mean@16": -0.5}
+    (tmp_path / "metrics.jsonl").write_text(record(0, **metrics, **others))
     rows = [line.split() for line in summary(tmp_path).splitlines()[1:-1]]
-    assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items() if "best" not in name]
+    assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items()]
+
+
+def test_the_summary_of_a_training_shows_mean_and_best_of_k_of_each_data_set(tmp_path):
+    lines = []
+    for step, value in ((1, 0.1), (2, 0.2), (3, 0.4)):
+        of_k = {"val-core/aime/acc/mean@8": value, "val-core/aime/acc/best@8/mean": 2 * value}
+        of_one = {"val-core/gsm8k/acc/mean@1": value, "val-core/aime/acc/best@8/std": 0.0}
+        lines.append(record(step, **step_data(step, 0.5), **of_k, **of_one))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    rows = [line.split() for line in summary(tmp_path).splitlines() if "@" in line]
+    assert rows == [["aime,", "mean@8", "0.100", "->", "0.400"], ["aime,", "best@8", "0.200", "->", "0.800"]]
 
 
 def test_each_step_is_a_line_and_the_workers_advice_is_shown(tmp_path, capsys):

@@ -135,12 +135,33 @@ def test_another_format_than_parquet_is_not_promised(tmp_path):
     [
         ("math_500", "2 + 2", f"\n\n{BOXED}"),
         ("math_500", "Put it in \\boxed{}: 2 + 2", ""),
-        ("dapo_math_17k", "2 + 2", ""),  # its prompts already say how to answer
+        ("dapo_math_17k", "2 + 2", f"\n\n{BOXED}"),
     ],
 )
 def test_the_hint_is_given_once(tmp_path, name, problem, hint):
     (row,) = rows_made(tmp_path, name, [{"problem": problem, "answer": "4"}])
     assert row["prompt"][0]["content"] == problem + hint
+
+
+@pytest.mark.parametrize("name", [name for name, data_set in DATA_SETS.items() if any(data_set.instruction)])
+def test_published_instructions_give_way_to_one_form_unless_they_are_asked_for(name, tmp_path):
+    before, after = DATA_SETS[name].instruction
+    published = f"{before}\n\n2 + 2\n\n{after}"
+    write(tmp_path / "source" / "a.parquet", [verl_row(published, "4")])
+    said = prepare(name, tmp_path / "source", tmp_path / "one.parquet")
+    (row,) = rows_of(tmp_path / "one.parquet")
+    assert row["prompt"][0]["content"] == f"2 + 2\n\n{BOXED}" and "Answer:" not in said
+    said = prepare(name, tmp_path / "source", tmp_path / "two.parquet", as_published=True)
+    (row,) = rows_of(tmp_path / "two.parquet")
+    assert row["prompt"][0]["content"] == published and said.endswith("1 prompts ask for a line 'Answer: x'.")
+
+
+def test_an_instruction_that_has_changed_is_kept_and_said(tmp_path):
+    text = "Solve it. Answer: $x\n\n2 + 2"
+    write(tmp_path / "source" / "a.parquet", [verl_row(text, "4")])
+    assert "1 prompts ask for a line" in prepare("aime_2024", tmp_path / "source", tmp_path / "out.parquet")
+    (row,) = rows_of(tmp_path / "out.parquet")
+    assert row["prompt"][0]["content"] == text
 
 
 @pytest.mark.parametrize(

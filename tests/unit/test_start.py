@@ -26,6 +26,14 @@ def files(task):
     [
         (0, {"TRAIN_FILE": __file__}, f"TRAIN_FILE={__file__} and TEST_FILE= are not usable together: give both"),
         (0, {"CONFIG": "../size/cpu"}, "CONFIG=../size/cpu is not usable: choose from evaluate example"),
+        (
+            8,
+            {"CONFIG": "replay", "EXPERIMENT": "paper_7b"},
+            "EXPERIMENT=paper_7b has no effect with CONFIG=replay: set",
+        ),
+        (8, {"CONFIG": "evaluate", "EXPERIMENT": "x"}, "EXPERIMENT=x is not usable: choose from example gsm8k"),
+        (8, {"CONFIG": "evaluate", "EXPERIMENT": "evaluate"}, "EXPERIMENT=evaluate is not usable: choose from example"),
+        (0, {"CONFIG": "table_1_gpu"}, "CONFIG=table_1_gpu is for GPUs"),
         (0, {"SIZE": "huge"}, "SIZE=huge is not usable: choose from cpu cpu_example"),
         (0, {"CONFIG": "paper_7b"}, "CONFIG=paper_7b is for GPUs"),
         (0, {"GPUS_PER_NODE": "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
@@ -124,6 +132,12 @@ def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(files):
     assert start.choose(files, 1).environment[sampler] == "0"
     assert start.choose({**files, sampler: "1"}, 1).environment[sampler] == "1"
     assert sampler not in start.choose({}, 0).environment
+
+
+def test_an_evaluation_is_laid_on_its_experiment(files):
+    chosen = start.choose({"CONFIG": "evaluate", "EXPERIMENT": "paper_7b", **files}, 8).arguments
+    assert "experiment=[paper_7b,evaluate]" in chosen
+    assert "experiment=evaluate" in start.choose({"CONFIG": "evaluate", **files}, 8).arguments
 
 
 def test_an_evaluation_needs_no_training_data(files):

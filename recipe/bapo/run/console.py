@@ -30,6 +30,8 @@ IN_A_LINE = {
     "response_length/mean": "  length {:.0f}",
     "timing_s/step": "  {:.1f} s",
 }
+# Of an evaluation: verl's core figures, and the spread of the responses to a problem.
+SHOWN = re.compile(r"^val-core/.*/(mean@\d+|best@\d+/mean)$|/std@\d+$")
 BEFORE_AND_AFTER = {
     "critic/rewards/mean": "training reward",
     "actor/entropy": "entropy, nats a token",
@@ -176,14 +178,27 @@ def summary(run_dir: Path) -> str:
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
+        for label, values in several_responses(records).items():
+            before_and_after(label, values, 1)
         lines += search_lines([data for data in steps if "actor/bapo/met_by_moving" in data])
         lines += answer_lines(run_dir / ANSWERS)
     else:
-        lines.append("No training step was recorded. verl's mean and spread over n responses to each problem:")
-        figures = {key: value for data in records for key, value in data.items() if re.search(r"/(mean|std)@\d+$", key)}
+        lines.append("No training step was recorded. verl's figures of n responses to each problem:")
+        figures = {key: value for data in records for key, value in data.items() if SHOWN.search(key)}
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics and records: {run_dir}")
     return "\n".join(lines)
+
+
+def several_responses(records: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return verl's mean@k and best@k of each data set at each validation, by name, where k is above 1."""
+    found: dict[str, list[float]] = {}
+    for data in records:
+        for key, value in data.items():
+            if match := re.fullmatch(r"val-core/(.+)/[^/]+/((?:mean|best)@(\d+))(?:/mean)?", key):
+                if match[3] != "1":
+                    found.setdefault(f"{match[1]}, {match[2]}", []).append(value)
+    return {label: values for label, values in found.items() if len(values) > 1}
 
 
 def applies(data: dict[str, float]) -> bool:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
 FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
-FOR_GPUS = ("paper_", "gsm8k")  # configs that begin like this have GPUs as their only size
+FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs that begin like this have GPUs as their only size
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,15 @@ def choose(
     used = train + sample * (config == "separate_async")
     run = Request(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
     size = given.get("SIZE") or next(size for fits, size in SIZES if fits(run))
-    for name, value in (("CONFIG", config), ("SIZE", size)):
-        folder = ROOT / "configs" / {"CONFIG": "experiment", "SIZE": "size"}[name]
-        known = sorted(path.stem for path in folder.glob("*.yaml"))
+    experiment = given.get("EXPERIMENT")
+    if experiment and config != "evaluate":
+        raise ValueError(
+            f"EXPERIMENT={experiment} has no effect with CONFIG={config}: set CONFIG=evaluate to evaluate as that "
+            f"experiment does, or CONFIG={experiment} to run it."
+        )
+    for name, value in (("CONFIG", config), ("EXPERIMENT", experiment or "example"), ("SIZE", size)):
+        folder = ROOT / "configs" / ("size" if name == "SIZE" else "experiment")
+        known = sorted(path.stem for path in folder.glob("*.yaml") if (name, path.stem) != ("EXPERIMENT", "evaluate"))
         if not known:
             raise ValueError(f"{folder} is not there: copy configs/ beside recipe/, or use recipe.bapo.main_bapo.")
         if value not in known:
@@ -114,7 +120,8 @@ def choose(
     output = f"{ROOT}/runs/{config}-{time.strftime('%Y%m%d-%H%M%S')}"
     choice.environment |= {"OUTPUT_DIR": given.get("OUTPUT_DIR", output)}
     choice.environment |= {"NNODES": str(nodes), "GPUS_PER_NODE": str(train), "ROLLOUT_GPUS_PER_NODE": str(sample)}
-    choice.arguments += ["--config-dir", "configs", f"experiment={config}", f"size={size}"]
+    chosen = f"[{experiment},evaluate]" if experiment else config  # a later one wins
+    choice.arguments += ["--config-dir", "configs", f"experiment={chosen}", f"size={size}"]
     choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
     if not cpu:
         # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
