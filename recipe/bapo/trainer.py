@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
 
-Our trainers do three things: they build mini-batches of whole groups; they mark batches, with the step for the record
-and with whether the first update is on-policy, which saves the search a forward; and they end a run whose responses do
-not arrive. They do not set up the worker that finds the bounds; the loss's config does that.
+Our trainers do four things: they build mini-batches of whole groups; they mark batches, with the step for the record
+and with whether the first update is on-policy, which saves the search a forward; they log the entropy in bypass mode;
+and they end a run whose responses do not arrive. They do not set up the worker that finds the bounds; the loss's config
+does that.
 """
 
 from typing import Any
