@@ -169,7 +169,7 @@ def has_flash_attn():
     return True
 
 
-@pytest.mark.parametrize("platform", ["gpu_without_flash_attn", "gpu"])
+@pytest.mark.parametrize("platform", ["gpu_without_flash_attn", "gpu_varlen", "gpu"])
 def test_ratios_in_the_default_precision(platform, task, folder, reference, on_gpu, tell):
     if platform == "gpu" and not has_flash_attn():
         pytest.skip("flash-attn is not installed")

@@ -109,6 +109,7 @@ def train(rank, port, model, overrides):
     return {
         "metrics": {name: values for name, values in metrics.items() if "perf/" not in name},
         "weights": {name: weight.detach().clone() for name, weight in weights.items()},
+        "attention": actor.engine.module.config._attn_implementation,
         "fused": any("_verl_fused_kernels_backend" in vars(module) for module in actor.engine.module.modules()),
         "told": [line for line in printed.getvalue().splitlines() if line.startswith("BAPO: ")],
         "ours": sorted(name for name in sys.modules if name.startswith(("bapo", "recipe.bapo."))),

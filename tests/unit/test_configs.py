@@ -11,6 +11,7 @@ from support.configs import ROOT, compose_in_groups, composed
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
+from recipe.bapo import attention
 from recipe.bapo.advice import advise
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.run.preflight.keys import unusable_keys
@@ -180,6 +181,25 @@ def test_a_run_of_a_table_makes_the_updates_that_its_header_says(name):
     assert f"{rollout.val_kwargs.n} responses to each" in header and f"every {every} steps" in header
     assert trainer.validation_data_dir == f"{config.run_dir}/validation"
     assert rollout.val_kwargs.temperature == rollout.temperature and rollout.val_kwargs.top_p == rollout.top_p
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "paper_7b"])
+def test_packed_sequences_without_flash_attn_keep_the_experiments_micro_batches(name):
+    chosen = {
+        platform: compose_in_groups(f"experiment={name}", "size=gpu", f"platform={platform}")
+        for platform in ("gpu", "gpu_varlen", "gpu_without_flash_attn")
+    }
+    limits = {}
+    for platform, config in chosen.items():
+        check(config)
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        limits[platform] = actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu
+    assert limits["gpu_varlen"] == limits["gpu"] != limits["gpu_without_flash_attn"]
+    if name == "gsm8k":
+        assert limits["gpu_varlen"] == (6144, 12288) and limits["gpu_without_flash_attn"] == (1536, 1536)
+    model = chosen["gpu_varlen"].actor_rollout_ref.model
+    assert model.override_config.attn_implementation == attention.NAME and model.external_lib == attention.__name__
+    assert model.use_remove_padding and model.use_fused_kernels
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu_without_flash_attn"])

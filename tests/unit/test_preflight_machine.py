@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from support.configs import ROOT, compose_in_groups, composed
 from support.gpus import SHAPES, pretend_gpus, write_model
 
+from recipe.bapo import attention
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.run.preflight import CheckWarning, machine, model, rules, stages
 
@@ -263,8 +264,17 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("7B", {**FUSED, **REFERENCE}, "use_fused_kernels=true is not usable with a reference model .*verl_fixes, or"),
+        (
+            "7B",
+            {**FUSED, **REFERENCE},
+            "=true is not usable with a reference model .*=\\[recipe.bapo.verl_fixes\\], or",
+        ),
         ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_fixes"}, None),
+        (
+            "7B",
+            {**FUSED, **REFERENCE, f"{MODEL}.external_lib": attention.__name__},
+            "external_lib=\\[recipe.bapo.attention,recipe.bapo.verl_fixes\\], or",
+        ),
         ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied
         (
             "1.5B",
@@ -280,6 +290,15 @@ def test_what_fused_kernels_cannot_do(config, name, changes, message):
     else:
         with pytest.raises(ValueError, match=message):
             model.check_model(chosen)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", attention.NAME])
+def test_an_attention_that_drops_a_cap_is_refused(config, implementation):
+    library = {f"{MODEL}.external_lib": attention.__name__}
+    chosen = library | {f"{MODEL}.override_config.attn_implementation": implementation}
+    assert model.check_model(config("0.5B", chosen))
+    with pytest.raises(ValueError, match=f"attn_implementation={implementation} drops the cap of its attention"):
+        model.check_model(config("0.5B", chosen | {f"{MODEL}.override_config.attn_logit_softcapping": 50.0}))
 
 
 SHORT = (

@@ -273,7 +273,8 @@ def has_flash_attn() -> bool:
     except ImportError:
         print(
             "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one "
-            "sequence at a time). To build it: bash scripts/flash_attn.sh",
+            "sequence at a time). To build it: bash scripts/flash_attn.sh. platform=gpu_varlen needs no build, but has "
+            "not run on a GPU yet.",
             file=sys.stderr,
         )
         return False

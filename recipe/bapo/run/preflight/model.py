@@ -93,9 +93,9 @@ def _load_headers(model):
     logging.disable_progress_bar()
     attention = model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
-    if attention == "sdpa" and capped is not None:
+    if attention in ("sdpa", "torch_varlen") and capped is not None:
         raise ValueError(
-            f"attn_implementation=sdpa drops the cap of its attention (attn_logit_softcapping={capped}), so all "
+            f"attn_implementation={attention} drops the cap of its attention (attn_logit_softcapping={capped}), so all "
             "log-probs would be wrong: set model.override_config.attn_implementation=eager or flash_attention_2"
         )
     loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
@@ -135,5 +135,5 @@ def _check_fused_kernels(config, model):
         raise ValueError(
             f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
-            "external_lib=recipe.bapo.verl_fixes, or use_fused_kernels=false."
+            f"external_lib=[{','.join([*libraries, 'recipe.bapo.verl_fixes'])}], or use_fused_kernels=false."
         )
