@@ -13,6 +13,7 @@ from recipe.bapo.run.preflight import machine
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),
     "1.5B": (1536, 28, 8960, 12, 2, 151936, True),
+    "3B": (2048, 36, 11008, 16, 2, 151936, True),
     "7B": (3584, 28, 18944, 28, 4, 152064, False),
     "32B": (5120, 64, 27648, 40, 8, 152064, False),
 }
@@ -25,16 +26,18 @@ DRIVER_FILES = (
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
 *index,compute_cap*) {rows} ;;
+*memory.total,memory.reserved*) {memory} ;;
 *) {names} ;;
 esac
 """
 
 
-def write_nvidia_smi(folder, gpus=8):
-    """Write an ``nvidia-smi`` that lists ``gpus`` H100s to a folder for ``PATH``."""
+def write_nvidia_smi(folder, gpus=8, gibibytes=79.6):
+    """Write an ``nvidia-smi`` that lists ``gpus`` H100s to a folder for ``PATH``; of each 500 MiB are reserved."""
     rows = "; ".join(f"echo '{number}, 9.0, NVIDIA H100'" for number in range(gpus))
     names = "; ".join(f"echo 'GPU {number}: NVIDIA H100 (UUID: GPU-{number}a)'" for number in range(gpus))
-    (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows=rows, names=names))
+    memory = "; ".join([f"echo '{round(1024 * gibibytes) + 500}, 500'"] * gpus)
+    (folder / "nvidia-smi").write_text(NVIDIA_SMI.format(rows=rows, names=names, memory=memory))
     (folder / "nvidia-smi").chmod(0o755)
 
 

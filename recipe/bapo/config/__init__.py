@@ -7,6 +7,8 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.bapo.config.memory import choose_share
+
 
 def compose_config(overrides: list[str], groups: str | Path | None = None) -> DictConfig:
     """Compose the config that ``main_bapo`` gets from the same command line.
@@ -60,3 +62,4 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
 OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)
 OmegaConf.register_new_resolver("bapo.absolute", lambda path: path and os.path.abspath(str(path)), replace=True)
 OmegaConf.register_new_resolver("bapo.sum", lambda *numbers: sum(numbers), replace=True)
+OmegaConf.register_new_resolver("bapo.vllm_share", choose_share, replace=True)

@@ -10,13 +10,13 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import joins_a_cluster
+from recipe.bapo.config.memory import BESIDE, GIB, read_needs
 from recipe.bapo.run.locks import check_ray_address, claim_machine
 from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.rules import Settings
+from recipe.bapo.run.preflight.rules import ACTOR, ROLLOUT, Settings
 from verl.single_controller.ray.base import ResourcePoolManager
 
 VERL = "0.9.1"
-GIB = 1 << 30
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 
 
@@ -55,6 +55,33 @@ def check_devices(config) -> str:
             "needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
     return f"{asked}, {there} GPUs here"
+
+
+def check_gpu_memory(config) -> str:
+    """Check that a GPU holds the trainer's weights and AdamW's moments beside vLLM's share, and what an update needs.
+
+    The moments appear in the first update. Without room for them, vLLM fails when it wakes up for the next step.
+    """
+    needs = read_needs(config)
+    if needs is None:
+        known = "FSDP trains on the GPUs that sample, the weights are in a folder, and nvidia-smi knows the memory"
+        return f"compared with a model only where {known}"
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    kept, vllm, update, gpu = (number / GIB for number in (needs.kept, share * needs.gpu, needs.update, needs.gpu))
+    text = (
+        f"of a GPU's {gpu:.1f} GiB weights and AdamW's moments of {needs.parameters:,} parameters on {needs.shards} "
+        f"GPU{'s' * (needs.shards > 1)} take {kept:.1f}, vLLM {vllm:.1f} (gpu_memory_utilization={share}), and an "
+        f"update {update:.1f} and its activations"
+    )
+    if kept + vllm <= gpu and needs.can_update:
+        return text
+    missing = max(kept + vllm, update + BESIDE / GIB) - gpu
+    fits = needs.largest_share() if needs.can_update else None
+    if fits is not None:
+        fix = f"Set {ROLLOUT}.gpu_memory_utilization={fits}"
+    else:
+        fix = f"Take more GPUs, or set {ACTOR}.fsdp_config.offload_policy=true"
+    raise ValueError(f"{text}: from the first update on {missing:.1f} GiB are missing. {fix}.")
 
 
 def check_cpus(config) -> str:

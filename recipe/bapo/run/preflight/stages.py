@@ -123,6 +123,7 @@ def check_folders(config) -> str:
 STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("versions", machine.check_versions, ()),
     ("devices", machine.check_devices, ()),
+    ("GPU memory", machine.check_gpu_memory, ("devices",)),
     ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
     ("shared memory", machine.check_shared_memory, ()),
