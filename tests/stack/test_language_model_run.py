@@ -23,7 +23,7 @@ def test_the_language_model_is_made_once_and_trains_and_its_answers_are_shown(tm
     run = run_example(tmp_path / "run", *SMALL, **environment)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     assert "warming up: 100%" in run.stderr and "Made in" in run.stderr
-    (made,) = (tmp_path / "cache").glob("language_model-*")  # beside the converted model
+    (made,) = (tmp_path / "cache").glob("language_model_*")  # beside the converted model
     steps = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert [data["training/global_step"] for data in steps] == [1, 2]
     # The weights reach vLLM in both steps: its probabilities differ from the trainer's by rounding only.

