@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with BAPO: ``python -m recipe.bapo.main_bapo [--config-dir configs] [key=value ...]``.
 
-This is verl's entry point with our checks in front. ``python -m recipe.bapo.run`` takes the same arguments; it
-starts this command as a child, shows its progress and cleans up after it.
+This is verl's entry point with our checks in front (``preflight=false`` leaves them out). ``python -m recipe.bapo.run``
+takes the same arguments; it starts this command as a child, shows its progress and cleans up after it.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import IO, NoReturn
 
 import hydra
 import ray
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.config import joins_a_cluster
@@ -27,15 +28,30 @@ from recipe.bapo.run.locks import claim_cluster, claim_folder, claim_machine
 from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
 from recipe.bapo.run.preflight.keys import ERRORS, explain
 from recipe.bapo.run.preflight.machine import cpu_demands
-from recipe.bapo.run.preflight.stages import run_stages, table
+from recipe.bapo.run.preflight.stages import prepare, run_stages, table
 from recipe.bapo.trainer import BAPOTaskRunner
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
     """Check the config and train; exit with code 1 if anything fails."""
-    check(config)
+    try:
+        # Workers may have another working directory. Other keys refer to this one, so change it before they are
+        # resolved.
+        if not config.run_dir:
+            give_up("run_dir (OUTPUT_DIR) is empty: set it to a folder.")
+        config.run_dir = os.path.abspath(config.run_dir)
+        prepare(config)
+    except Exception as error:
+        traceback.print_exc()
+        give_up(explain(error))
+    if config.preflight:
+        check(config)
+    else:  # as verl's own entry point does
+        validate_config(config, need_reference_policy(config), need_critic(config))
     try:
         # Held until this process ends. A run on a cluster claims it too, so that no run with its own Ray starts here.
         claim_machine()
@@ -62,23 +78,15 @@ def claim_unless_the_parent_has(run_dir: Path) -> IO[str] | None:
 
 
 def check(config) -> None:
-    """Resolve and check the config; end the run if it cannot be used."""
-    try:
-        if isinstance(config.run_dir, str) and config.run_dir and "${" not in config.run_dir:  # else a check refuses it
-            # Workers may have another working directory. Other keys refer to this one, so change it before they are
-            # resolved.
-            config.run_dir = os.path.abspath(config.run_dir)
-        lines = run_stages(config)
-    except Exception as error:
-        traceback.print_exc()
-        give_up(explain(error))
+    """Check the config, the files it names and the machine; end the run if it cannot be used."""
+    lines = run_stages(config, list(HydraConfig.get().overrides.task))
     print(table(lines))
     for line in lines:
         if line.status == "warning":
             send("info", f"Warning: {line.detail}")
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
-        give_up(*failed)
+        give_up(*failed[:-1], f"{failed[-1]} (preflight=false starts the run all the same.)")
 
 
 def give_up(*errors: str) -> NoReturn:

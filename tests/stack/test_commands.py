@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from support.commands import ROOT, run_script
+from support.gpus import write_model
 
 RECIPE = ROOT / "recipe" / "bapo"
 
@@ -16,17 +17,35 @@ RECIPE = ROOT / "recipe" / "bapo"
 def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
     key = "actor_rollout_ref.actor.policy_loss.positive_contribution"
     run = run_script(f"{key}=0.4", OUTPUT_DIR=str(tmp_path / "run"))
-    assert run.returncode == 1 and f"use {key}_target." in run.stderr, run.stdout + run.stderr
+    assert run.returncode == 1 and f"Could not override '{key}'." in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 
 def test_preflight_prints_its_table_alone_and_fails(tmp_path):
-    run = run_script("--preflight", "data.train_batch_size=60", OUTPUT_DIR=str(tmp_path / "run"))
+    run = run_script("--preflight", "trainer.critic_warmup=9", OUTPUT_DIR=str(tmp_path / "run"))
     lines = run.stdout.splitlines()
     status = {line.split()[0] for line in lines} - {"warning"}  # a small machine may be warned of
     assert run.returncode == 1 and status == {"ok", "failed"}, run.stdout + run.stderr
     (failed,) = [line for line in lines if line.startswith("failed")]
-    assert "ppo_mini_batch_size=8 does not divide data.train_batch_size=60" in failed
+    assert "trainer.critic_warmup=9 without a critic keeps the actor from training" in failed
+
+
+def test_a_papers_config_is_checked_on_a_login_node(task, tmp_path):
+    (command,) = re.findall(r"^    (CONFIG=paper_7b .*) --preflight$", (ROOT / "docs/running.md").read_text(), re.M)
+    *given, bash, script = shlex.split(command)
+    assert [bash, script] == ["bash", "recipe/bapo/run_bapo_example.sh"]
+    inputs = {
+        "MODEL_PATH": write_model(task, tmp_path / "7B", "7B"),
+        "TRAIN_FILE": task / "train.parquet",
+        "TEST_FILE": task / "test.parquet",
+    }
+    variables = dict(one.split("=", 1) for one in given) | {name: str(path) for name, path in inputs.items()}
+    reward = "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"  # scores the task's data
+    environment = {**variables, "OUTPUT_DIR": str(tmp_path / "run"), "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
+    run = run_script("--preflight", reward, **environment)
+    warned = [line.split()[1] for line in run.stdout.splitlines() if not line.startswith("ok")]
+    assert run.returncode == 0 and "devices" in warned, run.stdout + run.stderr
+    assert set(warned) <= {"devices", "disk", "shared", "versions"}, run.stdout
 
 
 def documented_command():
@@ -42,7 +61,14 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
     shutil.copytree(ROOT / "bapo", tmp_path / "installed" / "bapo", ignore=shutil.ignore_patterns("__pycache__"))
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "recipe.bapo.run.preflight", *documented_command()),
+            *(
+                sys.executable,
+                "-m",
+                "recipe.bapo.run.preflight",
+                "--config-name",
+                "bapo_trainer",
+                *documented_command(),
+            ),
             f"actor_rollout_ref.model.path={task}/model",
             f"data.train_files={task}/train.parquet",
             f"data.val_files={task}/test.parquet",

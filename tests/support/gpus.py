@@ -54,7 +54,7 @@ def pretend_gpus(monkeypatch, gpus=8, cpus=64):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: range(cpus))
+    monkeypatch.setattr(machine, "get_num_cpus", lambda: cpus)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
 
 

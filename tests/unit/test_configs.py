@@ -14,8 +14,8 @@ from bapo import BAPOConfig
 from recipe.bapo import attention
 from recipe.bapo.advice import advise
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
-from recipe.bapo.run.preflight.keys import unusable_keys
 from recipe.bapo.run.preflight.rules import check_rules
+from recipe.bapo.run.preflight.stages import check_verls_config
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -272,7 +272,7 @@ def test_preflight_takes_the_lines_that_the_advice_has_a_user_paste(task, clip_r
     about = {"applied": False, "clip_ratio_c": clip_ratio_c}
     lines = advise([update], BAPOConfig().__dict__, about, "this run").overrides
     assert "actor_rollout_ref.actor.policy_loss.loss_mode=bapo" in lines
-    assert unusable_keys(composed(task, *lines)) == []
+    assert check_verls_config(composed(task, *lines)).startswith("c_low [0.6, 0.9], c_high [1.2, 3]")
 
 
 def test_a_submitted_job_gets_every_variable_that_a_config_reads():

@@ -10,7 +10,7 @@ from support.configs import compose_in_groups
 from support.gpus import write_model, write_nvidia_smi
 
 from recipe.bapo.config.memory import GIB, Needs, read_needs, usable_memory
-from recipe.bapo.run.preflight import machine
+from recipe.bapo.run.preflight import CheckWarning, machine
 
 FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollout"
 # GiB that torch names as a GPU's capacity, of one of these or of the eighth of eight.
@@ -53,32 +53,32 @@ def config_on(models, tmp_path, monkeypatch):
     return config_of
 
 
-def share_or_refusal(config):
+def share_or_warning(config):
     try:
         machine.check_gpu_memory(config)
-    except ValueError as error:
-        return str(error)
+    except CheckWarning as warning:
+        return str(warning)
     return config.actor_rollout_ref.rollout.gpu_memory_utilization
 
 
 @pytest.mark.parametrize("gpu, model, chosen", CASES)
 def test_vllms_share_is_what_fits_after_the_first_update(config_on, gpu, model, chosen):
-    found = share_or_refusal(config_on(gpu, model))
+    found = share_or_warning(config_on(gpu, model))
     assert chosen in found if isinstance(chosen, str) else found == chosen
 
 
 def test_the_share_of_gsm8k_is_lowered_too(config_on):
-    assert share_or_refusal(config_on("H100", "3B", experiment="gsm8k")) == 0.5
+    assert share_or_warning(config_on("H100", "3B", experiment="gsm8k")) == 0.5
 
 
-def test_a_share_that_is_given_is_refused_with_the_one_that_fits(config_on):
+def test_of_a_share_that_is_too_large_it_warns_with_the_one_that_fits(config_on):
     given = [f"{ROLLOUT}.gpu_memory_utilization=0.7"]
-    said = share_or_refusal(config_on("H100", "3B", *given))
+    said = share_or_warning(config_on("H100", "3B", *given))
     assert said.startswith("of a GPU's 79.6 GiB weights and AdamW's moments of 3,085,938,688 parameters on 1 GPU take ")
     assert "take 34.5, vLLM 55.7 (gpu_memory_utilization=0.7)" in said
     assert "from the first update on 10.6 GiB are missing" in said
     assert said.endswith(f"Set {ROLLOUT}.gpu_memory_utilization=0.54.")
-    assert share_or_refusal(config_on("H100", "3B", f"{ROLLOUT}.gpu_memory_utilization=0.54")) == 0.54
+    assert share_or_warning(config_on("H100", "3B", f"{ROLLOUT}.gpu_memory_utilization=0.54")) == 0.54
 
 
 def test_what_is_left_free_and_what_vllm_gets_at_least():
@@ -124,7 +124,7 @@ def test_bytes_of_a_parameter(config_on, overrides, shards, kept, update):
 )
 def test_where_nothing_is_known_the_share_stays(config_on, overrides):
     config = config_on("H100", "3B", *overrides)
-    assert read_needs(config) is None and share_or_refusal(config) == 0.7
+    assert read_needs(config) is None and share_or_warning(config) == 0.7
     assert machine.check_gpu_memory(config).startswith("compared with a model only where")
 
 
@@ -133,13 +133,13 @@ def test_weights_that_cannot_be_read_are_left_to_the_check_of_the_model(config_o
     folder.mkdir()
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     config = config_on("H100", "3B", f"actor_rollout_ref.model.path={folder}")
-    assert read_needs(config) is None and share_or_refusal(config) == 0.7
+    assert read_needs(config) is None and share_or_warning(config) == 0.7
 
 
 def test_without_nvidia_smi_the_share_stays(config_on, tmp_path):
     config = config_on("H100", "3B")
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
-    assert usable_memory() is None and share_or_refusal(config) == 0.7
+    assert usable_memory() is None and share_or_warning(config) == 0.7
 
 
 def test_the_smallest_of_the_visible_gpus_counts(tmp_path, monkeypatch):

@@ -30,8 +30,9 @@ def row(**changes):
     }
 
 
+OWN_SCORER = "reward.custom_reward_function.path=null"  # verl's scorers
 PROMPT = "row 2: prompt .data.prompt_key. has to be a list of messages, each with role and content"
-TRUTH = "row 2: reward_model has to be a section with the ground_truth that a rule compares responses with"
+TRUTH = "row 2: reward_model has no ground_truth, with which a rule compares responses"
 
 
 @pytest.mark.parametrize(
@@ -39,15 +40,23 @@ TRUTH = "row 2: reward_model has to be a section with the ground_truth that a ru
     [
         ({"data_source": None}, "row 2: data_source has to be a name"),
         ({"prompt": []}, PROMPT),
-        ({"prompt": [{"role": "user", "content": ""}]}, PROMPT),
+        ({"prompt": [{"role": "", "content": "1+2="}]}, PROMPT),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, TRUTH),
     ],
 )
 def test_a_bad_row_is_named(task, tmp_path, bad, message):
     path = tmp_path / "data.parquet"
     pd.DataFrame([row(), row(), row(**bad)]).to_parquet(path)
+    files = (f"data.train_files={path}", f"data.val_files={path}")
     with pytest.raises(ValueError, match=message):
-        check_train_data(composed(task, f"data.train_files={path}"))
+        check_train_data(composed(task, *files, OWN_SCORER))
+
+
+def test_what_verl_renders_is_a_prompt(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    rows = [row(prompt=[{"role": "system", "content": ""}, {"role": "user", "content": "1+2="}])]
+    pd.DataFrame(rows).to_parquet(path)
+    assert check_train_data(composed(task, f"data.train_files={path}")).startswith("rows: 1 for training")
 
 
 @pytest.mark.parametrize("column, value", [("prompt", "1+2="), ("reward_model", "03")])
@@ -56,9 +65,6 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
     pd.DataFrame([row(**{column: value})] * 2).to_parquet(path)
     with pytest.raises(ValueError, match=f"row 0: {column} .*has to"):
         check_train_data(composed(task, f"data.train_files={path}"))
-
-
-OWN_SCORER = "reward.custom_reward_function.path=null"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +99,23 @@ def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path,
             check_train_data(config)
 
 
-def test_a_row_that_no_rule_scores_needs_no_right_answer(task, tmp_path):
+@pytest.mark.parametrize(
+    "reward_model, overrides",
+    [
+        ({"style": "model", "ground_truth": None}, [OWN_SCORER]),
+        ({"style": "rule", "ground_truth": None}, []),  # the example's own reward function gets it
+        (None, [OWN_SCORER, "actor_rollout_ref.rollout.agent.agent_loop_config_path=/my/loops.yaml"]),
+    ],
+)
+def test_a_row_that_no_rule_of_verl_scores_needs_no_right_answer(task, tmp_path, reward_model, overrides):
     path = tmp_path / "data.parquet"
-    pd.DataFrame([row(reward_model={"style": "model", "ground_truth": None})]).to_parquet(path)
-    assert check_train_data(composed(task, f"data.train_files={path}")).startswith("rows: 1 for training")
+    pd.DataFrame([row(data_source="openai/gsm8k", reward_model=reward_model)]).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", *overrides)
+    assert check_train_data(config).startswith("rows: 1 for training")
+    pd.DataFrame([row(reward_model=None)]).to_parquet(path)
+    if reward_model is not None:  # verl's reward managers read the column
+        with pytest.raises(ValueError, match="row 0: reward_model has to be a section with ground_truth"):
+            check_train_data(config)
 
 
 def test_the_prompts_column_is_the_configs(task, tmp_path):
@@ -139,12 +158,12 @@ def test_a_tracker_that_names_nothing_does_not_start_from_scratch(task, checkpoi
 
 def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
     config = resuming(task, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
-    with pytest.raises(ValueError, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
+    with pytest.raises(CheckWarning, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
         check_checkpoint(config)
     (tmp_path / "global_step_2").mkdir()
     # verl would take what follows "global_step_" for a number, and 2/ is none.
     config.trainer.resume_from_path = f"{tmp_path}/global_step_2/"
-    with pytest.raises(ValueError, match="global_step_N, with no slash behind it"):
+    with pytest.raises(CheckWarning, match="global_step_N, with no slash behind it"):
         check_checkpoint(config)
 
 
@@ -164,7 +183,7 @@ def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path)
     (tmp_path / "own.py").write_text(OWN_DATA_SET)
     own = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
     assert check_files(composed(task, *own, "data.train_batch_size=3")) == "rows: 3 for training and 3 for validation"
-    with pytest.raises(ValueError, match="has 3 usable rows, and a batch is data.train_batch_size=4"):
+    with pytest.raises(CheckWarning, match="has 3 usable rows, and a batch is data.train_batch_size=4"):
         check_files(composed(task, *own, "data.train_batch_size=4"))
 
 
@@ -190,11 +209,11 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch):
 
 
 def test_an_extended_context_is_believed(task):
-    length = "actor_rollout_ref.rollout.max_model_len=4096"
-    check_model(composed(task, "actor_rollout_ref.rollout.max_model_len=1024"))
-    with pytest.raises(ValueError, match="max_model_len=4096 is not usable: .* at most the 1024 positions"):
-        check_model(composed(task, length))
-    check_model(composed(task, length, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
+    lengths = ("data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=null")
+    with pytest.raises(ValueError, match="max_model_len=None is not usable: vLLM would cut responses at 1024 tokens"):
+        check_model(composed(task, *lengths))
+    check_model(composed(task, *lengths, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
+    check_model(composed(task, *lengths, "actor_rollout_ref.rollout.name=sglang"))
 
 
 @pytest.fixture

@@ -99,6 +99,19 @@ def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, s
     assert choice.language_model == size.startswith("language_model")
 
 
+@pytest.mark.parametrize("given", [{"CONFIG": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
+def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
+    with pytest.raises(ValueError, match="no GPU is visible here: to check the run of another node, set GPUS_PER_NODE"):
+        start.choose({**files, **given}, 0, only_checks=True)
+    choice = start.choose({**files, **given, "GPUS_PER_NODE": "8"}, 0, only_checks=True)
+    assert choice.arguments[3:] == ["size=gpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"]  # with flash-attn
+    assert "CUDA_VISIBLE_DEVICES" not in choice.environment and choice.environment.get("VERL_PLATFORM") is None
+    with pytest.raises(ValueError, match="is for GPUs: .* --preflight to check it|no GPU is visible here: leave it"):
+        start.choose({**files, **given, "GPUS_PER_NODE": "8"}, 0)  # it does not train
+    on_cpu = start.choose({**files, "GPUS_PER_NODE": "2"}, 0, only_checks=True)  # two logical slots
+    assert on_cpu.environment["VERL_PLATFORM"] == "cpu"
+
+
 def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone():
     chosen = start.choose({"CUDA_VISIBLE_DEVICES": "0"}, 0).environment
     assert chosen["VERL_PLATFORM"] == "cpu" and chosen["CUDA_VISIBLE_DEVICES"] is None
@@ -215,7 +228,8 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
     assert capsys.readouterr().err == f"{wrong}\n"
     converted = (["recipe.bapo.run.preflight"], ["where", "converted"], f"{tmp_path}/converted/model")
     assert ended("--preflight") == converted
-    assert ended() == (["recipe.bapo.run"], ["where", "converted", "made"], f"{tmp_path}/made/model")
+    unchecked = ended("preflight=false", checked=1)
+    assert unchecked == (["recipe.bapo.run"], ["where", "converted", "made"], f"{tmp_path}/made/model")
     assert ended() == (["recipe.bapo.run"], ["where"], f"{tmp_path}/made/model")
 
 

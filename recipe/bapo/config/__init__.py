@@ -4,27 +4,51 @@
 import os
 from pathlib import Path
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.bapo.config.memory import choose_share
 
+OURS = "bapo_trainer"
 
-def compose_config(overrides: list[str], groups: str | Path | None = None) -> DictConfig:
-    """Compose the config that ``main_bapo`` gets from the same command line.
+
+def compose_config(
+    overrides: list[str], groups: str | Path | None = None, name: str = OURS, folder: str | Path | None = None
+) -> DictConfig:
+    """Compose the config that a run gets from the same command line.
 
     Args:
         overrides: the ``key=value`` arguments of the command line.
-        groups: the folder of the groups ``size``, ``experiment`` and ``method``, as given by ``--config-dir``.
+        groups: Hydra's ``--config-dir``, a folder of further groups; with ``configs`` these are ``size``,
+            ``experiment`` and ``method``.
+        name: Hydra's ``--config-name``: ``bapo_trainer`` for our trainer, ``ppo_trainer`` for verl's.
+        folder: Hydra's ``--config-path``. None: ours or verl's. A relative one is relative to verl's folder
+            ``trainer``, as for ``verl.trainer.main_ppo``.
 
     Raises:
         hydra.errors.HydraException: an override is not usable.
+        ValueError: a folder is not there.
     """
     if groups is not None:  # quoted, because a folder's name may hold parentheses
+        if not Path(groups).is_dir():
+            raise ValueError(f"--config-dir={groups} is not usable: there is no such folder.")
         path = f"[pkg://verl.trainer.config,'file://{Path(groups).absolute()}']"
         overrides = [f"hydra.searchpath={path}", *overrides]
-    with initialize_config_module("recipe.bapo.config", version_base=None):
-        return compose("bapo_trainer", overrides)
+    import verl  # imported here, because verl's plugins import this module
+
+    of_verl = Path(verl.__file__).parent / "trainer"
+    folder = (
+        Path(__file__).parent
+        if folder is None and name.removesuffix(".yaml") == OURS
+        else of_verl / (folder or "config")
+    )
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose(name, overrides)
+
+
+def is_of_our_trainer(config: DictConfig) -> bool:
+    """Whether a config is for our trainer (``bapo_trainer.yaml``), and not for verl's own entry point."""
+    return "watchdog" in config
 
 
 def cpu_environment() -> dict[str, str]:
@@ -35,7 +59,8 @@ def cpu_environment() -> dict[str, str]:
 
 def joins_a_cluster(config: DictConfig) -> bool:
     """Whether the run uses a Ray that is already running; otherwise it starts its own."""
-    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local") or config.trainer.nnodes > 1
+    addresses = os.environ.get("RAY_ADDRESS"), OmegaConf.select(config, "ray_kwargs.ray_init.address")
+    return any(address not in (None, "", "local") for address in addresses) or config.trainer.nnodes > 1
 
 
 def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> int:

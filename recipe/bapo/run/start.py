@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a run with what the run script leaves open chosen by machine and environment; ``run_bapo_example.sh`` calls it.
+"""Choose by machine and environment what the run script leaves open, and start the run; the run script calls this.
 
     python -m recipe.bapo.run.start [--preflight] [key=value ...]
 
@@ -30,7 +30,7 @@ FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs that begin like this have GP
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, on which its size depends."""
+    """What decides the size of a run."""
 
     config: str
     cpu: bool
@@ -64,7 +64,11 @@ class Choice:
 
 
 def choose(
-    given: Mapping[str, str], gpus: int, amd: bool = False, flash_attn: Callable[[], bool] = lambda: False
+    given: Mapping[str, str],
+    gpus: int,
+    amd: bool = False,
+    flash_attn: Callable[[], bool] = lambda: False,
+    only_checks: bool = False,
 ) -> Choice:
     """Choose for the variables of an environment.
 
@@ -73,12 +77,18 @@ def choose(
         gpus: number of NVIDIA GPUs that ``CUDA_VISIBLE_DEVICES`` leaves here.
         amd: whether there are AMD GPUs.
         flash_attn: whether flash-attn can be imported; only asked on a GPU.
+        only_checks: whether nothing is to train. A run for GPUs can be checked where there are none, such as on a login
+            node.
 
     Raises:
         ValueError: names the variable, its value and the fix.
     """
     given = {name: value for name, value in given.items() if value}
     choice = Choice()
+    if only_checks and not gpus and _is_for_gpus(given):
+        if "GPUS_PER_NODE" not in given:
+            raise ValueError("no GPU is visible here: to check the run of another node, set GPUS_PER_NODE to its GPUs.")
+        gpus, flash_attn = _count(given, "GPUS_PER_NODE", 1), lambda: True  # that node is taken to have flash-attn
     nodes, several, cpu = _platform(given, choice, gpus, amd)
     own = any(name in given for name in INPUTS)
     config = given.get("CONFIG", "")
@@ -113,7 +123,7 @@ def choose(
         if value not in known:
             raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
     if config.startswith(FOR_GPUS) and "cpu" in size:
-        raise ValueError(f"CONFIG={config} is for GPUs: choose another, or SIZE=gpu to check it.")
+        raise ValueError(f"CONFIG={config} is for GPUs: choose another, or add --preflight to check it.")
     if not language_model:
         _inputs(given, choice, config, cpu)
 
@@ -140,6 +150,12 @@ def choose(
     return choice
 
 
+def _is_for_gpus(given):
+    """Whether a run is for GPUs, wherever it is checked."""
+    platform = given.get("VERL_PLATFORM")
+    return platform == "nvidia" or (platform is None and given.get("CONFIG", "").startswith(FOR_GPUS))
+
+
 def _platform(given, choice, gpus, amd):
     """Return the number of nodes, whether the run is on several nodes or a cluster, and whether it is on the CPU."""
     nodes = _count(given, "NNODES", 1)
@@ -147,10 +163,8 @@ def _platform(given, choice, gpus, amd):
     platform = given.get("VERL_PLATFORM")
     if platform not in (None, "cpu", "nvidia"):
         raise ValueError(f"VERL_PLATFORM={platform} is not usable: leave it unset on NVIDIA GPUs, or set cpu.")
-    if platform == "nvidia":
-        if gpus == 0:
-            raise ValueError("VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu.")
-        choice.environment["VERL_PLATFORM"] = None  # verl finds it by itself
+    if platform == "nvidia" and gpus == 0:
+        raise ValueError("VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu.")
     if gpus == 0 and platform is None:
         if amd:
             raise ValueError(
@@ -165,6 +179,8 @@ def _platform(given, choice, gpus, amd):
     cpu = platform == "cpu" or gpus == 0
     if cpu:  # Ray would compare CUDA_VISIBLE_DEVICES with its logical slots, which it calls GPUs
         choice.environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": None}
+    else:
+        choice.environment["VERL_PLATFORM"] = None  # verl finds it by itself
     if nodes == 1 and not cluster:
         # Have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does this by default on
         # Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
@@ -282,14 +298,14 @@ def has_flash_attn() -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. It ends as preflight or as the run."""
+    """Choose what is left open, and replace this process by preflight, the run, or its submission."""
     for name in (*INPUTS, "OUTPUT_DIR", "BAPO_CACHE"):  # relative to where the command was given
         value = os.environ.get(name)
         if value and (name != "MODEL_PATH" or Path(value).exists()):  # else it is a name on the hub
             os.environ[name] = os.path.abspath(value)
     try:
         amd = Path("/dev/kfd").exists() or any(map(shutil.which, ("rocm-smi", "amd-smi")))
-        choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn)
+        choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn, "--preflight" in arguments)
         choice.environment |= system_variables(os.environ)
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -301,7 +317,7 @@ def main(arguments: list[str]) -> int:
         else:
             os.environ[name] = value
     given = [*choice.arguments, *(argument for argument in arguments if argument != "--preflight")]
-    checks = [sys.executable, "-m", "recipe.bapo.run.preflight", *given]
+    checks = [sys.executable, "-m", "recipe.bapo.run.preflight", "--config-name", "bapo_trainer", *given]
     if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
         return 1
     if "--preflight" in arguments:
@@ -328,10 +344,11 @@ def _use_language_model(checks, only_checks):
         use(obtain("converted"))
         if only_checks:
             return True
-        checked = subprocess.run(checks, stdout=subprocess.PIPE, text=True)
-        if checked.returncode:
-            print(checked.stdout, file=sys.stderr)
-            return False
+        if "preflight=false" not in checks:
+            checked = subprocess.run(checks, stdout=subprocess.PIPE, text=True)
+            if checked.returncode:
+                print(checked.stdout, file=sys.stderr)
+                return False
         made = obtain("made")
     use(made)
     return True

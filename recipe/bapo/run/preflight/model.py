@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the model: config, tokenizer, chat template, weights and fused kernels.
 
-verl and transformers read it as in a run. We add rules only for what they accept although a run would hang, or train
-something else.
+verl and transformers read it as in a run. We add rules only for what they accept although a run would train something
+else.
 """
 
 from pathlib import Path
 
-from omegaconf import OmegaConf
 from transformers.utils import logging
 
-from recipe.bapo.run.preflight import blame
+from recipe.bapo.run.preflight import CheckWarning, blame
 from recipe.bapo.run.preflight.rules import Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.import_utils import import_external_libs
 from verl.utils.model import get_hf_auto_model_class
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.workers.rollout.utils import get_max_position_embeddings
 
 PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
 FUSED = "actor_rollout_ref.model.use_fused_kernels"
@@ -26,21 +25,16 @@ AFTER_THE_OUTPUT_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scal
 
 def check_model(config) -> str:
     """Check the model as verl reads it: config, tokenizer, chat template, and the headers of the weights."""
-    libraries = config.actor_rollout_ref.model.external_lib
-    libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
-    with blame("actor_rollout_ref.model.external_lib", libraries):
-        import_external_libs(libraries)
     model = model_of(config)
     check_tokenizer(config, model)
-    _check_lengths(config, model.hf_config.get_text_config())
+    _check_lengths(config, model.hf_config)
     _check_fused_kernels(config, model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
     text += f"{model.hf_config.model_type}, {len(model.tokenizer)} tokens, eos {model.tokenizer.eos_token!r}"
     if not Path(model.local_path).is_dir():  # it is a name on the hub
         return text
-    with blame(PATH, model.path, "give complete weights with the shapes of its config.json"):
-        return f"{text}, {_load_headers(model).num_parameters():,} parameters"
+    return f"{text}, {_check_weights(model).num_parameters():,} parameters"
 
 
 def model_of(config):
@@ -70,54 +64,67 @@ def check_tokenizer(config, model) -> None:
         builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
 
 
-def _check_lengths(config, text):
-    """Check ``max_model_len``.
-
-    verl refuses a value above the model's positions. With a smaller one, vLLM silently cuts longer sequences.
-    """
-    positions, needed = getattr(text, "max_position_embeddings", None), Settings(config).longest
-    if positions is None:  # verl then reports this itself
+def _check_lengths(config, hf_config):
+    """Refuse a ``max_model_len`` with which the vLLM server cuts long responses and says nothing."""
+    rollout, needed = config.actor_rollout_ref.rollout, Settings(config).longest
+    if rollout.name != "vllm":
         return
-    length = config.actor_rollout_ref.rollout.max_model_len
-    if not needed <= (length or positions) <= positions:
+    positions = get_max_position_embeddings(hf_config)
+    length = rollout.max_model_len or positions
+    if length < needed:
         raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={length} is not usable: it has to be at least data."
-            f"max_prompt_length + data.max_response_length={needed} and at most the {positions} positions of {PATH}="
-            f"{config.actor_rollout_ref.model.path}: change one of them or, for a model that can be extended, set "
-            "model.override_config.max_position_embeddings."
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: vLLM would cut responses "
+            f"at {length} tokens, and data.max_prompt_length + data.max_response_length={needed}. {PATH}="
+            f"{config.actor_rollout_ref.model.path} has {positions} positions: change one of the lengths or, for a "
+            "model that can be extended, set model.override_config.max_position_embeddings."
         )
 
 
-def _load_headers(model):
-    """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model."""
+def _check_weights(model):
+    """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model.
+
+    Raises:
+        ValueError: transformers would train other weights than the folder's, or verl without the cap of attention.
+        CheckWarning: transformers cannot load them.
+    """
     logging.disable_progress_bar()
-    attention = model.override_config.get("attn_implementation")
+    path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
     if attention in ("sdpa", "torch_varlen") and capped is not None:
         raise ValueError(
-            f"attn_implementation={attention} drops the cap of its attention (attn_logit_softcapping={capped}), so all "
-            "log-probs would be wrong: set model.override_config.attn_implementation=eager or flash_attention_2"
+            f"{path} is not usable with attn_implementation={attention}, which drops the cap of its attention "
+            f"(attn_logit_softcapping={capped}), so all log-probs would be wrong: set model.override_config."
+            "attn_implementation=eager or flash_attention_2."
         )
-    loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
-        model.local_path,
-        config=model.hf_config,
-        trust_remote_code=model.trust_remote_code,
-        attn_implementation=attention if attention in ("sdpa", "eager") else "eager",  # others may need a GPU
-        device_map="meta",
-        ignore_mismatched_sizes=True,  # without it the message names no tensor
-        output_loading_info=True,
-    )
-    if found["mismatched_keys"]:
-        name, given, wanted = min(found["mismatched_keys"])
-        raise ValueError(f"{name} has the shape {tuple(given)}, and config.json asks for {tuple(wanted)}")
+    with blame(PATH, model.path, "give complete weights with the shapes of its config.json", CheckWarning):
+        loaded, found = get_hf_auto_model_class(model.hf_config).from_pretrained(
+            model.local_path,
+            config=model.hf_config,
+            trust_remote_code=model.trust_remote_code,
+            attn_implementation=attention if attention in ("sdpa", "eager") else "eager",  # others may need a GPU
+            device_map="meta",
+            ignore_mismatched_sizes=True,  # without it the message names no tensor
+            output_loading_info=True,
+        )
+        if found["mismatched_keys"]:
+            name, given, wanted = min(found["mismatched_keys"])
+            raise ValueError(f"{name} has the shape {tuple(given)}, and config.json asks for {tuple(wanted)}")
     if found["missing_keys"]:  # transformers would fill them at random and only log a warning
         missing, count = min(found["missing_keys"]), len(loaded.state_dict())
-        raise ValueError(f"{len(found['missing_keys'])} of the {count} tensors are missing ({missing} is one)")
+        raise ValueError(
+            f"{path} is not usable: {len(found['missing_keys'])} of the {count} tensors are missing ({missing} is "
+            "one); give complete weights."
+        )
     return loaded
 
 
 def _check_fused_kernels(config, model):
-    """Refuse what verl's fused kernels cannot do. verl says so only at the first log-probs, or not at all."""
+    """Find what verl's fused kernels cannot do.
+
+    Raises:
+        ValueError: log-probs would be wrong.
+        CheckWarning: verl fails at the first log-probs of the reference model.
+    """
     if not model.use_fused_kernels:
         return
     text = model.hf_config.get_text_config()
@@ -132,7 +139,7 @@ def _check_fused_kernels(config, model):
     reference = need_reference_policy(config) and (model.lora_rank or 0) <= 0  # LoRA needs none
     sharded = config.actor_rollout_ref.ref.strategy == "fsdp2" and not model.hf_config.tie_word_embeddings
     if reference and sharded and "recipe.bapo.verl_fixes" not in libraries:
-        raise ValueError(
+        raise CheckWarning(
             f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
             f"external_lib=[{','.join([*libraries, 'recipe.bapo.verl_fixes'])}], or use_fused_kernels=false."

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings with which a run would hang, fail late or with an error that names no setting, or train something else.
+"""Settings with which a run trains something else than its command says, waits for ever, loses data, or fails late.
 
-A rule is a row: a condition that a usable config meets, and what to say if it does not. ``REFUSED`` ends the run,
-``DOUBTED`` only warns. Before you add a row, look for the function of verl, vLLM or transformers that would refuse the
-config: a stage can call it. The message names the field, its value and the fix.
+A rule is a row: a condition that a usable config meets, and what to say if it does not. ``REFUSED`` ends the run and is
+for what nobody else reports. ``DOUBTED`` only warns, also of what verl reports minutes later. The message names the
+field, its value and the fix.
 """
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from recipe.bapo.compatibility import uses_bypass_mode
+from recipe.bapo.config import is_of_our_trainer
 from recipe.bapo.run.preflight import CheckWarning
+from recipe.bapo.run.preflight.keys import items_of
+from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.trainer.ppo.utils import need_critic
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -30,7 +34,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """A resolved config, and the numbers that follow from it."""
+    """A resolved config, and what follows from it."""
 
     config: Any
 
@@ -53,7 +57,38 @@ class Settings:
 
     @property
     def fsdp(self) -> bool:
-        return self.config.model_engine == "dp"
+        return self.actor.strategy in ("fsdp", "fsdp2")
+
+    @property
+    def ours(self) -> bool:
+        """Whether our trainer runs it."""
+        return is_of_our_trainer(self.config)
+
+    @property
+    def v1(self) -> bool:
+        """Whether verl's V1 trainer runs it, and not the older one."""
+        return self.config.trainer.use_v1
+
+    @property
+    def mode(self) -> str:
+        """The mode of the trainer; the older one has no other than this."""
+        return self.config.trainer.v1.trainer_mode if self.v1 else "sync"
+
+    @property
+    def bypass(self) -> bool:
+        """Whether the ratio is against the policy that sampled."""
+        return uses_bypass_mode(self.config)
+
+    @property
+    def old_reward_keys(self) -> str:
+        """The keys of verl's older reward config that are set, if they change the reward; ours moves them."""
+        if self.ours or "reward_model" not in self.config:
+            return ""
+        if migrate_legacy_reward_impl(copy.deepcopy(self.config)).reward == self.config.reward:
+            return ""
+        old = {name: self.config[name] for name in ("reward_model", "custom_reward_function", "sandbox_fusion")}
+        values = items_of(OmegaConf.to_container(OmegaConf.create(old)))
+        return ", ".join(key for key, value in values if value is not None and not isinstance(value, dict))
 
     @property
     def longest(self) -> int:
@@ -69,17 +104,12 @@ class Settings:
     def pools(self) -> list[tuple[str, int, int]]:
         """``(verb, nodes, GPUs per node)`` of the GPUs that train, and of others that sample or run a reward model."""
         pools = [("train", self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node)]
-        if self.config.trainer.v1.trainer_mode == "separate_async":
+        if self.mode == "separate_async":
             pools.append(("sample", self.rollout.nnodes, self.rollout.n_gpus_per_node))
         scorer = self.config.reward.reward_model
         if scorer.enable_resource_pool:
             pools.append(("score", scorer.nnodes, scorer.n_gpus_per_node))
         return pools
-
-    @property
-    def served(self) -> int:
-        """The number of GPUs that hold one served model."""
-        return self.rollout.tensor_model_parallel_size * self.rollout.data_parallel_size
 
     @property
     def sequence_parallel(self) -> int:
@@ -93,15 +123,34 @@ class Settings:
         return max(1, self.gpus // self.sequence_parallel)
 
     @property
-    def update_rows(self) -> int:
-        """The responses of a rank in an update."""
-        return self.actor.ppo_mini_batch_size * self.rollout.n // self.ranks
+    def held(self) -> int:
+        """The number of tokens that a micro-batch holds if its size is dynamic."""
+        held = [self.actor.ppo_max_token_len_per_gpu]
+        held += [] if self.bypass else [self.rollout.log_prob_max_token_len_per_gpu]
+        return min(tokens or 0 for tokens in held) * self.sequence_parallel
 
-    @property
-    def log_prob_rows(self) -> int:
-        """The responses for which a rank computes old log-probs at once: one call's share of the rollout batch."""
-        calls = self.config.trainer.v1.get(self.config.trainer.v1.trainer_mode, {}).get("parameter_sync_step", 1)
-        return self.config.data.train_batch_size // calls * self.rollout.n // self.ranks
+    def divisions(self) -> Iterator[tuple[str, int | None, str, int]]:
+        """Yield names and values of a number and of the one that it has to divide.
+
+        verl asserts all of them in a worker, but for mini-batches, of which it fills the last one with empty rows.
+        Megatron's own classes check the parallelism and batches of Megatron.
+        """
+        actor, rollout = self.actor, self.rollout
+        served = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        yield f"{ROLLOUT}: tensor, data and pipeline parallelism", served, "the GPUs that train", self.gpus
+        if not self.fsdp:
+            return
+        yield "sequence parallelism", self.sequence_parallel, "the GPUs that train", self.gpus
+        mini, batch = actor.ppo_mini_batch_size, self.config.data.train_batch_size
+        yield f"{ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch
+        yield "data-parallel ranks", self.ranks, "ppo_mini_batch_size * rollout.n", mini * rollout.n
+        if not actor.use_dynamic_bsz:
+            micro, rows = actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // self.ranks
+            yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", micro, "a rank's responses of an update", rows
+        if not actor.use_dynamic_bsz and not self.bypass:
+            calls = self.config.trainer.v1.separate_async.parameter_sync_step if self.mode == "separate_async" else 1
+            micro, rows = rollout.log_prob_micro_batch_size_per_gpu, batch // calls * rollout.n // self.ranks
+            yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro, "a rank's responses", rows
 
 
 class Rule(NamedTuple):
@@ -111,12 +160,8 @@ class Rule(NamedTuple):
     says: str
 
 
-def _divides(part, whole):
-    return part is not None and part >= 1 and whole % part == 0
-
-
-def _positive(value):
-    return type(value) in (int, float) and 0 < value < math.inf
+def _is_limit(seconds):
+    return isinstance(seconds, int | float) and 0 < seconds < math.inf
 
 
 def _saves_weights(contents):
@@ -124,63 +169,29 @@ def _saves_weights(contents):
 
 
 def _attention(config):
-    return (config.actor_rollout_ref.model.override_config or {}).get("attn_implementation", "flash_attention_2")
+    return (config.critic.model.override_config or {}).get("attn_implementation", "flash_attention_2")
 
 
-def _samples_from_all(rollout):
-    return rollout.top_p in (None, 1) and (rollout.top_k or -1) <= 0
+def _log_probs_are_of_all_tokens(rollout):
+    """Whether the log-probs of the rollout engine are those of the whole distribution."""
+    whole = rollout.top_p in (None, 1) and (rollout.top_k or -1) <= 0
+    return whole or rollout.name != "vllm" or rollout.logprobs_mode != "processed_logprobs"
 
 
-# Only with FSDP: Megatron's own classes check its parallelism and batches.
-REFUSED_WITH_FSDP = (
+def _corrects(correction):
+    """Whether verl's rollout correction is to weigh or drop tokens, or to use another loss."""
+    return correction.get("rollout_is") or correction.get("rollout_rs") or correction.get("loss_type") == "reinforce"
+
+
+REFUSED = (
     Rule(
-        lambda s: _positive(s.actor.optim.clip_grad),
+        lambda s: not s.fsdp or s.actor.optim.clip_grad is None or s.actor.optim.clip_grad > 0,
         ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad} makes every gradient 0: set it to a number above 0.",
     ),
-    Rule(
-        lambda s: _divides(s.sequence_parallel, s.gpus),
-        ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={s.sequence_parallel} does not divide the {s.gpus} GPUs "
-        "that train: choose a divisor.",
-    ),
-    Rule(
-        lambda s: _divides(s.actor.ppo_mini_batch_size, s.config.data.train_batch_size),
-        ACTOR + ".ppo_mini_batch_size={s.actor.ppo_mini_batch_size} does not divide data.train_batch_size="
-        "{s.config.data.train_batch_size}: choose a divisor.",
-    ),
-    Rule(
-        lambda s: _divides(s.ranks, s.actor.ppo_mini_batch_size * s.rollout.n),
-        "{s.ranks} data-parallel ranks do not divide " + ACTOR + ".ppo_mini_batch_size * rollout.n="
-        "{s.actor.ppo_mini_batch_size} * {s.rollout.n}: change one of the two, or the number of GPUs.",
-    ),
-    Rule(
-        lambda s: s.actor.use_dynamic_bsz or _divides(s.actor.ppo_micro_batch_size_per_gpu, s.update_rows),
-        ACTOR + ".ppo_micro_batch_size_per_gpu={s.actor.ppo_micro_batch_size_per_gpu} does not divide a rank's "
-        "{s.update_rows} responses of an update: choose a divisor.",
-    ),
-    Rule(
-        lambda s: (
-            s.actor.use_dynamic_bsz
-            or uses_bypass_mode(s.config)
-            or _divides(s.rollout.log_prob_micro_batch_size_per_gpu, s.log_prob_rows)
-        ),
-        ROLLOUT + ".log_prob_micro_batch_size_per_gpu={s.rollout.log_prob_micro_batch_size_per_gpu} does not divide a "
-        "rank's {s.log_prob_rows} responses: choose a divisor.",
-    ),
-    Rule(  # verl asserts it at the first sequence that is too long, perhaps after hours
-        lambda s: (
-            not s.actor.use_dynamic_bsz or (s.actor.ppo_max_token_len_per_gpu or 0) * s.sequence_parallel >= s.longest
-        ),
-        ACTOR + ".ppo_max_token_len_per_gpu={s.actor.ppo_max_token_len_per_gpu} on {s.sequence_parallel} GPUs does not "
-        "hold a sequence of {s.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
-    ),
-    Rule(
-        lambda s: (
-            not s.actor.use_dynamic_bsz
-            or uses_bypass_mode(s.config)
-            or (s.rollout.log_prob_max_token_len_per_gpu or 0) * s.sequence_parallel >= s.longest
-        ),
-        ROLLOUT + ".log_prob_max_token_len_per_gpu={s.rollout.log_prob_max_token_len_per_gpu} on {s.sequence_parallel} "
-        "GPUs does not hold a sequence of {s.longest} tokens (data.max_prompt_length + max_response_length): raise it.",
+    Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
+        lambda s: s.config.trainer.save_freq <= 0 or _saves_weights(s.actor.checkpoint.save_contents),
+        ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
+        "optimizer and extra.",
     ),
     # Wrong training of verl 0.9.1 that nothing reports: docs/dev/upstream/silent_faults.md
     Rule(
@@ -190,8 +201,8 @@ REFUSED_WITH_FSDP = (
     ),
     Rule(
         lambda s: (
-            s.config.trainer.v1.trainer_mode != "separate_async"
-            or uses_bypass_mode(s.config)
+            s.mode != "separate_async"
+            or s.bypass
             or s.actor.strategy != "fsdp2"
             or not (s.actor.fsdp_config.param_offload or s.config.trainer.device == "cpu")
         ),
@@ -199,62 +210,29 @@ REFUSED_WITH_FSDP = (
         "strategy=fsdp2 on weights in CPU memory: the copy that verl 0.9.1 makes of them before old log-probs is no "
         "copy, so they are computed with the newest weights. Set bypass_mode=true, or fsdp_config.param_offload=false.",
     ),
-)
-REFUSED = (
     Rule(
-        lambda s: isinstance(s.config.run_dir, str) and s.config.run_dir and "${" not in s.config.run_dir,
-        "run_dir (OUTPUT_DIR)={s.config.run_dir} is not usable: set it to a folder, without ${{.",
-    ),
-    Rule(
-        lambda s: _positive(s.actor.optim.lr),
-        ACTOR + ".optim.lr={s.actor.optim.lr} trains nothing: set it to a number above 0.",
-    ),
-    Rule(
-        lambda s: s.config.trainer.total_training_steps is None or s.config.trainer.total_training_steps >= 1,
-        "trainer.total_training_steps={s.config.trainer.total_training_steps} trains nothing: set it to 1 or more, or "
-        "null.",
-    ),
-    Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
-        lambda s: s.config.trainer.save_freq <= 0 or _saves_weights(s.actor.checkpoint.save_contents),
-        ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
-        "optimizer and extra.",
-    ),
-    Rule(
-        lambda s: all(_positive(limit) for name, limit in s.config.watchdog.items() if name.endswith("_s")),
-        "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
-    ),
-    Rule(
-        lambda s: isinstance(s.config.watchdog.min_arrived, int | float) and 0 <= s.config.watchdog.min_arrived <= 1,
-        "watchdog.min_arrived={s.config.watchdog.min_arrived} is not usable: it is a share between 0 and 1.",
-    ),
-    Rule(
-        lambda s: all(_divides(s.served, nodes * gpus) for verb, nodes, gpus in s.pools if verb != "score"),
-        ROLLOUT + ".tensor_model_parallel_size * data_parallel_size={s.served} does not divide the GPUs that train, or "
-        "sample: choose a divisor.",
-    ),
-    Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
-        lambda s: not need_critic(s.config) or _attention(s.config) == "flash_attention_2",
-        "algorithm.adv_estimator={s.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
-        "attention alone: use grpo, or train on a GPU with flash-attn.",
-    ),
-    Rule(  # verl would fail at the first batch, minutes later, with a KeyError
-        lambda s: not uses_bypass_mode(s.config) or s.rollout.calculate_log_probs,
-        "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
-        + ROLLOUT
-        + ".calculate_log_probs=true.",
-    ),
-    Rule(
-        lambda s: not uses_bypass_mode(s.config) or _samples_from_all(s.rollout),
+        lambda s: not s.bypass or _log_probs_are_of_all_tokens(s.rollout),
         ROLLOUT + ".top_p={s.rollout.top_p}, top_k={s.rollout.top_k} is not usable with bypass_mode=true: the rollout "
         "engine's log-probs are those of the truncated distribution and the trainer's are not, so ratios differ from 1 "
         "on fresh data. Set top_p=1 and top_k=-1, or bypass_mode=false.",
     ),
     # Options that are asked for and would have no effect.
     Rule(
+        lambda s: not s.old_reward_keys,
+        "{s.old_reward_keys}: verl.trainer.main_ppo 0.9.1 does not read these keys of verl's older reward config. Set "
+        "the same below reward, such as reward.custom_reward_function.path and reward.reward_manager.name.",
+    ),
+    Rule(
         lambda s: not s.correction.get("rollout_is") or s.rollout.calculate_log_probs,
         "algorithm.rollout_correction.rollout_is={s.correction[rollout_is]} has no effect without "
         + ROLLOUT
         + ".calculate_log_probs=true: set it, or rollout_is=null.",
+    ),
+    Rule(
+        lambda s: not (s.v1 and s.bypass and _corrects(s.correction)) or s.loss.loss_mode == "bypass_mode",
+        "rollout_is, rollout_rs and loss_type of algorithm.rollout_correction have no effect with bypass_mode=true: in "
+        "verl's V1 trainer only loss_mode=bypass_mode reads them, and from " + ACTOR + ".policy_loss."
+        "rollout_correction. Leave them out, set them there, or set bypass_mode=false.",
     ),
     Rule(
         lambda s: not s.config.trainer.val_only or s.config.trainer.val_before_train,
@@ -264,6 +242,22 @@ REFUSED = (
         lambda s: s.config.trainer.critic_warmup <= 1 or need_critic(s.config),
         "trainer.critic_warmup={s.config.trainer.critic_warmup} without a critic keeps the actor from training before "
         "that step: set it to 0.",
+    ),
+)
+# Of our trainer alone.
+REFUSED_IN_OURS = (
+    Rule(
+        lambda s: s.v1,
+        "trainer.use_v1=false has no effect in recipe.bapo.main_bapo, which runs verl's V1 trainer: leave it out, or "
+        "run python -m verl.trainer.main_ppo with the lines of BAPO.",
+    ),
+    Rule(
+        lambda s: all(_is_limit(limit) for name, limit in s.config.watchdog.items() if name.endswith("_s")),
+        "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
+    ),
+    Rule(
+        lambda s: isinstance(s.config.watchdog.min_arrived, int | float) and 0 <= s.config.watchdog.min_arrived <= 1,
+        "watchdog.min_arrived={s.config.watchdog.min_arrived} is not usable: it is a share between 0 and 1.",
     ),
 )
 DOUBTED = (
@@ -276,7 +270,7 @@ DOUBTED = (
         "ratio_lower_* and ratio_upper_* of its policy_loss.",
     ),
     Rule(
-        lambda s: s.loss.ratio_lower_max >= SMALLEST_LOWER_BOUND,
+        lambda s: s.loss.get("ratio_lower_max", 1) >= SMALLEST_LOWER_BOUND,
         ACTOR + ".policy_loss.ratio_lower_max={s.loss.ratio_lower_max} is a bound on the ratio, and a ratio of 1 means "
         "no change. If you meant an epsilon, set 1 minus it.",
     ),
@@ -285,9 +279,35 @@ DOUBTED = (
         ROLLOUT + ".n=1 with algorithm.adv_estimator=grpo leaves no other response to compare with.",
     ),
     Rule(
-        lambda s: s.config.trainer.v1.trainer_mode == "sync" or uses_bypass_mode(s.config),
+        lambda s: s.mode == "sync" or s.bypass,
         "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
         "contribution, is measured against the recomputed policy, not the one that sampled.",
+    ),
+    # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
+    Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
+        lambda s: not need_critic(s.config) or not s.fsdp or _attention(s.config) == "flash_attention_2",
+        "algorithm.adv_estimator={s.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
+        "attention alone: use grpo, or train on a GPU with flash-attn.",
+    ),
+    Rule(  # a KeyError at the first batch
+        lambda s: not s.bypass or s.rollout.calculate_log_probs,
+        "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
+        + ROLLOUT
+        + ".calculate_log_probs=true.",
+    ),
+    Rule(  # at the first sequence that is too long, perhaps after hours
+        lambda s: not (s.fsdp and s.actor.use_dynamic_bsz) or s.longest <= s.held,
+        "a micro-batch holds {s.held} tokens (the smaller one of "
+        + ACTOR
+        + ".ppo_max_token_len_per_gpu and "
+        + ROLLOUT
+        + ".log_prob_max_token_len_per_gpu, times the sequence parallelism), and a sequence can have {s.longest} (data."
+        "max_prompt_length + max_response_length): the first one that is too long ends the run.",
+    ),
+    # An option without effect that most scripts set, to its default.
+    Rule(
+        lambda s: not s.fsdp or s.actor.grad_clip in (1.0, s.actor.optim.clip_grad),
+        ACTOR + ".grad_clip={s.actor.grad_clip} has no effect: verl 0.9.1 reads " + ACTOR + ".optim.clip_grad.",
     ),
 )
 
@@ -296,30 +316,34 @@ def check_rules(config) -> str:
     """Check all rules. Returns how a rollout batch is cut into updates.
 
     Raises:
-        ValueError: what ``REFUSED`` says, all of it.
-        CheckWarning: what ``DOUBTED`` says.
+        ValueError: what ``REFUSED`` and ``REFUSED_IN_OURS`` say, all of it.
+        CheckWarning: what ``DOUBTED`` says, and which number does not divide another.
     """
     settings = Settings(config)
-    refused = [
-        rule.says.format(s=settings)
-        for rule in (*(REFUSED_WITH_FSDP if settings.fsdp else ()), *REFUSED)
-        if not rule.is_met(settings)
-    ]
+
+    def unmet(rules):
+        return [rule.says.format(s=settings) for rule in rules if not rule.is_met(settings)]
+
+    refused = unmet((*REFUSED, *(REFUSED_IN_OURS if settings.ours else ())))
     if refused:
         raise ValueError(" ".join(refused))
-    doubted = [rule.says.format(s=settings) for rule in DOUBTED if not rule.is_met(settings)]
+    doubted = unmet(DOUBTED) + [
+        f"{name}={part} does not divide {whole_name}={whole}."
+        for name, part, whole_name, whole in settings.divisions()
+        if not part or whole % part
+    ]
     if doubted:
         raise CheckWarning(" ".join(doubted))
     batch, mini, epochs = config.data.train_batch_size, settings.actor.ppo_mini_batch_size, settings.actor.ppo_epochs
-    against = "the policy that sampled" if uses_bypass_mode(config) else "the policy before the updates of each step"
+    against = "the policy that sampled" if settings.bypass else "the policy before the updates of each step"
     return (
-        f"{batch} prompts of {settings.rollout.n} responses, {batch // mini * epochs} updates on each batch; the ratio "
-        f"is against {against}"
+        f"{batch} prompts of {settings.rollout.n} responses, {-(-batch // mini) * epochs} updates on each batch; the "
+        f"ratio is against {against}"
     )
 
 
 def check_counts(config) -> None:
-    """Check that the numbers in ``COUNTS``, by which others are divided, are whole numbers of 1 or more.
+    """Check that the numbers in ``COUNTS`` are whole numbers of 1 or more: with 0 a run trains nothing, or hangs.
 
     Raises:
         ValueError: names the first that is not.

@@ -5,24 +5,29 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from recipe.bapo.compatibility import refuse_unusable_settings
-from recipe.bapo.config import compose_config
+from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
+from recipe.bapo.config import compose_config, is_of_our_trainer
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.run.preflight import CheckWarning, blame, data, innermost, machine, model
-from recipe.bapo.run.preflight.keys import explain, unusable_keys
+from recipe.bapo.run.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.run.preflight.rules import check_counts, check_rules
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.import_utils import import_external_libs
 from verl.utils.tracking import Tracking
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-WRITTEN_LATE = (  # keys of folders to which the run writes only hours later
+WRITTEN_LATE = (  # keys of folders to which the run writes only hours later. Others may be below the first.
+    "run_dir",
     "trainer.default_local_dir",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
@@ -43,23 +48,42 @@ def check_verls_config(config) -> str:
     """Build verl's dataclasses, and call its validation and the constructor of its trainer. Returns the loss."""
     from verl.trainer.ppo.v1 import get_trainer_cls  # its import warns of engines that are not installed
 
+    libraries = config.actor_rollout_ref.model.external_lib
+    libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
+    with blame("actor_rollout_ref.model.external_lib", libraries):  # may register a loss, or an advantage estimator
+        import_external_libs(libraries)
     built = {}
-    for section in (ACTOR, ROLLOUT, "algorithm", *(["critic"] if need_critic(config) else [])):
+    for section in (ACTOR, ROLLOUT, *(["critic"] if need_critic(config) else [])):
         with blame(section):
             built[section] = omega_conf_to_dataclass(OmegaConf.select(config, section))
-    loss = built[ACTOR].policy_loss
-    if getattr(loss, "loss_mode", None) == "bapo":
-        refuse_unusable_settings(built[ACTOR], config.actor_rollout_ref.model)
     with blame("the config"):
         validate_config(config, need_reference_policy(config), need_critic(config))
-    mode = config.trainer.v1.trainer_mode
-    with blame("trainer.v1.trainer_mode", mode):
-        get_trainer_cls(mode)(config.copy())
-    if not hasattr(loss, "bound_scope"):
-        return f"loss_mode={loss.loss_mode}, without BAPO's monitor"
-    scope = loss.bound_scope
-    if loss.loss_mode != "bapo":
+    if config.trainer.use_v1:
+        mode = config.trainer.v1.trainer_mode
+        with blame("trainer.v1.trainer_mode", mode):
+            get_trainer_cls(mode)(config.copy())
+    return _check_loss(built[ACTOR], config.actor_rollout_ref.model)
+
+
+def _check_loss(actor, model_config):
+    """Check that verl finds the loss, and that BAPO's loss or monitor can work with it. Returns what it is."""
+    loss = actor.policy_loss
+    with blame(f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode):
+        get_policy_loss_fn(loss.loss_mode)
+    ours = f"{ACTOR}.policy_loss._target_={BAPOPolicyLossConfig.__module__}."
+    if isinstance(loss, MonitorConfig):
+        try:
+            refuse_to_monitor(actor, model_config)
+        except ValueError as error:
+            raise CheckWarning(f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}") from error
         scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
+    elif isinstance(loss, BAPOPolicyLossConfig):
+        refuse_unusable_settings(actor, model_config)
+        scope = loss.bound_scope
+    elif loss.loss_mode == "bapo":
+        raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
+    else:
+        return f"loss_mode={loss.loss_mode}, without BAPO's monitor"
     return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
@@ -68,18 +92,25 @@ def check_verls_config(config) -> str:
 
 
 def check_advantages(config) -> str:
-    """Call the advantage function of verl's V1 trainer on two prompts with two responses of three tokens."""
+    """Call the advantage function of verl's V1 trainer on two prompts with two responses of three tokens.
+
+    Raises:
+        CheckWarning: it fails. One of the user's own may want fields that only a run has.
+    """
     from verl import DataProto
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
+    name = config.algorithm.adv_estimator
+    if not config.trainer.use_v1:
+        return f"{name}, which verl's older trainer (trainer.use_v1=false) computes"
     names = ["response_mask", "token_level_scores", "token_level_rewards", "rollout_log_probs", "old_log_probs"]
     names += ["ref_log_prob"] * need_reference_policy(config) + ["values"] * need_critic(config)
     tensors = {name: torch.ones(4, 3) for name in names}
     tensors["token_level_rewards"] = torch.tensor([[0.0, 0.0, right] for right in (0.0, 1.0, 1.0, 0.0)])
     prompts = ["a", "a", "b", "b"]
     rows = DataProto.from_dict(tensors, non_tensors={"uid": np.array(prompts, dtype=object)})
-    name = config.algorithm.adv_estimator
-    with blame("algorithm.adv_estimator", name, "use grpo, or another that verl's V1 trainer has the fields for"):
+    fix = "use grpo, or another that verl's V1 trainer has the fields for"
+    with blame("algorithm.adv_estimator", name, fix, CheckWarning):
         found = compute_advantage_for_multi_trajectories(
             rows,
             batch_keys=[f"{prompt}_{number % 2}_0" for number, prompt in enumerate(prompts)],
@@ -94,10 +125,10 @@ def check_advantages(config) -> str:
 
 
 def check_loggers(config) -> str:
-    """Import what ``trainer.logger`` names, and ask wandb for its key."""
-    loggers = config.trainer.logger
+    """Import what ``trainer.logger`` names, and ask wandb for its key. Warns, because other nodes may have both."""
+    loggers = names_of_loggers(config)
     for name in loggers:
-        with blame("trainer.logger", name):
+        with blame("trainer.logger", name, kind=CheckWarning):
             if name not in Tracking.supported_backend:
                 raise ValueError(f"verl logs to {', '.join(Tracking.supported_backend)}")
             if name not in ("file", "console", "rl_insight"):
@@ -107,19 +138,37 @@ def check_loggers(config) -> str:
     return ", ".join(loggers)
 
 
+def names_of_loggers(config) -> list[str]:
+    """Return ``trainer.logger`` as a list; verl takes a single name, too."""
+    loggers = config.trainer.logger or []
+    return [loggers] if isinstance(loggers, str) else list(loggers)
+
+
 def check_folders(config) -> str:
     """Check that the run can write to the folders that it uses only later."""
-    for key in WRITTEN_LATE:
-        path = OmegaConf.select(config, key)
-        if path and not (key == "trainer.default_local_dir" and config.trainer.save_freq <= 0):
+    paths = {key: OmegaConf.select(config, key) for key in WRITTEN_LATE}
+    if config.trainer.save_freq <= 0:
+        paths.pop("trainer.default_local_dir")
+    for key, path in paths.items():
+        if path:
             folder = Path(path).absolute()
             existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            with blame(key, path, "choose another folder"):
+            with blame("run_dir (OUTPUT_DIR)" if key == "run_dir" else key, path, "choose another folder"):
                 tempfile.TemporaryDirectory(dir=existing).cleanup()
-    return str(config.run_dir)
+    return ", ".join(sorted({str(path) for path in paths.values() if path})) or "none"
 
 
-# Name, function, and the stages that have to pass first: after one of these failed, this one would repeat its fault.
+def check_unknown_keys(config, overrides: list[str]) -> str:
+    """Warn of keys in a yaml file that nothing reads."""
+    found = unknown_keys(config, overrides)
+    if found:
+        raise CheckWarning(
+            f"neither verl nor BAPO has {', '.join(found)}. If you misspelled it, the default is in force."
+        )
+    return "all known"
+
+
+# Name, function, and the stages without which it is not run, because it would only report their failure again.
 STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("versions", machine.check_versions, ()),
     ("devices", machine.check_devices, ()),
@@ -140,21 +189,34 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
 )
 
 
-def run_stages(config) -> list[Result]:
-    """Resolve the config in place, add the file logger, and run the stages, except those that rely on a failed one.
+def prepare(config) -> None:
+    """Do in place what our trainer does to a config before anything reads it, and verl's own entry point does not.
 
-    If the config has an unknown key, a wrong type or a value that cannot be resolved, only that is reported.
+    Keys of verl's older reward config are moved to those that its V1 trainer reads. The file logger is added, because
+    console, watchdog and pictures read what it writes.
     """
-    unusable = unusable_keys(config)
-    if unusable:
-        return [Result("keys", "failed", line) for line in unusable]
     OmegaConf.resolve(config)
-    migrate_legacy_reward_impl(config)  # moves old keys of the reward, which verl's V1 trainer does not read
+    migrate_legacy_reward_impl(config)
+    loggers = names_of_loggers(config)
+    config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
+
+
+def run_stages(config, overrides: list[str] | None = None) -> list[Result]:
+    """Run the stages, except those that rely on a failed one.
+
+    If a switch is a text, or a number by which others are divided is unusable, only that is reported.
+
+    Args:
+        config: resolved, and of our trainer also prepared.
+        overrides: the ``key=value`` arguments that gave the config.
+    """
+    misread = misread_switches(config)
+    if misread:
+        return [Result("keys", "failed", line) for line in misread]
     counts = _result("counts", check_counts, config)
     if counts.status == "failed":
         return [counts]
-    _add_file_logger(config)
-    results: dict[str, Result] = {}
+    results = {"keys": _result("keys", partial(check_unknown_keys, overrides=overrides or []), config)}
     for name, stage, relies_on in STAGES:
         if all(other in results and results[other].status != "failed" for other in relies_on):
             results[name] = _result(name, stage, config)
@@ -175,16 +237,16 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"{result.status:<8} {result.name:<16} {result.detail}" for result in results)
 
 
-def run_preflight(overrides: list[str], groups: str | None) -> list[Result]:
-    """Compose the config and run all stages. If it cannot be composed, the only result says why."""
+def run_preflight(overrides: list[str], **where) -> list[Result]:
+    """Compose a config and run all stages. If it cannot be composed, the only result says why.
+
+    Args:
+        overrides: the ``key=value`` arguments.
+        where: the other arguments of ``compose_config``.
+    """
     try:
-        return run_stages(compose_config(overrides, groups))
+        config = compose_config(overrides, **where)
+        (prepare if is_of_our_trainer(config) else OmegaConf.resolve)(config)
     except Exception as error:
         return [Result("keys", "failed", explain(error))]
-
-
-def _add_file_logger(config):
-    """Add verl's file logger, because console, watchdog and pictures read what it writes."""
-    loggers = config.trainer.logger or []
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-    config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
+    return run_stages(config, overrides)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preflight takes anyone's command: verl's own entry point without our lines, with the monitor's, and with the two."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support.commands import LIMIT
+from support.configs import ROOT
+
+from recipe.bapo.run.preflight.stages import STAGES, run_preflight
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{ACTOR}.policy_loss"
+MONITOR = [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"]
+TWO_LINES = [f"{LOSS}.loss_mode=bapo", f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig"]
+
+
+def documented():
+    """Return the arguments that each of the README's commands of verl's entry point adds."""
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^python -m verl\.trainer\.main_ppo(.*?)^```", text, re.M | re.S)
+    return [re.findall(r"^    (actor_rollout_ref\S+)", one, re.M) for one in commands]
+
+
+@pytest.fixture
+def stock(task):
+    """Return the arguments of a small run of verl's own entry point."""
+    return [
+        f"actor_rollout_ref.model.path={task}/model",
+        f"data.train_files={task}/train.parquet",
+        f"data.val_files={task}/test.parquet",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=64",
+        "data.max_prompt_length=128",
+        "data.max_response_length=30",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.n=8",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=[console]",
+    ]
+
+
+def found(arguments, **options):
+    """Return what is not ok in a command of verl's entry point, as ``{stage: (status, detail)}``."""
+    lines = run_preflight(arguments, **{"name": "ppo_trainer", **options})
+    return {line.name: (line.status, line.detail) for line in lines if line.status != "ok"}
+
+
+# On a machine without GPUs: no GPU is found, and /dev/shm may be small in a container.
+OF_THE_MACHINE = {"devices", "shared memory"}
+
+
+def test_the_readme_has_the_lines():
+    assert documented() == [MONITOR, TWO_LINES]
+
+
+@pytest.mark.parametrize("lines", [[], MONITOR, TWO_LINES], ids=["stock", "monitor", "bapo"])
+def test_a_command_of_verls_entry_point_passes(stock, lines):
+    left = found([*stock, *lines])
+    assert left.keys() <= OF_THE_MACHINE and {status for status, _ in left.values()} <= {"warning"}, left
+
+
+# The command, on a machine where no other run is seen.
+ALONE = """
+import sys
+from pathlib import Path
+from recipe.bapo.run import locks
+locks.SOCKETS, locks.FIRST_JOB = Path(sys.argv.pop(1)), "no job"
+from recipe.bapo.run.preflight.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_the_command_prints_the_table_and_what_the_loss_is(stock, tmp_path):
+    command = [sys.executable, "-c", ALONE, str(tmp_path), *stock, *MONITOR]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
+    printed = run.stdout.splitlines()
+    assert {line.split()[0] for line in printed} == {"ok", "warning"} and len(printed) == len(STAGES) + 1
+    assert "bound_scope=none, because loss_mode=vanilla is only monitored" in run.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/monitor.md", "docs/your_own_run.md"])
+def test_the_pages_of_the_lines_name_the_command(page):
+    assert "python -m recipe.bapo.run.preflight YOUR_ARGUMENTS" in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize(
+    "lines, said",
+    [
+        ([*MONITOR, f"{LOSS}.loss_mode=vanila"], "loss_mode=vanila is not usable: Unsupported loss mode: vanila. Supp"),
+        ([*MONITOR, f"{LOSS}.loss_mode=bapo"], "loss_mode=bapo is not usable with MonitorConfig, which leaves the"),
+        (TWO_LINES[:1], f"loss_mode=bapo is not usable without its config: set {TWO_LINES[1]}"),
+        (TWO_LINES[1:], "loss_mode='vanilla' is not usable with BAPOPolicyLossConfig: use loss_mode=bapo"),
+        ([*TWO_LINES, f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c=1 is not usable: it is the dual clip's bound"),
+        (
+            ["custom_reward_function.path=/my/reward.py"],
+            "custom_reward_function.path: verl.trainer.main_ppo 0.9.1 does",
+        ),
+        (["reward_model.reward_manager=dapo"], "reward_model.reward_manager: verl.trainer.main_ppo 0.9.1 does not"),
+    ],
+)
+def test_what_would_go_wrong_in_it_is_refused(stock, lines, said):
+    failed = [detail for status, detail in found([*stock, *lines]).values() if status == "failed"]
+    assert len(failed) == 1 and said in failed[0], failed
+
+
+def test_the_older_trainer_of_verl_takes_the_lines(stock):
+    left = found([*stock, *MONITOR, "trainer.use_v1=false"])
+    assert left.keys() <= OF_THE_MACHINE, left
+
+
+def test_a_monitor_that_would_do_nothing_is_a_warning(stock):
+    engine = ["model_engine=torchtitan", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"]
+    status, detail = found([*stock, *MONITOR, *engine])["verl's config"]
+    assert status == "warning" and "MonitorConfig does nothing in this run: strategy=torchtitan was not tried" in detail
+
+
+def test_a_run_waits_for_ever_where_ray_counts_too_few_cpus(stock):
+    given = [*stock, "ray_kwargs.ray_init.num_cpus=4"]
+    status, detail = found(given)["CPUs"]
+    assert status == "failed" and "it would wait for ever with the 4 that ray_kwargs.ray_init.num_cpus=4" in detail
+    platform = {"groups": ROOT / "recipe/bapo/config"}
+    assert "CPUs" not in found([*given, "+platform=cpu", "ray_kwargs.ray_init.num_cpus=16"], **platform)
+
+
+def test_hydras_options_are_those_of_verls_entry_point(stock, tmp_path):
+    megatron = {"name": "ppo_megatron_trainer.yaml", "folder": "config"}
+    assert found([*stock, *MONITOR], **megatron).keys() <= OF_THE_MACHINE
+    searched = "hydra:\n  searchpath: [pkg://verl.trainer.config]\n"
+    (tmp_path / "mine.yaml").write_text(f"{searched}defaults: [ppo_trainer, _self_]\ntrainer:\n  val_onli: true\n")
+    left = found([*stock, *MONITOR], name="mine", folder=tmp_path)
+    assert (
+        left.pop("keys")[1].startswith("neither verl nor BAPO has trainer.val_onli") and left.keys() <= OF_THE_MACHINE
+    )
