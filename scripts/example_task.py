@@ -32,9 +32,9 @@ MAX_RESPONSE = 6 * TRIES  # "07 no " is six bytes, each a token
 DICE = range(1, 7)
 PAIRS = [(a, b) for a in DICE for b in DICE]
 SUMS = range(2, 13)
-# RIGHT_THEN and RIGHT_LATER are shares of the teacher's guesses that are right. In the first two thirds of the warm-up
-# (FIRST_LESSON) a half is right, to teach the sums and honest checking fast. Then few are, so that few responses of the
-# model succeed.
+# In the first part of the warm-up (FIRST_LESSON, a share of its steps) half of the teacher's guesses are right
+# (RIGHT_THEN), which teaches the sums and honest checking fast. In the rest few are (RIGHT_LATER), so that few of the
+# model's responses succeed.
 FIRST_LESSON, RIGHT_THEN, RIGHT_LATER = 2 / 3, 0.5, 0.08
 SEED = 1
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -46,7 +46,7 @@ def prompt_of(a: int, b: int) -> str:
 
 
 def sample_response(a: int, b: int, right_guesses: float, rng: random.Random) -> str:
-    """Sample a response of the warm-up's teacher, which checks honestly; ``right_guesses``: share of right guesses."""
+    """Sample a response of the teacher, which checks honestly. ``right_guesses``: the share of its right guesses."""
     response = ""
     for _ in range(TRIES):
         if rng.random() < right_guesses:
@@ -103,7 +103,7 @@ def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int)
 
 
 def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> float:
-    """Train on the teacher's responses; ``right``: share of right guesses at the end. Returns the last loss (nats)."""
+    """Train on the teacher's responses, at the end with the share ``right`` of right guesses. Returns the last loss."""
     first = round(FIRST_LESSON * steps)
     shares = [RIGHT_THEN] * first + [right] * (steps - first)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

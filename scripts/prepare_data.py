@@ -177,7 +177,7 @@ def prepare(name: str, source: Path | None, out: Path, as_published: bool = Fals
 
 
 def main():
-    """Run the command."""
+    """Convert the data set that the arguments name, and print how many rows were kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(DATA_SETS))
     parser.add_argument("--source", type=Path, help="a file or folder (default: the hub)")

@@ -38,7 +38,7 @@ def compute(policy_loss, case, arrays):
 
 
 def main(checkout):
-    """Run the command."""
+    """Recompute the stored figures with the authors' code in ``checkout``, and say how far they were off."""
     head = subprocess.check_output(["git", "-C", checkout, "rev-parse", "HEAD"], text=True)
     if not head.startswith(COMMIT):
         sys.exit(f"Error: {checkout} is at {head[:7]}: check out {COMMIT}.")

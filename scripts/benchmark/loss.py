@@ -122,7 +122,7 @@ def table(found) -> str:
 
 
 def main():
-    """Run the command."""
+    """Time all losses, and print the table and the ratio that has a target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rows", type=int, default=64)

@@ -123,7 +123,7 @@ def ratios_to_vanilla(seconds):
 
 
 def main():
-    """Run the command."""
+    """Time all sizes, print the table, and fail if the monitor costs more than ``MOST_OF_MONITOR``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--platform", default="cpu", help="a file of recipe/bapo/config/platform")

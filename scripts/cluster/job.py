@@ -6,9 +6,9 @@
     python scripts/cluster/job.py stop NAME                end the job
 
 The job gets the environment variables that the run script reads (``FORWARDED``), and those that begin with HF_, NCCL_,
-GLOO_, TORCH_ or VLLM_ (``FORWARDED_KINDS``). It never gets a secret, whose name ends in _KEY, _TOKEN, _SECRET or
-_PASSWORD: set secrets where you call ``scripts/cluster/ray.sh head`` and ``join``. The command prints the names, not
-the values, of relevant variables that were not forwarded.
+GLOO_, TORCH_ or VLLM_ (``FORWARDED_KINDS``). It never gets a secret, that is a variable whose name ends in _KEY,
+_TOKEN, _SECRET or _PASSWORD: set secrets where you call ``scripts/cluster/ray.sh head`` and ``join``. The command
+prints the names, not the values, of relevant variables that were not forwarded.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ def stop(client: JobSubmissionClient, name: str) -> int:
 
 
 def main() -> int:
-    """Run the command. Returns the exit code."""
+    """Submit, follow or stop a job, as the arguments say. Returns the exit code."""
     logging.getLogger("ray").setLevel(logging.WARNING)
     match sys.argv[1:]:
         case ["submit", name, *command] if command:

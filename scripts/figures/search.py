@@ -66,7 +66,7 @@ def draw(out: Path, update: dict[str, float]) -> None:
 
 
 def main():
-    """Run the command."""
+    """Draw the picture to the file that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=PICTURE)
     out = parser.parse_args().out

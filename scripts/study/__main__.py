@@ -35,7 +35,7 @@ STATES = Path(".cache/study")
 
 
 def main() -> int:
-    """Run the command. Returns the exit code."""
+    """List or train runs, or print the tables or draw the figure of those that are there. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["list", "run", "table", "figure"])
     parser.add_argument("names", nargs="*", help="for `run`: names (default: all runs of both stages)")

@@ -210,7 +210,7 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def main():
-    """Run the command."""
+    """Print the report on each run that the arguments name, and draw one picture of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="record-*.jsonl, or a folder with records")
     parser.add_argument("--out", type=Path, metavar="PICTURE", help="default: report.png beside the first record")

@@ -129,8 +129,8 @@ def clipped(run: Run, updates: Table, by_bapo: bool) -> tuple[float, float] | No
     Args:
         run: of these updates.
         updates: some of its updates.
-        by_bapo: count what BAPO's bounds clip, also where the run's loss does not use them. Otherwise what the loss of
-            the run clips: None if that does not clip by the ratio.
+        by_bapo: count what BAPO's bounds would clip. Otherwise count what the run's own loss clipped, and return None
+            if it does not clip by the ratio.
     """
     tokens = updates["tokens"]
     if by_bapo or run.applied:

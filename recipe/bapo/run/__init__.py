@@ -6,6 +6,6 @@
 machine. ``console`` prints for the user; ``watchdog`` detects a run that hangs, and ``demands`` shows what Ray cannot
 place; ``locks`` refuses a second run if two would disturb each other; ``cleanup`` ends processes and removes
 leftovers; ``picture`` draws. ``messages`` is training's end of the pipe to the parent; ``files`` and ``metrics`` know
-the files of a run. The parent imports neither verl nor torch, so that it starts at once and does not die of what kills
-training.
+the files of a run. The parent imports neither verl nor torch, so that it starts at once, and an error in one of them
+cannot end it.
 """

@@ -31,7 +31,8 @@ from recipe.bapo.run.watchdog import Watchdog
 
 # Unbuffered (-u), so that the log has the last lines of a killed process.
 TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
-MAX_TEMP_LENGTH = 25  # longest TMPDIR, in characters, with which the path of Ray's sockets has at most Unix's 107
+# The longest TMPDIR, in characters: Ray makes sockets below it, and Unix limits the path of a socket to 107.
+MAX_TEMP_LENGTH = 25
 PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and to clean up on the other nodes
 
 
@@ -167,7 +168,7 @@ class Supervisor:
         return False
 
     def show(self, display: Callable[[], object]) -> None:
-        """Show something on the console. No fault in it ends the run; the first one is told."""
+        """Show something on the console. An error in it does not end the run; only the first one is printed."""
         try:
             display()
         except OSError:  # the terminal is gone
@@ -211,7 +212,7 @@ class Supervisor:
                 print(f"Training is done, but its process {end}.")
             return None, 0
         log = self.log.read_text(errors="replace")
-        if self.watchdog is None:  # the config is not usable, or training ended before its checks
+        if self.watchdog is None:  # the checks have failed, or training ended before they were done
             return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
         first, actor = console.first_error(log), console.dead_actor(log)
         reasons = (

@@ -48,7 +48,7 @@ class StepPrinter:
         self.offsets = {self.metrics: 0, self.log: 0}  # bytes of the two files that have been read
         self.bar: tqdm | None = None  # made at the first step, minutes after the start
         self.response_failed = False  # whether the log says so
-        self.warned: set[str] = set()  # of what the user was warned: metrics, and a failed response
+        self.warned: set[str] = set()  # what a warning was printed for: metrics, or "a failed response"
 
     def print_new(self) -> None:
         """Print the steps and the advice that were written since the last call."""
@@ -68,10 +68,10 @@ class StepPrinter:
         for said in re.findall(r"\bBAPO: .+", added):
             tqdm.write(said)
 
-    def warn(self, of: str, text: str) -> None:
-        """Print a warning with the log's first error, unless the user was warned of the same before."""
-        if of not in self.warned:
-            self.warned.add(of)
+    def warn(self, about: str, text: str) -> None:
+        """Print a warning with the log's first error, unless one was printed for the same before."""
+        if about not in self.warned:
+            self.warned.add(about)
             error = first_error(self.log.read_text(errors="replace"))
             tqdm.write(f"Warning: {text}{f' The first error is {error}.' if error else ''}")
 

@@ -69,7 +69,7 @@ def picture(runs: list[Path]) -> Figure:
 
 
 def main():
-    """Run the command."""
+    """Draw the runs that the arguments name into one file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, help="the picture or its folder (default: the first run's)")

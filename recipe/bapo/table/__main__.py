@@ -20,7 +20,7 @@ from recipe.bapo.table.tables import doubts, markdown, write_csv
 
 
 def main():
-    """Run the command."""
+    """Print the table of the runs that the arguments name, and write it, also as a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="[METHOD=]RUN", help="a run's folder, or a file of verl's logger")
     parser.add_argument(
