@@ -56,7 +56,9 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
         advice = Advice(f"{text} Look at the rewards, and at how hard the prompts are.", [])
     else:
         advice = _judge(searched, options, about, window)
-        advice = Advice(" ".join([advice.text, *_idle_tokens(measured, window)]), advice.overrides)
+        idle = _idle_tokens(measured, window)
+        if idle:
+            advice = Advice(f"{idle} {advice.text[0].upper()}{advice.text[1:]}", advice.overrides)
     return Advice(" ".join([advice.text, *_faults(updates, window)]), advice.overrides)
 
 
@@ -212,14 +214,15 @@ def _switch(measure, target, about):
 
 
 def _idle_tokens(updates, window):
-    """Say how many tokens train nothing, if they are many."""
+    """Return a sentence on the tokens that train nothing, if they are many."""
     idle = idle_share(updates)
-    if idle >= IDLE:
-        yield (
-            f"{idle:.0%} of the response tokens in {window} had no advantage, because all responses to a "
-            "prompt got the same reward, and trained nothing. If the reward stalls, change this first: prompts that "
-            "are neither too easy nor too hard, more responses to each (rollout.n), or verl's algorithm.filter_groups."
-        )
+    if idle < IDLE:
+        return ""
+    return (
+        f"in {window} {idle:.0%} of the response tokens had no advantage, because all responses to a prompt got the "
+        "same reward, and trained nothing. If the reward stalls, change this first: prompts that are neither too easy "
+        "nor too hard, more responses to each (rollout.n), or verl's algorithm.filter_groups."
+    )
 
 
 def _faults(updates, window):

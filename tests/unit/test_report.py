@@ -471,7 +471,7 @@ def test_tokens_without_an_advantage_are_told_also_of_updates_without_any(tmp_pa
     share = (mask[:4].sum() + mask.sum()) / (2 * mask.sum())
     said = report_of(monkeypatch, capsys, tmp_path)
     assert f"  {100 * share:.1f}% of the response tokens had no advantage. They are in none of these shares.\n" in said
-    assert f"{share:.0%} of the response tokens in this run had no advantage, because all" in said
+    assert f"In this run {share:.0%} of the response tokens had no advantage, because all" in said
 
 
 def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monkeypatch, capsys):
