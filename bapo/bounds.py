@@ -26,7 +26,7 @@ def find_clip_bounds(
     advantages: Tensor,
     response_mask: Tensor,
     config: BAPOConfig,
-    process_group=None,
+    process_group: torch.distributed.ProcessGroup | None = None,
     clip_ratio_c: float | None = None,
 ) -> tuple[ClipBounds, Diagnostics]:
     """Find the clip bounds of one optimizer update from its whole mini-batch (Eq. 8, Algorithm 1).

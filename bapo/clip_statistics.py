@@ -169,11 +169,11 @@ class ClipStatistics:
         Both bounds must be candidates, 0-d or ``(...)``; the counts are float64 ``(...)``.
         """
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        # from_it[k]: ratios from candidate k of c_high to the next. up_to_it[k]: those to candidate k of c_low from the
-        # one before.
-        from_it, up_to_it = self.sums.positive_tokens[..., 1:], self.sums.negative_tokens[..., :-1]
+        # Entry k of the first counts ratios from candidate k of c_high up to the next candidate, entry k of the second
+        # those from the candidate before up to candidate k of c_low.
+        from_high, up_to_low = self.sums.positive_tokens[..., 1:], self.sums.negative_tokens[..., :-1]
         above, below = upper >= high[..., None], lower <= low[..., None]
-        return torch.where(above, from_it, 0).sum(-1), torch.where(below, up_to_it, 0).sum(-1)
+        return torch.where(above, from_high, 0).sum(-1), torch.where(below, up_to_low, 0).sum(-1)
 
     def _as_vector(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self.sums])
@@ -273,7 +273,7 @@ def _sum_tokens(
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
         ratio=entropy.ratio,
-        ratio_squared=torch.tensordot(ratio, ratio),
+        ratio_squared=torch.tensordot(ratio, ratio),  # the sum of the products, without a tensor of them
         gradient=torch.tensordot(size, ratio),
         unbounded_gradient=torch.tensordot(torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0), ratio),
         ratio_log_prob=entropy.ratio_log_prob,
@@ -291,9 +291,11 @@ def _sum_tokens(
 class _Buckets:
     """The buckets of ``TokenSums``, and sums by bucket.
 
-    The ratio of a token with A < 0 counts as negative here, so that one sorted list of edges serves both signs: -dual
-    clip, -c_low from the largest candidate to the smallest, 0, and c_high from the smallest to the largest. One search
-    for all tokens takes half the time of one for each sign.
+    The ratio of a token with A < 0 counts as negative here, so that one sorted list of edges serves both signs::
+
+        -dual clip | -c_low, largest to smallest candidate | 0 | c_high, smallest to largest candidate
+
+    One search for all tokens takes half the time of one for each sign.
     """
 
     def __init__(self, config: BAPOConfig, clip_ratio_c: float | None, ratio: Tensor):

@@ -8,6 +8,7 @@ the two. All other files of this folder take the candidates of a bound from ``Ra
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ class BAPOConfig:
         return self.lower.fixed and self.upper.fixed
 
 
-def _check_range(prefix, candidates):
+def _check_range(prefix: str, candidates: Range) -> None:
     """Check the values of the fields ``<prefix>_start``, ``<prefix>_max`` and ``<prefix>_step``."""
     start, maximum, step = f"{prefix}_start", f"{prefix}_max", f"{prefix}_step"
     _require_number(start, candidates.start)
@@ -141,10 +142,10 @@ def _check_range(prefix, candidates):
         _refuse(step, candidates.step, f"it makes over {MAX_STEPS} candidates: use a larger step")
 
 
-def _require_number(name, value):
+def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(name, value, "use a finite number")
 
 
-def _refuse(name, value, fix):
+def _refuse(name: str, value: object, fix: str) -> NoReturn:
     raise ValueError(f"{name}={value!r} is not usable: {fix}.")

@@ -91,12 +91,15 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
         search_steps=chosen,
         met_at_start=searched & reached[0],
         met_by_moving=searched & met & ~reached[0],
-        saturated=~met,  # without a token with an advantage P + N is 0, and ``met`` is true
+        saturated=~met,  # where P + N is 0, as without a token with an advantage, ``met`` is true
     )
 
 
 def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath:
-    """Compute P and N at every pair of bounds on the path; see ``search_clip_bounds``."""
+    """Compute P and N at every pair of bounds on the path; see ``search_clip_bounds``.
+
+    ``config`` may differ from that of the statistics in the target, the order and the contribution.
+    """
     stats.check_config(config)
     p, n = stats.contributions(config.contribution)
     low, high = config.lower.grid(n.device), config.upper.grid(p.device)

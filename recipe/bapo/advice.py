@@ -7,7 +7,7 @@ of three ways: the target is *met at the start* (no bound has to move), *met by 
 neither verl nor torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -107,7 +107,7 @@ def cost_of_bounds(updates: Sequence[Mapping[str, float]]) -> float | None:
     return 1 + fmean(FORWARD * update["extra_forward"] + update["redone"] for update in measured)
 
 
-def _judge(updates, options, about, window):
+def _judge(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapping, window: str) -> Advice:
     """Judge updates that have searched."""
     applied, measure = about.get("applied", False), options["contribution"]
     target = options["positive_contribution_target"]
@@ -129,7 +129,10 @@ def _judge(updates, options, about, window):
         return Advice(f"in {window} {text}{_cost_sentence(updates)}", _switch(measure, target, about))
     text = _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated)
     # The run's own measure first: it wins a tie.
-    better = [(*_target_that_moves_bounds(updates, one, target), one) for one in sorted(MEASURES, key=measure.__ne__)]
+    better = [
+        (*_target_that_moves_bounds(updates, one, target), one)
+        for one in (measure, *(other for other in MEASURES if other != measure))
+    ]
     new_target, share, new_measure = max(better, key=lambda one: one[1])
     if share >= RARELY:
         other = "" if new_measure == measure else f" and contribution={new_measure}"
@@ -152,12 +155,19 @@ def _judge(updates, options, about, window):
     return Advice(f"{text} Leave the loss as it is.", [])
 
 
-def _cost_sentence(updates):
+def _cost_sentence(updates: Sequence[Mapping[str, float]]) -> str:
     cost = cost_of_bounds(updates)
     return "" if cost is None else f" Updates would take about {cost:.2f} times as long."
 
 
-def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturated):
+def _why_bounds_do_not_move(
+    updates: Sequence[Mapping[str, float]],
+    options: Mapping,
+    window: str,
+    applied: bool,
+    at_start: float,
+    saturated: float,
+) -> str:
     """Say how nearly all searches end: at the start of the ranges, at their end, or at one of the two."""
     target = options["positive_contribution_target"]
     start = f"[{options['ratio_lower_start']:g}, {options['ratio_upper_start']:g}]"
@@ -181,7 +191,9 @@ def _why_bounds_do_not_move(updates, options, window, applied, at_start, saturat
     )
 
 
-def _target_that_moves_bounds(updates, measure, target):
+def _target_that_moves_bounds(
+    updates: Sequence[Mapping[str, float]], measure: str, target: float
+) -> tuple[float, float]:
     """Return the target that most updates would meet by moving bounds, and their share, with a measure of rho.
 
     Of several such targets this is the one that is nearest to ``target``.
@@ -196,13 +208,13 @@ def _target_that_moves_bounds(updates, measure, target):
     return better, shares[better]
 
 
-def _changes(measure, target, old_measure):
+def _changes(measure: str, target: float, old_measure: str) -> list[str]:
     """Return the overrides that change target and measure of a run."""
     change = [f"++{LOSS}.positive_contribution_target={target:g}"]
     return change if measure == old_measure else [*change, f"++{LOSS}.contribution={measure}"]
 
 
-def _switch(measure, target, about):
+def _switch(measure: str, target: float, about: Mapping) -> list[str]:
     """Return the overrides that train with BAPO instead of the run's loss."""
     dual_clip = about.get("clip_ratio_c", 3.0)  # None: the run has none, and keeps its setting
     return [
@@ -213,7 +225,7 @@ def _switch(measure, target, about):
     ]
 
 
-def _idle_tokens(updates, window):
+def _idle_tokens(updates: Sequence[Mapping[str, float]], window: str) -> str:
     """Return a sentence on the tokens that train nothing, if they are many."""
     idle = idle_share(updates)
     if idle < IDLE:
@@ -225,7 +237,8 @@ def _idle_tokens(updates, window):
     )
 
 
-def _faults(updates, window):
+def _faults(updates: Sequence[Mapping[str, float]], window: str) -> Iterator[str]:
+    """Yield a sentence on each fault of the data."""
     masked = fmean(update.get("masked_token_fraction", 0.0) for update in updates) if updates else 0.0
     if masked > 0:
         yield (

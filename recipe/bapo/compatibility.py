@@ -4,6 +4,8 @@
 The worker refuses them in every run before the first update; preflight calls the same function before Ray starts.
 """
 
+from typing import Any
+
 # The reasons for refusing other strategies than fsdp, fsdp2 and megatron, for those that we looked into.
 UNSUPPORTED_STRATEGIES = {
     "veomni": "(verl 0.9.1 runs VeOmni's forward only in bfloat16, and no test compares its bounds with FSDP's.)",
@@ -12,7 +14,7 @@ UNSUPPORTED_STRATEGIES = {
 }
 
 
-def refuse_unusable_settings(actor_config, model_config) -> None:
+def refuse_unusable_settings(actor_config: Any, model_config: Any) -> None:
     """Refuse settings under which the bounds or the loss would be wrong, or the search would fail.
 
     Args:
@@ -45,7 +47,7 @@ def refuse_unusable_settings(actor_config, model_config) -> None:
         )
 
 
-def refuse_to_monitor(actor_config, model_config) -> None:
+def refuse_to_monitor(actor_config: Any, model_config: Any) -> None:
     """Refuse settings under which a run with another loss than BAPO's cannot be measured.
 
     Args:
@@ -67,7 +69,7 @@ def refuse_to_monitor(actor_config, model_config) -> None:
         raise ValueError(f"the search needs a clip_ratio_c above 1 or null, not {actor_config.clip_ratio_c}.")
 
 
-def uses_bypass_mode(config) -> bool:
+def uses_bypass_mode(config: Any) -> bool:
     """Return whether the ratio is taken against the policy that sampled. verl then computes no old log-probs.
 
     Args:
@@ -77,7 +79,7 @@ def uses_bypass_mode(config) -> bool:
     return correction is not None and correction.bypass_mode
 
 
-def _refuse_on_fsdp(actor_config, model_config) -> None:
+def _refuse_on_fsdp(actor_config: Any, model_config: Any) -> None:
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
     if parallel > 1 and not str(attention).startswith("flash_attention"):
@@ -88,7 +90,7 @@ def _refuse_on_fsdp(actor_config, model_config) -> None:
         )
 
 
-def _require_megatron_section(actor_config) -> None:
+def _require_megatron_section(actor_config: Any) -> None:
     if not hasattr(actor_config, "megatron"):
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron is not usable without Megatron's section of the config: set "
@@ -96,7 +98,7 @@ def _require_megatron_section(actor_config) -> None:
         )
 
 
-def _refuse_on_megatron(actor_config) -> None:
+def _refuse_on_megatron(actor_config: Any) -> None:
     _require_megatron_section(actor_config)
     if actor_config.policy_loss.bound_scope == "micro_batch":
         raise ValueError(

@@ -5,13 +5,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bapo import ClipBounds, ClipStatistics, diagnose, read_scalars, same_tokens_are_clipped, search_clip_bounds
 from recipe.bapo.compatibility import refuse_to_monitor
 from recipe.bapo.own_clip import own_clip_of
-from recipe.bapo.scopes import BoundScope, Measured
+from recipe.bapo.scopes import BoundScope, Measured, Pass
 from recipe.bapo.tell import Guard, tell
 from verl.workers.config import ActorConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine
@@ -56,23 +57,23 @@ class Monitor(BoundScope):
                     "forward does not add it up over the ranks. Set actor_rollout_ref.model.use_fused_kernels=false."
                 )
 
-    def about(self):
+    def about(self) -> dict:
         return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
 
-    def update(self, data, position, on_policy, run_pass):
+    def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         self.pass_sums, self.failed, self.first = None, False, position == 0
         with self.guard("looking at the mini-batch"):
             self.needs_forecast = not (on_policy or self._is_one_micro_batch(data))
         return run_pass()
 
-    def for_micro_batch(self, data, log_probs):
+    def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> None:
         summed = False
         with self.guard("summing the tokens of a micro-batch"):
             self._add_micro_batch(data, log_probs)
             summed = True
         self.failed = self.failed or not summed
 
-    def measure(self):
+    def measure(self) -> Measured:
         stats = self._reduce(self.not_summed if self.failed else self.pass_sums)
         if stats.sums.uncollected > 0:
             return Measured(stats, {})

@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class OwnClip:
         return torch.where(clipped, 0, ratio)
 
 
-def own_clip_of(actor_config) -> OwnClip | None:
+def own_clip_of(actor_config: Any) -> OwnClip | None:
     """Return the limits of a run's loss, or None if it does not clip by the token's ratio.
 
     ``geo_mean``, ``gspo`` and ``dppo_*`` clip by other quantities. ``sapo``, ``gpg``, ``dro``, ``kl_cov`` and

@@ -11,7 +11,7 @@ compares the two.
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -88,7 +88,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
             tell(f"MonitorConfig does nothing in this run: {error} Training goes on without the monitor.")
 
 
-def _check_folder(record_dir):
+def _check_folder(record_dir: object) -> None:
     if record_dir is not None and not (isinstance(record_dir, str) and os.path.isabs(record_dir)):
         raise ValueError(f"record_dir={record_dir!r} is not usable: name a folder by its absolute path, or null.")
 
@@ -100,7 +100,7 @@ def compute_policy_loss_bapo(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "token-mean",
-    config=None,
+    config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Compute verl's policy loss with the bounds that our worker found. Each call makes one transfer to the host.

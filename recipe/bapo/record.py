@@ -12,22 +12,25 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import torch
 
 from bapo import BAPOConfig, ClipStatistics, TokenSums, empty_clip_statistics
 from recipe.bapo.tell import tell
 
+Shapes = dict[str, torch.Size]  # of each sum
+Parsed = tuple[dict[str, float], dict[str, float], list[list[float]]]  # an update's numbers, values and sums
 TIME = "%Y%m%dT%H%M%S.%fZ"  # in the name of a record; times sort as their texts do
-# What the report needs of an update that has the first value of a row. One that could not be measured has none.
-NEEDED = (
+# Values that an update has together or not at all: if the first of a row is there, the others have to be.
+TOGETHER = (
     ("met_at_start", "met_by_moving", "saturated", "clipfrac_positive", "clipfrac_negative")
     + ("positive_contribution", "positive_contribution_start", "positive_contribution_highest"),
     ("redone", "extra_forward"),
@@ -77,7 +80,7 @@ class Record:
             self.failed = True
             tell(f"no record is written from now on, because {error}.")
 
-    def _create(self):
+    def _create(self) -> None:
         now = datetime.now(UTC)
         self.folder.mkdir(parents=True, exist_ok=True)
         times = filter(None, map(_time_in_name, self.folder.glob("record-*.jsonl")))
@@ -86,7 +89,8 @@ class Record:
         self.path.touch(exist_ok=False)
         self._append({"utc": now.isoformat(timespec="seconds"), **self.first_line})
 
-    def _append(self, line):
+    def _append(self, line: dict) -> None:
+        assert self.path is not None
         with open(self.path, "a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -136,9 +140,9 @@ class Start:
                 stacked = (torch.tensor(column, dtype=torch.float64).view(-1, *shape) for column, shape in columns)
                 yield Updates(list(numbers), list(values), ClipStatistics(TokenSums(*stacked), self.config))
 
-    def _read(self, line, number, shapes):
+    def _read(self, line: bytes, number: int, shapes: Shapes) -> Parsed:
         try:
-            return _update(line, shapes)
+            return _parse_update(line, shapes)
         except ValueError as error:
             raise _unreadable(self.path, number, error) from error
 
@@ -154,38 +158,38 @@ def read_start(path: Path) -> Start | None:
     if not line.endswith(b"\n"):  # its process was killed, or the disk was full
         return None
     try:
-        about = _object(line)
+        about = _parse_object(line)
         # The sums do not depend on the scope, and a record may have one that is no longer an option.
         options = {name: value for name, value in _part(about, "options").items() if name != "bound_scope"}
-        _refuse("unknown options", options.keys() - {field.name for field in fields(BAPOConfig)})
+        _refuse_any("unknown options", options.keys() - {field.name for field in fields(BAPOConfig)})
         if about.get("own_clip") is not None:
             own_clip = _part(about, "own_clip")
-            _refuse("an own_clip without", {"kind", *NO_LIMITS} - own_clip.keys())
+            _refuse_any("an own_clip without", {"kind", *NO_LIMITS} - own_clip.keys())
             own_clip |= {name: limit for name, limit in NO_LIMITS.items() if own_clip[name] is None}
-            _refuse("no numbers in own_clip as", NO_LIMITS.keys() - _numbers(own_clip).keys())
+            _refuse_any("no numbers in own_clip as", NO_LIMITS.keys() - _numbers(own_clip).keys())
         return Start(path, about, BAPOConfig(**options))
     except (ValueError, OverflowError) as error:
         raise _unreadable(path, 1, error) from error
 
 
-def _unreadable(path, number, error):
+def _unreadable(path: Path, number: int, error: Exception) -> ValueError:
     return ValueError(f"{path} is not a record of this version (line {number}: {error})")
 
 
-def _update(line, shapes):
+def _parse_update(line: bytes, shapes: Shapes) -> Parsed:
     """Return the numbers, the values and the sums of an update: of each sum a list of its numbers."""
-    update = _object(line, parse_int=float)
+    update = _parse_object(line, parse_int=float)
     values = _numbers(_part(update, "values"))
-    for first, *others in NEEDED:
+    for first, *others in TOGETHER:
         if first in values:
-            _refuse("no numbers as the values", set(others) - values.keys())
+            _refuse_any("no numbers as the values", set(others) - values.keys())
     sums = {**NEW_SUMS, **_part(update, "sums")}
-    _refuse("missing sums", shapes.keys() - sums.keys())
-    _refuse("unknown sums", sums.keys() - shapes.keys())
-    return _numbers(update), values, [_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()]
+    _refuse_any("missing sums", shapes.keys() - sums.keys())
+    _refuse_any("unknown sums", sums.keys() - shapes.keys())
+    return _numbers(update), values, [_parse_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()]
 
 
-def _sum(name, recorded, size):
+def _parse_sum(name: str, recorded: Any, size: int) -> list[float]:
     numbers = recorded if isinstance(recorded, list) else [recorded]
     if not {float, NoneType}.issuperset(map(type, numbers)):
         raise ValueError(f"something else than numbers in the sum {name}")
@@ -194,7 +198,7 @@ def _sum(name, recorded, size):
     return [math.nan if number is None else number for number in numbers] if None in numbers else numbers
 
 
-def _object(line, **how):
+def _parse_object(line: bytes, **how: Any) -> dict:
     """Parse a line that holds a dict."""
     with suppress(ValueError, RecursionError):
         if isinstance(parsed := json.loads(line, **how), dict):
@@ -202,31 +206,32 @@ def _object(line, **how):
     raise ValueError("no JSON object")
 
 
-def _part(parsed, name):
+def _part(parsed: dict, name: str) -> dict:
     """Return a dict in a dict."""
     if not isinstance(parsed.get(name), dict):
         raise ValueError(f"no {name}")
     return parsed[name]
 
 
-def _numbers(named):
+def _numbers(named: dict) -> dict[str, float]:
     """Return what of a dict is a number."""
     return {name: value for name, value in named.items() if isinstance(value, (int, float))}
 
 
-def _refuse(what, names):
+def _refuse_any(what: str, names: Collection[str]) -> None:
+    """Raise a ValueError if there are names."""
     if names:
         raise ValueError(f"{what} {', '.join(sorted(names))}")
 
 
-def _time_in_name(path):
+def _time_in_name(path: Path) -> datetime | None:
     """Return the time in the name of a record; None if it has another name."""
     with suppress(ValueError):
         return datetime.strptime(path.name.split("-")[1], TIME).replace(tzinfo=UTC)
     return None
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     """Replace the numbers that are not finite by None, in dicts and lists too."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}

@@ -3,15 +3,19 @@
 
 The worker calls ``update`` in place of verl's forwards and backwards of an optimizer update. While these run, verl
 calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for its bounds.
+
+Three words: *sums* are those of an update's tokens (``bapo.ClipStatistics``); *values* follow from them and are logged
+and recorded; *figures* follow from them too, and are for the advice alone (``figures.py``).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from bapo import (
     BAPOConfig,
@@ -77,6 +81,7 @@ class BoundScope:
         ValueError: the settings cannot be used.
     """
 
+    measured: Measured
     applied = True
     own_clip: OwnClip | None = None  # what another loss than BAPO's clips
     refuse: Callable[[Any, Any], None] = staticmethod(refuse_unusable_settings)
@@ -103,7 +108,6 @@ class BoundScope:
         self.nothing = empty_clip_statistics(self.config, device)  # of a rank that adds no tokens
         self.pass_sums: ClipStatistics | None = None  # of this rank's micro-batches in the current pass so far
         self.latest: Bounds | None = (self.config.ratio_lower_start, self.config.ratio_upper_start)
-        self.measured: Measured
 
     def about(self) -> dict:
         """Return what the first line of the record says of the run's loss."""
@@ -136,11 +140,11 @@ class BoundScope:
         """Return what was measured of the update whose ``update`` has returned."""
         return self.measured
 
-    def for_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> Bounds | None:
+    def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
         raise NotImplementedError
 
-    def _sums_of(self, data: TensorDict, log_probs: torch.Tensor | None = None) -> ClipStatistics:
+    def _sums_of(self, data: TensorDict, log_probs: Tensor | None = None) -> ClipStatistics:
         """Sum the tokens of a batch of this rank; without ``log_probs`` every ratio is 1."""
         padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
         old = padded["old_log_probs"]
@@ -149,7 +153,7 @@ class BoundScope:
         tokens = old, new, padded["advantages"], padded["response_mask"]
         return collect_clip_statistics(*tokens, self.config, self.clip_ratio_c, self.own_clip)
 
-    def _add_micro_batch(self, data: TensorDict, log_probs: torch.Tensor) -> None:
+    def _add_micro_batch(self, data: TensorDict, log_probs: Tensor) -> None:
         """Add the tokens of a micro-batch to ``pass_sums``."""
         sums = self._sums_of(data, log_probs)
         self.pass_sums = sums if self.pass_sums is None else self.pass_sums + sums
@@ -206,10 +210,10 @@ class MiniBatch(BoundScope):
     bounds: Bounds | None = None  # of the current pass; None: the loss finds them
     sums_pass = False  # whether the current pass adds up its tokens
 
-    def update(self, data, position, on_policy, run_pass):
+    def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         if on_policy:
-            # A real forward rounds differently for every way to split the mini-batch. Where rho equals the target
-            # exactly, that would decide the bounds.
+            # Every ratio is taken as 1, so no forward is needed. Its rounding would also differ for every way to split
+            # the mini-batch and, where rho equals the target exactly, decide the bounds.
             bounds, self.measured = self._search(self._reduce_at_ratio_1(data))
             output = self._train(bounds, run_pass)
         elif self._is_one_micro_batch(data):
@@ -219,7 +223,7 @@ class MiniBatch(BoundScope):
         self.latest = self.measured.values["low"], self.measured.values["high"]
         return output
 
-    def for_micro_batch(self, data, log_probs):
+    def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
         if self.bounds is None:  # the mini-batch is this micro-batch
             bounds, self.measured = self._search(self._reduce(self._sums_of(data, log_probs)))
             return bounds.low.item(), bounds.high.item()
@@ -244,7 +248,7 @@ class MiniBatch(BoundScope):
                 state.restore()
                 self.engine.optimizer_zero_grad()
                 output = self._train(bounds, run_pass)
-                self.measured.values["redone"] = 1.0
+                self.measured = replace(self.measured, values=self.measured.values | {"redone": 1.0})
         self.forecaster.learn(forecast, stats, bounds, first)
         return output
 
@@ -283,17 +287,17 @@ class MicroBatch(BoundScope):
     An update has many of these searches, so what it logs is their mean.
     """
 
-    def update(self, data, position, on_policy, run_pass):
+    def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         self.found: list[Measured] = []
         output = run_pass()
-        first, *others = [found.stats for found in self.found]
+        first, *others = [one.stats for one in self.found]
         stats = sum(others, start=first)
         self._search(stats)  # raises if too many tokens of the update have no usable old log-prob
-        means = {name: fmean(found.values[name] for found in self.found) for name in self.found[0].values}
+        means = {name: fmean(one.values[name] for one in self.found) for name in self.found[0].values}
         self.measured = Measured(stats, means)
         return output
 
-    def for_micro_batch(self, data, log_probs):
+    def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
         stats = self._reduce(self._sums_of(data, log_probs))
         bounds = search_clip_bounds(stats, self.config)
         values = read_and_validate(bounds, diagnose(stats, bounds), max_masked_fraction=1.0)

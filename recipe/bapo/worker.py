@@ -12,9 +12,12 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial, wraps
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from bapo import BAPOConfig, EntropySums
 from recipe.bapo.advice import EVERY, advise
@@ -26,6 +29,7 @@ from recipe.bapo.scopes import ENTROPY_SUMS, SCOPES, BoundScope, Measured, bound
 from recipe.bapo.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.workers.config import ActorConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
@@ -36,12 +40,14 @@ SENDING = ("get_per_tensor_param", "get_per_tensor_param_delta_shard")
 class BAPOTrainingWorker(TrainingWorker):
     """verl's training worker with a search for the clip bounds of each update.
 
-    Of verl's engine it replaces one method, ``forward_backward_batch``, and changes what that does inside
-    ``train_batch`` alone. It also notes when verl takes the weights out of the engine to send them to the rollout
-    servers.
+    It does four things. It replaces one method of verl's engine, ``forward_backward_batch``, and changes what that does
+    inside ``train_batch`` alone: there the scope of the run makes the update. It puts the bounds into the config from
+    which the loss reads them. It logs and records what was measured, and advises. And it notes when verl takes the
+    weights out of the engine to send them to the rollout servers, from which the position of an update on its rollout
+    batch follows: the forecast tells the first update on a batch from the others.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: TrainingWorkerConfig):
         super().__init__(config)
         self.verl_forward_backward_batch = self.engine.forward_backward_batch
         self.scope: BoundScope | None = None  # None: nothing is searched
@@ -58,19 +64,20 @@ class BAPOTrainingWorker(TrainingWorker):
         self.logged: dict[str, float] = {}  # what was logged of the latest update
         self.since_advice: list[dict[str, float]] = []  # the figures of the updates since the last advice
 
-    def set_loss_fn(self, loss_fn):
+    def set_loss_fn(self, loss_fn: Callable) -> None:
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
 
         Raises:
             ValueError: BAPO's config comes with a function other than verl's ``ppo_loss``, or with settings that would
                 make the bounds or the loss wrong, or the search fail. With ``MonitorConfig`` nothing raises.
         """
-        self.engine.forward_backward_batch = self.verl_forward_backward_batch
+        engine: Any = self.engine  # because one of its methods is replaced
+        engine.forward_backward_batch = self.verl_forward_backward_batch
         self.scope = self.record = None
         self.guard, self.calls, self.since_advice = Guard(), 0, []
-        config = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
-        policy_loss = getattr(config, "policy_loss", None)
-        if isinstance(policy_loss, BAPOConfig):
+        config: Any = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
+        policy_loss: Any = getattr(config, "policy_loss", None)
+        if isinstance(loss_fn, partial) and isinstance(policy_loss, BAPOConfig):
             self.scope = self._make_scope(loss_fn.func, config)
         elif config is None:
             name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
@@ -81,10 +88,10 @@ class BAPOTrainingWorker(TrainingWorker):
         if policy_loss.record_dir is not None:
             with self.guard("making the record"):
                 self.record = Record(policy_loss.record_dir, policy_loss, self.scope.about())
-        self.engine.forward_backward_batch = partial(self._forward_backward_batch, self.scope)
+        engine.forward_backward_batch = partial(self._forward_backward_batch, self.scope)
         super().set_loss_fn(partial(self._compute_loss, self.scope, loss_fn, config))
 
-    def train_mini_batch(self, data):
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
         if self.sent:
             self.updates_since_sent = 0
@@ -104,7 +111,7 @@ class BAPOTrainingWorker(TrainingWorker):
             self.since_advice = []
         return output
 
-    def train_batch(self, data):
+    def train_batch(self, data: TensorDict) -> TensorDict | None:
         """Make one optimizer update."""
         self.updating = True
         try:
@@ -126,13 +133,13 @@ class BAPOTrainingWorker(TrainingWorker):
         """Wrap a method by which verl takes the weights out of the engine."""
 
         @wraps(take_weights)
-        def take_and_note(*args, **kwargs):
+        def take_and_note(*args: Any, **kwargs: Any) -> Any:
             self.sent = True
             return take_weights(*args, **kwargs)
 
         return take_and_note
 
-    def _make_scope(self, function: Callable, config) -> BoundScope | None:
+    def _make_scope(self, function: Callable, config: Any) -> BoundScope | None:
         """Make what measures the updates of a loss; None if it is to be monitored and cannot be."""
         cls = type(config.policy_loss)
         ours = f"actor_rollout_ref.actor.policy_loss._target_={cls.__module__}.{cls.__qualname__}"
@@ -169,7 +176,15 @@ class BAPOTrainingWorker(TrainingWorker):
             output["metrics"] |= {name: [value] for name, value in self.logged.items()}
         return output
 
-    def _compute_loss(self, scope: BoundScope, loss_fn: Callable, config, model_output: dict, data, dp_group=None):
+    def _compute_loss(
+        self,
+        scope: BoundScope,
+        loss_fn: Callable,
+        config: Any,
+        model_output: dict,
+        data: TensorDict,
+        dp_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, dict]:
         """Compute verl's loss of one micro-batch, after putting the bounds into its config, where it reads them."""
         bounds = scope.latest
         if self.updating:
@@ -202,7 +217,7 @@ def _add_entropy_covariance(metrics: dict) -> None:
     metrics["actor/bapo/entropy_covariance"] = EntropySums(*of_ranks.sum(0)).covariance.item()
 
 
-def detach_unused_entropy(model_output: dict, actor_config) -> dict:
+def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict:
     """Detach the entropy in the output of verl's forward if its coefficient in the loss is 0.
 
     verl subtracts 0 times the entropy from the loss, so the backward of an update that measures the entropy would hold
