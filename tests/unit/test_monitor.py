@@ -343,6 +343,19 @@ def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsy
         assert len(list(tmp_path.iterdir())) == bool(said)
 
 
+def test_an_advice_is_about_the_calls_since_the_last_one(monkeypatch, capsys):
+    worker = worker_with(monkeypatch)
+    old, log_prob, advantages, mask = batch_of_pairs(1)
+    for window in ((old, log_prob, torch.zeros_like(advantages), mask), (old, log_prob, advantages, mask)):
+        for _ in range(EVERY):
+            start_batch(worker)
+            update(worker, window)
+    start_batch(worker)
+    first, second = [line for line in capsys.readouterr().err.splitlines() if f"the last {EVERY} training" in line]
+    assert "no token had an advantage" in first
+    assert "in 100%" in second and "had no advantage" not in second
+
+
 LOSSES = ["vanilla", "clip_cov", "cispo", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro"]
 
 
@@ -353,7 +366,14 @@ def test_bypass_mode_clips_unless_it_names_another_loss():
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
-@pytest.mark.parametrize("settings", [{}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0},
+        {"clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio": 0.3},  # null: verl takes clip_ratio
+    ],
+)
 def test_the_own_share_is_autograds_or_absent(loss_mode, settings):
     """Of ``clip_cov`` this is the clip of the ratio alone, so its drawn tokens are switched off here."""
     loss = MonitorConfig(loss_mode=loss_mode, dro_beta=0.1, clip_cov_lb=1e9)

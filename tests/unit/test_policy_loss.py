@@ -16,7 +16,7 @@ from support.batches import make_batch
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
 from recipe.bapo.compatibility import refuse_unusable_settings
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig, compute_policy_loss_bapo
 from recipe.bapo.scopes import ENTROPY_SUMS
 from recipe.bapo.worker import BAPOTrainingWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -95,6 +95,12 @@ def test_a_config_that_cannot_be_used_is_refused():
         BAPOPolicyLossConfig(positive_contribution=0.4)
     with pytest.raises(ValueError, match="ratio_lower_max=1.2 is not usable"):
         replace(BAPOPolicyLossConfig(), ratio_lower_max=1.2)
+
+
+@pytest.mark.parametrize("config", [BAPOPolicyLossConfig, MonitorConfig])
+def test_a_relative_folder_of_a_record_is_refused(config):
+    with pytest.raises(ValueError, match="record_dir='runs/mine' is not usable: name a folder by its absolute path"):
+        config(record_dir="runs/mine")
 
 
 def test_our_config_has_verl_make_our_worker(monkeypatch):
