@@ -318,7 +318,7 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
         (1, 0, 8),
         (1, 1, 8),
     ]
-    assert start.about["applied"] == (config is BAPOPolicyLossConfig)
+    assert start.about["applied"] == (config is BAPOPolicyLossConfig) and start.about["clip_ratio_c"] == 3.0
     for found, metrics, seed in zip(updates, logged, (70, 71, 80, 81), strict=True):
         assert found.values["low"] == metrics["actor/bapo/clip_low"][0]
         own = worker.scope.own_clip
