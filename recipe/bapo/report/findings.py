@@ -208,8 +208,9 @@ def _measure(updates: Updates, start: Start) -> Table:
     figures |= _tails(stats)
     figures |= {f"ends_{contribution}": _ends(stats, contribution) for contribution in CONTRIBUTIONS}
     own = start.about.get("own_clip")
+    contributions = [stats.contributions(contribution) for contribution in CONTRIBUTIONS]
     for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own else [])]:
-        figures |= _bounds(stats, low, high)
+        figures |= _bounds(stats, contributions, low, high)
     figures |= figures_of(stats, stats.config, bool(own) and not start.about.get("applied"))
     rows = [values | numbers for values, numbers in zip(updates.values, updates.numbers, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -227,27 +228,30 @@ def _ends(stats: ClipStatistics, contribution: str) -> Tensor:
     return torch.stack(ends, dim=1)
 
 
-def _bounds(stats: ClipStatistics, low: float, high: float) -> dict[str, Tensor]:
+def _bounds(
+    stats: ClipStatistics, contributions: list[tuple[Tensor, Tensor]], low: float, high: float
+) -> dict[str, Tensor]:
     """Return what two bounds clip and their rho; nothing if one is no candidate of the search."""
     at_low, at_high = _index(stats.config.lower, low), _index(stats.config.upper, high)
     if at_low is None or at_high is None:
         return {}
     counts = stats.clipped_tokens(stats.config.lower.grid()[at_low], stats.config.upper.grid()[at_high])
     rho = []
-    for contribution in CONTRIBUTIONS:
-        p, n = stats.contributions(contribution)
-        p, n = p[:, at_high], n[:, at_low]
+    for of_high, of_low in contributions:
+        p, n = of_high[:, at_high], of_low[:, at_low]
         rho.append(torch.where(p + n > 0, p / (p + n), 0.0))
     return {f"clipped_by_{low}_{high}": torch.stack(counts, dim=1), f"rho_of_{low}_{high}": torch.stack(rho, dim=1)}
 
 
 def _tails(stats: ClipStatistics) -> dict[str, Tensor]:
     lower, upper = stats.config.lower, stats.config.upper
-    low, high = lower.grid(), upper.grid()
-    above = {f"above_{ratio}": _index(upper, ratio) for ratio in TAILS["above"]}
-    below = {f"below_{ratio}": _index(lower, ratio) for ratio in TAILS["below"]}
-    counts = {name: stats.clipped_tokens(low[0], high[k])[0] for name, k in above.items() if k is not None}
-    return counts | {name: stats.clipped_tokens(low[k], high[0])[1] for name, k in below.items() if k is not None}
+    found: dict[str, Tensor] = {}
+    for above, below in zip(*TAILS.values(), strict=True):
+        at_high, at_low = _index(upper, above), _index(lower, below)
+        counts = stats.clipped_tokens(lower.grid()[at_low or 0], upper.grid()[at_high or 0])
+        found |= {f"above_{above}": counts[0]} if at_high is not None else {}
+        found |= {f"below_{below}": counts[1]} if at_low is not None else {}
+    return found
 
 
 def _resumes(start: Start, recorded: Table, run: Run) -> bool:
