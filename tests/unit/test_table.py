@@ -232,6 +232,10 @@ def test_the_picture_has_the_mean_of_each_method_and_its_interval(tmp_path):
         ),
         (["bad.jsonl"], "bad.jsonl has a line that is not in the format of verl's file logger"),
         (["run-1", "--baseline", "ppo"], "--baseline ppo is not usable: the methods are run."),
+        (
+            ["apart-1", "apart-2"],
+            "the runs of apart were validated at no common step: give them one trainer.test_freq",
+        ),
     ],
 )
 def test_what_is_no_run_is_named_in_a_line(tmp_path, monkeypatch, capsys, arguments, message):
@@ -240,6 +244,9 @@ def test_what_is_no_run_is_named_in_a_line(tmp_path, monkeypatch, capsys, argume
     (tmp_path / "none.jsonl").write_text(json.dumps({"step": 1, "data": {"actor/entropy": 1.0}}) + "\n")
     (tmp_path / "bad.jsonl").write_text("nonsense\n")
     folder(tmp_path / "run-1", [0, 1])
+    for number, step in ((1, 5), (2, 7)):
+        path = folder(tmp_path / f"apart-{number}", [])
+        (path / "metrics.jsonl").write_text(json.dumps({"step": step, "data": {MEAN: 0.5}}) + "\n")
     monkeypatch.setattr("sys.argv", ["table", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -34,6 +34,9 @@ def main():
         if baseline is not None and baseline not in methods:
             raise ValueError(f"--baseline {baseline} is not usable: the methods are {', '.join(methods)}.")
         found = list(cells(methods, baseline))
+        if not found:
+            named = ", ".join(methods)
+            raise ValueError(f"the runs of {named} were validated at no common step: give them one trainer.test_freq.")
         text = markdown(found, baseline)
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "table.md").write_text(text + "\n")
