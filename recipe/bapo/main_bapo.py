@@ -26,6 +26,7 @@ from recipe.bapo.run.cleanup import remove_on_every_node
 from recipe.bapo.run.files import CONFIG, METRICS, keep_earlier
 from recipe.bapo.run.locks import claim_cluster, claim_folder, claim_machine
 from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
+from recipe.bapo.run.preflight import innermost
 from recipe.bapo.run.preflight.keys import ERRORS, explain
 from recipe.bapo.run.preflight.machine import cpu_demands
 from recipe.bapo.run.preflight.stages import prepare, run_stages, table
@@ -45,13 +46,13 @@ def main(config):
             give_up("run_dir (OUTPUT_DIR) is empty: set it to a folder.")
         config.run_dir = os.path.abspath(config.run_dir)
         prepare(config)
+        if not config.preflight:  # then verl's own checks alone, as its entry point makes them
+            validate_config(config, need_reference_policy(config), need_critic(config))
     except Exception as error:
         traceback.print_exc()
-        give_up(explain(error))
+        give_up(explain(error) or innermost(error))
     if config.preflight:
         check(config)
-    else:  # as verl's own entry point does
-        validate_config(config, need_reference_policy(config), need_critic(config))
     try:
         # Held until this process ends. A run on a cluster claims it too, so that no run with its own Ray starts here.
         claim_machine()

@@ -8,7 +8,7 @@
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
 #   bash recipe/bapo/run_bapo_example.sh --preflight            only check machine, files and config; exit code 0 or 1
 #
-# Environment variables, with their defaults in parentheses; recipe/bapo/run/start.py chooses where one is not set:
+# Environment variables, with their defaults in parentheses; recipe/bapo/run/choose.py chooses where one is not set:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
 #                   (on a CPU a hub name only if the model is in the hub's cache)
 #   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
@@ -20,7 +20,7 @@
 #   OUTPUT_DIR      folder for the run's files (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example; language_model on a GPU without a MODEL_PATH).
 #                   CONFIG=language_model trains the language model on a CPU, too
-#   EXPERIMENT      with CONFIG=evaluate, the experiment whose lengths and sampling are taken (example)
+#   EXPERIMENT      with CONFIG=evaluate, the experiment whose lengths and sampling are taken (those of SIZE)
 #   SIZE            a file of configs/size without .yaml (chosen by machine and CONFIG)
 #   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs

@@ -52,6 +52,12 @@ def test_a_bad_row_is_named(task, tmp_path, bad, message):
         check_train_data(composed(task, *files, OWN_SCORER))
 
 
+def test_a_seed_that_is_no_number_is_named(task, tmp_path):
+    pd.DataFrame([row()]).to_parquet(tmp_path / "data.parquet")
+    with pytest.raises(ValueError, match=r"data.seed \(seed\)=abc is not usable: "):
+        check_train_data(composed(task, f"data.train_files={tmp_path}/data.parquet", "seed=abc"))
+
+
 def test_what_verl_renders_is_a_prompt(task, tmp_path):
     path = tmp_path / "data.parquet"
     rows = [row(prompt=[{"role": "system", "content": ""}, {"role": "user", "content": "1+2="}])]

@@ -10,7 +10,9 @@ import pytest
 from support.commands import LIMIT, ROOT
 
 from recipe.bapo.language_model import __main__ as language_model
+from recipe.bapo.run import choose as choices
 from recipe.bapo.run import start
+from recipe.bapo.run.choose import choose
 
 ASYNC = {"CONFIG": "separate_async"}
 MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
@@ -18,7 +20,7 @@ MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
 
 @pytest.fixture
 def files(task):
-    return {name: str(task / file) for name, file in start.FILES.items()}
+    return {name: str(task / file) for name, file in choices.FILES.items()}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def files(task):
 )
 def test_what_is_missing_or_wrong_is_named(gpus, given, message):
     with pytest.raises(ValueError) as error:
-        start.choose(given, 0 if gpus == "AMD" else gpus, amd=gpus == "AMD")
+        choose(given, 0 if gpus == "AMD" else gpus, amd=gpus == "AMD")
     assert message in str(error.value)
 
 
@@ -93,7 +95,7 @@ def test_what_is_missing_or_wrong_is_named(gpus, given, message):
     ],
 )
 def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, sample):
-    choice = start.choose({**(files if own else {}), **given}, gpus)
+    choice = choose({**(files if own else {}), **given}, gpus)
     assert f"size={size}" in choice.arguments and f"trainer.n_gpus_per_node={train}" in choice.arguments
     assert choice.environment["ROLLOUT_GPUS_PER_NODE"] == str(sample)
     assert choice.language_model == size.startswith("language_model")
@@ -102,81 +104,81 @@ def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, s
 @pytest.mark.parametrize("given", [{"CONFIG": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
 def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
     with pytest.raises(ValueError, match="no GPU is visible here: to check the run of another node, set GPUS_PER_NODE"):
-        start.choose({**files, **given}, 0, only_checks=True)
-    choice = start.choose({**files, **given, "GPUS_PER_NODE": "8"}, 0, only_checks=True)
+        choose({**files, **given}, 0, only_checks=True)
+    choice = choose({**files, **given, "GPUS_PER_NODE": "8"}, 0, only_checks=True)
     assert choice.arguments[3:] == ["size=gpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"]  # with flash-attn
     assert "CUDA_VISIBLE_DEVICES" not in choice.environment and choice.environment.get("VERL_PLATFORM") is None
     with pytest.raises(ValueError, match="is for GPUs: .* --preflight to check it|no GPU is visible here: leave it"):
-        start.choose({**files, **given, "GPUS_PER_NODE": "8"}, 0)  # it does not train
-    on_cpu = start.choose({**files, "GPUS_PER_NODE": "2"}, 0, only_checks=True)  # two logical slots
+        choose({**files, **given, "GPUS_PER_NODE": "8"}, 0)  # it does not train
+    on_cpu = choose({**files, "GPUS_PER_NODE": "2"}, 0, only_checks=True)  # two logical slots
     assert on_cpu.environment["VERL_PLATFORM"] == "cpu"
 
 
 def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone():
-    chosen = start.choose({"CUDA_VISIBLE_DEVICES": "0"}, 0).environment
+    chosen = choose({"CUDA_VISIBLE_DEVICES": "0"}, 0).environment
     assert chosen["VERL_PLATFORM"] == "cpu" and chosen["CUDA_VISIBLE_DEVICES"] is None
     assert chosen["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
-    assert chosen["MODEL_PATH"] == str(start.EXAMPLE / "model")
+    assert chosen["MODEL_PATH"] == str(choices.EXAMPLE / "model")
 
 
 def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(files):
-    chosen = start.choose({**files, "VERL_PLATFORM": "nvidia", "NNODES": "2"}, 8).environment
+    chosen = choose({**files, "VERL_PLATFORM": "nvidia", "NNODES": "2"}, 8).environment
     assert chosen["VERL_PLATFORM"] is None and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in chosen
-    joined = start.choose({**files, "RAY_ADDRESS": "10.0.0.1:6379"}, 8).environment
+    joined = choose({**files, "RAY_ADDRESS": "10.0.0.1:6379"}, 8).environment
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in joined and joined["MODEL_PATH"] == files["MODEL_PATH"]
 
 
 def test_without_flash_attn_the_platform_and_short_micro_batches_are_chosen(files):
-    assert "platform=gpu_without_flash_attn" in start.choose(files, 1).arguments
-    assert "platform=gpu_without_flash_attn" not in start.choose(files, 1, flash_attn=lambda: True).arguments
+    assert "platform=gpu_without_flash_attn" in choose(files, 1).arguments
+    assert "platform=gpu_without_flash_attn" not in choose(files, 1, flash_attn=lambda: True).arguments
     limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
-    assert limit in start.choose({}, 1).arguments and limit not in start.choose(files, 1).arguments
+    assert limit in choose({}, 1).arguments and limit not in choose(files, 1).arguments
 
 
 def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
-    monkeypatch.setattr(start.os, "sched_getaffinity", lambda process: set(range(6)))
-    chosen = start.choose({"CONFIG": "language_model", "GPUS_PER_NODE": "2"}, 0).arguments
+    monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: set(range(6)))
+    chosen = choose({"CONFIG": "language_model", "GPUS_PER_NODE": "2"}, 0).arguments
     assert "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='3'" in chosen
-    assert not any("OMP_NUM_THREADS" in argument for argument in start.choose({}, 0).arguments)
+    assert not any("OMP_NUM_THREADS" in argument for argument in choose({}, 0).arguments)
 
 
 def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(files):
     sampler = "VLLM_USE_FLASHINFER_SAMPLER"
-    assert start.choose(files, 1).environment[sampler] == "0"
-    assert start.choose({**files, sampler: "1"}, 1).environment[sampler] == "1"
-    assert sampler not in start.choose({}, 0).environment
+    assert choose(files, 1).environment[sampler] == "0"
+    assert choose({**files, sampler: "1"}, 1).environment[sampler] == "1"
+    assert sampler not in choose({}, 0).environment
 
 
 def test_an_evaluation_is_laid_on_its_experiment(files):
-    chosen = start.choose({"CONFIG": "evaluate", "EXPERIMENT": "paper_7b", **files}, 8).arguments
+    chosen = choose({"CONFIG": "evaluate", "EXPERIMENT": "paper_7b", **files}, 8).arguments
     assert "experiment=[paper_7b,evaluate]" in chosen
-    assert "experiment=evaluate" in start.choose({"CONFIG": "evaluate", **files}, 8).arguments
+    assert "experiment=evaluate" in choose({"CONFIG": "evaluate", **files}, 8).arguments
 
 
 def test_an_evaluation_needs_no_training_data(files):
-    chosen = start.choose({"CONFIG": "evaluate", **files, "TRAIN_FILE": ""}, 8).environment
+    chosen = choose({"CONFIG": "evaluate", **files, "TRAIN_FILE": ""}, 8).environment
     assert chosen["TRAIN_FILE"] == files["TEST_FILE"]
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.parquet"])
 def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, name):
-    folder = shutil.copytree(start.EXAMPLE, tmp_path / "recipe/bapo/example/files")
-    monkeypatch.setattr(start, "EXAMPLE", folder)
-    start.choose({}, 0)  # the copy is right
+    folder = shutil.copytree(choices.EXAMPLE, tmp_path / "recipe/bapo/example/files")
+    monkeypatch.setattr(choices, "EXAMPLE", folder)
+    choose({}, 0)  # the copy is right
     right = (folder / name).read_bytes()
     (folder / name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     with pytest.raises(ValueError, match=rf"{name} is not as it was published: git restore"):
-        start.choose({}, 0)
+        choose({}, 0)
     (folder / name).unlink()
     with pytest.raises(ValueError, match=rf"{name} is not as it was published"):
-        start.choose({}, 0)
-    start.choose(files, 0)  # no file of the example is used
+        choose({}, 0)
+    choose(files, 0)  # no file of the example is used
 
 
 def test_without_configs_beside_recipe_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(start, "ROOT", tmp_path)
+    monkeypatch.setattr(choices, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="configs/experiment is not there: copy configs/ beside recipe/"):
-        start.choose({}, 0)
+        choose({}, 0)
 
 
 def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):

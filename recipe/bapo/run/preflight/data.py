@@ -15,7 +15,7 @@ from recipe.bapo.run.files import latest_checkpoint
 from recipe.bapo.run.preflight import CheckWarning, blame, innermost
 from recipe.bapo.run.preflight.model import model_of
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
-from verl.trainer.ppo.utils import create_rl_dataset
+from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 from verl.utils.reward_score import default_compute_score
 
 DATA_PAGE = "docs/running.md, Data"
@@ -39,6 +39,9 @@ def check_files(config) -> str:
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
         counts.append(len(dataset))
+        if kind == "train" and len(dataset):
+            with blame("data.seed (seed)", data.seed):
+                create_rl_sampler(data, dataset)
         needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable = len(dataset)
         if data.custom_cls.path is None:

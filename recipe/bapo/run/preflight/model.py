@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from recipe.bapo.run.preflight import CheckWarning, blame
-from recipe.bapo.run.preflight.rules import Settings
+from recipe.bapo.run.preflight.settings import Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class

@@ -6,22 +6,16 @@ for what nobody else reports. ``DOUBTED`` only warns, also of what verl reports 
 field, its value and the fix.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.compatibility import uses_bypass_mode
-from recipe.bapo.config import is_of_our_trainer
 from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.keys import items_of
-from verl.experimental.reward_loop import migrate_legacy_reward_impl
+from recipe.bapo.run.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.trainer.ppo.utils import need_critic
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 COUNTS = (
     *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", "data.train_batch_size"),
@@ -30,127 +24,6 @@ COUNTS = (
     *(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.agent.num_workers"),
     *("reward.num_workers", "transfer_queue.backend.SimpleStorage.num_data_storage_units"),
 )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A resolved config, and what follows from it."""
-
-    config: Any
-
-    @property
-    def actor(self):
-        return self.config.actor_rollout_ref.actor
-
-    @property
-    def rollout(self):
-        return self.config.actor_rollout_ref.rollout
-
-    @property
-    def loss(self):
-        return self.actor.policy_loss
-
-    @property
-    def correction(self):
-        """verl's rollout correction; null means none."""
-        return self.config.algorithm.rollout_correction or {}
-
-    @property
-    def fsdp(self) -> bool:
-        return self.actor.strategy in ("fsdp", "fsdp2")
-
-    @property
-    def ours(self) -> bool:
-        """Whether our trainer runs it."""
-        return is_of_our_trainer(self.config)
-
-    @property
-    def v1(self) -> bool:
-        """Whether verl's V1 trainer runs it, and not the older one."""
-        return self.config.trainer.use_v1
-
-    @property
-    def mode(self) -> str:
-        """The mode of the trainer; the older one has no other than this."""
-        return self.config.trainer.v1.trainer_mode if self.v1 else "sync"
-
-    @property
-    def bypass(self) -> bool:
-        """Whether the ratio is against the policy that sampled."""
-        return uses_bypass_mode(self.config)
-
-    @property
-    def old_reward_keys(self) -> str:
-        """The keys of verl's older reward config that are set, if they change the reward; ours moves them."""
-        if self.ours or "reward_model" not in self.config:
-            return ""
-        if migrate_legacy_reward_impl(copy.deepcopy(self.config)).reward == self.config.reward:
-            return ""
-        old = {name: self.config[name] for name in ("reward_model", "custom_reward_function", "sandbox_fusion")}
-        values = items_of(OmegaConf.to_container(OmegaConf.create(old)))
-        return ", ".join(key for key, value in values if value is not None and not isinstance(value, dict))
-
-    @property
-    def longest(self) -> int:
-        """The largest number of tokens of a prompt with its response."""
-        return self.rollout.prompt_length + self.rollout.response_length
-
-    @property
-    def gpus(self) -> int:
-        """The number of GPUs that train."""
-        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
-
-    @property
-    def pools(self) -> list[tuple[str, int, int]]:
-        """``(verb, nodes, GPUs per node)`` of the GPUs that train, and of others that sample or run a reward model."""
-        pools = [("train", self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node)]
-        if self.mode == "separate_async":
-            pools.append(("sample", self.rollout.nnodes, self.rollout.n_gpus_per_node))
-        scorer = self.config.reward.reward_model
-        if scorer.enable_resource_pool:
-            pools.append(("score", scorer.nnodes, scorer.n_gpus_per_node))
-        return pools
-
-    @property
-    def sequence_parallel(self) -> int:
-        """Ulysses sequence parallelism. verl's deprecated key wins if it is above 1."""
-        deprecated = self.actor.get("ulysses_sequence_parallel_size", 1)
-        return deprecated if deprecated > 1 else self.actor.fsdp_config.ulysses_sequence_parallel_size
-
-    @property
-    def ranks(self) -> int:
-        """The number of data-parallel ranks of FSDP."""
-        return max(1, self.gpus // self.sequence_parallel)
-
-    @property
-    def held(self) -> int:
-        """The number of tokens that a micro-batch holds if its size is dynamic."""
-        held = [self.actor.ppo_max_token_len_per_gpu]
-        held += [] if self.bypass else [self.rollout.log_prob_max_token_len_per_gpu]
-        return min(tokens or 0 for tokens in held) * self.sequence_parallel
-
-    def divisions(self) -> Iterator[tuple[str, int | None, str, int]]:
-        """Yield names and values of a number and of the one that it has to divide.
-
-        verl asserts all of them in a worker, but for mini-batches, of which it fills the last one with empty rows.
-        Megatron's own classes check the parallelism and batches of Megatron.
-        """
-        actor, rollout = self.actor, self.rollout
-        served = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        yield f"{ROLLOUT}: tensor, data and pipeline parallelism", served, "the GPUs that train", self.gpus
-        if not self.fsdp:
-            return
-        yield "sequence parallelism", self.sequence_parallel, "the GPUs that train", self.gpus
-        mini, batch = actor.ppo_mini_batch_size, self.config.data.train_batch_size
-        yield f"{ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch
-        yield "data-parallel ranks", self.ranks, "ppo_mini_batch_size * rollout.n", mini * rollout.n
-        if not actor.use_dynamic_bsz:
-            micro, rows = actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // self.ranks
-            yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", micro, "a rank's responses of an update", rows
-        if not actor.use_dynamic_bsz and not self.bypass:
-            calls = self.config.trainer.v1.separate_async.parameter_sync_step if self.mode == "separate_async" else 1
-            micro, rows = rollout.log_prob_micro_batch_size_per_gpu, batch // calls * rollout.n // self.ranks
-            yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro, "a rank's responses", rows
 
 
 class Rule(NamedTuple):

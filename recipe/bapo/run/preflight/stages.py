@@ -18,6 +18,7 @@ from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.run.preflight import CheckWarning, blame, data, innermost, machine, model
 from recipe.bapo.run.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.run.preflight.rules import check_counts, check_rules
+from recipe.bapo.run.preflight.settings import ACTOR, ROLLOUT
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -25,7 +26,6 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tracking import Tracking
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WRITTEN_LATE = (  # keys of folders to which the run writes only hours later. Others may be below the first.
     "run_dir",
     "trainer.default_local_dir",

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose what the run script leaves open: config, size, model and data, and the number of GPUs.
+
+``choose`` does it, from the environment and from what ``start`` finds on the machine. The variables are explained in
+the run script.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
+INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
+FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
+FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs that begin like this have GPUs as their only size
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides the size of a run."""
+
+    config: str
+    cpu: bool
+    gpus: int  # of this node that train or sample
+    several: bool  # it has several nodes, or is a job of a Ray cluster
+    own_data: bool
+    language_model: bool
+
+
+# The first row that fits is the size, a file of configs/size. SIZE overrules it.
+SIZES: tuple[tuple[Callable[[Request], bool], str], ...] = (
+    (lambda run: run.language_model and run.cpu, "language_model_cpu"),
+    (lambda run: run.language_model and run.gpus <= 2, "language_model_gpu"),
+    (lambda run: run.language_model, "language_model_node"),
+    (lambda run: run.cpu and run.own_data, "cpu_own_data"),
+    (lambda run: run.cpu and run.config == "example", "cpu_example"),
+    (lambda run: run.cpu and run.config == "partial_rollout", "cpu_long"),
+    (lambda run: run.cpu, "cpu"),
+    (lambda run: run.several or run.gpus > 2, "gpu"),
+    (lambda run: True, "gpu_few"),
+)
+
+
+@dataclass
+class Choice:
+    """What was chosen: environment variables, where None removes one, and the arguments of the run."""
+
+    environment: dict[str, str | None] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    language_model: bool = False
+
+
+def choose(
+    given: Mapping[str, str],
+    gpus: int,
+    amd: bool = False,
+    flash_attn: Callable[[], bool] = lambda: False,
+    only_checks: bool = False,
+) -> Choice:
+    """Choose for the variables of an environment.
+
+    Args:
+        given: the environment. An empty variable counts as none; paths are absolute.
+        gpus: number of NVIDIA GPUs that ``CUDA_VISIBLE_DEVICES`` leaves here.
+        amd: whether there are AMD GPUs.
+        flash_attn: whether flash-attn can be imported; only asked on a GPU.
+        only_checks: whether nothing is to train. A run for GPUs can be checked where there are none, such as on a login
+            node.
+
+    Raises:
+        ValueError: names the variable, its value and the fix.
+    """
+    given = {name: value for name, value in given.items() if value}
+    choice = Choice()
+    if only_checks and not gpus and _is_for_gpus(given):
+        if "GPUS_PER_NODE" not in given:
+            raise ValueError("no GPU is visible here: to check the run of another node, set GPUS_PER_NODE to its GPUs.")
+        gpus, flash_attn = _count(given, "GPUS_PER_NODE", 1), lambda: True  # that node is taken to have flash-attn
+    nodes, several, cpu = _platform(given, choice, gpus, amd)
+    own = any(name in given for name in INPUTS)
+    config = given.get("CONFIG", "")
+    language_model = config == "language_model"
+    if language_model and (own or several):
+        raise ValueError(
+            "CONFIG=language_model makes its own model and data, on this machine alone: leave MODEL_PATH, TRAIN_FILE, "
+            "TEST_FILE, NNODES and RAY_ADDRESS unset, or set another CONFIG."
+        )
+    if not (own or several or cpu or config.startswith((*FOR_GPUS, "evaluate"))):  # a GPU, and nothing is given
+        language_model, config = True, config or "language_model"
+    choice.language_model, config = language_model, config or "example"
+
+    here = 1 if cpu else gpus
+    train, sample = _shares(given, here, config, cpu)
+    if language_model and "GPUS_PER_NODE" not in given:
+        train = max(number for number in (1, 2, 4, 8) if number <= max(train, 1))  # these divide its batches
+    used = train + sample * (config == "separate_async")
+    run = Request(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
+    size = given.get("SIZE") or next(size for fits, size in SIZES if fits(run))
+    experiment = given.get("EXPERIMENT")
+    if experiment and config != "evaluate":
+        raise ValueError(
+            f"EXPERIMENT={experiment} has no effect with CONFIG={config}: set CONFIG=evaluate to evaluate as that "
+            f"experiment does, or CONFIG={experiment} to run it."
+        )
+    named = {"CONFIG": config, "SIZE": size} | ({"EXPERIMENT": experiment} if experiment else {})
+    for name, value in named.items():
+        folder = ROOT / "configs" / ("size" if name == "SIZE" else "experiment")
+        known = sorted(path.stem for path in folder.glob("*.yaml") if (name, path.stem) != ("EXPERIMENT", "evaluate"))
+        if not known:
+            raise ValueError(f"{folder} is not there: copy configs/ beside recipe/, or use recipe.bapo.main_bapo.")
+        if value not in known:
+            raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
+    if config.startswith(FOR_GPUS) and "cpu" in size:
+        raise ValueError(f"CONFIG={config} is for GPUs: choose another, or add --preflight to check it.")
+    if not language_model:
+        _inputs(given, choice, config, cpu)
+
+    output = f"{ROOT}/runs/{config}-{time.strftime('%Y%m%d-%H%M%S')}"
+    choice.environment |= {"OUTPUT_DIR": given.get("OUTPUT_DIR", output)}
+    choice.environment |= {"NNODES": str(nodes), "GPUS_PER_NODE": str(train), "ROLLOUT_GPUS_PER_NODE": str(sample)}
+    chosen = f"[{experiment},evaluate]" if experiment else config  # a later one wins
+    choice.arguments += ["--config-dir", "configs", f"experiment={chosen}", f"size={size}"]
+    choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
+    if not cpu:
+        # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
+        choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not cpu and not flash_attn():
+        choice.arguments.append("platform=gpu_without_flash_attn")
+        if language_model:  # its answers are short: a micro-batch can hold many, and sdpa's mask is still small
+            choice.arguments += [
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
+            ]
+    if language_model and cpu:  # trainer and vLLM take turns, so each can use all cores
+        threads = min(16, max(1, len(os.sched_getaffinity(0)) // train))
+        variables = "ray_kwargs.ray_init.runtime_env.env_vars"
+        choice.arguments += [f"{variables}.OMP_NUM_THREADS='{threads}'", f"+{variables}.OMP_WAIT_POLICY=PASSIVE"]
+    return choice
+
+
+def _is_for_gpus(given):
+    """Whether a run is for GPUs, wherever it is checked."""
+    platform = given.get("VERL_PLATFORM")
+    return platform == "nvidia" or (platform is None and given.get("CONFIG", "").startswith(FOR_GPUS))
+
+
+def _platform(given, choice, gpus, amd):
+    """Return the number of nodes, whether the run is on several nodes or a cluster, and whether it is on the CPU."""
+    nodes = _count(given, "NNODES", 1)
+    cluster = given.get("RAY_ADDRESS", "local") != "local"
+    platform = given.get("VERL_PLATFORM")
+    if platform not in (None, "cpu", "nvidia"):
+        raise ValueError(f"VERL_PLATFORM={platform} is not usable: leave it unset on NVIDIA GPUs, or set cpu.")
+    if platform == "nvidia" and gpus == 0:
+        raise ValueError("VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu.")
+    if gpus == 0 and platform is None:
+        if amd:
+            raise ValueError(
+                "this machine has AMD GPUs, which are not supported: set VERL_PLATFORM=cpu to train on its CPU."
+            )
+        # The CPU path is for this machine: nobody should find a cluster of GPUs training on its CPUs.
+        where = "but this machine has no GPU: submit from a node with GPUs, or set VERL_PLATFORM=cpu."
+        if nodes > 1:
+            raise ValueError(f"NNODES={nodes} {where}")
+        if cluster:
+            raise ValueError(f"RAY_ADDRESS={given['RAY_ADDRESS']} {where}")
+    cpu = platform == "cpu" or gpus == 0
+    if cpu:  # Ray would compare CUDA_VISIBLE_DEVICES with its logical slots, which it calls GPUs
+        choice.environment |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": None}
+    else:
+        choice.environment["VERL_PLATFORM"] = None  # verl finds it by itself
+    if nodes == 1 and not cluster:
+        # Have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does this by default on
+        # Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
+        choice.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if "${" in given.get("OUTPUT_DIR", ""):
+        raise ValueError(f"OUTPUT_DIR={given['OUTPUT_DIR']} is not usable: name a folder without ${{.")
+    return nodes, nodes > 1 or cluster, cpu
+
+
+def _count(given, name, default):
+    value = given.get(name, str(default))
+    if not re.fullmatch("[1-9][0-9]{0,5}", value):
+        raise ValueError(f"{name}={value} is not usable: give a whole number of 1 or more.")
+    return int(value)
+
+
+def _shares(given, here, config, cpu):
+    """Return the numbers of GPUs of a node that train, and that sample where these are others."""
+    if config != "separate_async" or cpu:
+        return _count(given, "GPUS_PER_NODE", max(here, 1)), _count(given, "ROLLOUT_GPUS_PER_NODE", 1)
+    half = here // 2
+    train = _count(given, "GPUS_PER_NODE", 1) if "GPUS_PER_NODE" in given else None
+    sample = _count(given, "ROLLOUT_GPUS_PER_NODE", 1) if "ROLLOUT_GPUS_PER_NODE" in given else None
+    train = here - (half if sample is None else sample) if train is None else train
+    sample = here - train if sample is None else sample
+    if train < 1 or sample < 1:
+        raise ValueError(
+            f"CONFIG=separate_async would train on GPUS_PER_NODE={train} and sample on ROLLOUT_GPUS_PER_NODE={sample} "
+            f"of this node's {here} GPUs: set both to 1 or more, or choose CONFIG=partial_rollout."
+        )
+    return train, sample
+
+
+def _inputs(given, choice, config, cpu):
+    """Take model and data as given and, on a CPU, the example's for what is not."""
+    files = {name: given.get(name) for name in INPUTS}
+    if config == "evaluate":
+        files["TRAIN_FILE"] = files["TRAIN_FILE"] or files["TEST_FILE"]
+    if cpu:
+        if bool(files["TRAIN_FILE"]) != bool(files["TEST_FILE"]):
+            raise ValueError(
+                f"TRAIN_FILE={files['TRAIN_FILE'] or ''} and TEST_FILE={files['TEST_FILE'] or ''} are not usable "
+                "together: give both, or neither for the example's own."
+            )
+        if not all(files.values()):
+            _check_example()
+        files = {name: files[name] or str(EXAMPLE / FILES[name]) for name in INPUTS}
+    for name, what in zip(
+        INPUTS, ("a Hugging Face folder or hub name", *["a parquet file in verl's schema"] * 2), strict=True
+    ):
+        if not files[name]:
+            raise ValueError(f"{name} is not set: give {what}.")
+    choice.environment |= files
+
+
+def _check_example():
+    """Refuse files of the example that are not as they were published."""
+    for expected, name in re.findall(r"^([0-9a-f]{64})  (.+)$", (EXAMPLE / "SHA256SUMS").read_text(), re.M):
+        path = EXAMPLE / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+            raise ValueError(
+                f"recipe/bapo/example/files/{name} is not as it was published: git restore recipe/bapo/example/files"
+            )
