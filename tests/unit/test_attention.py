@@ -183,7 +183,10 @@ def test_what_the_kernel_does_not_compute_is_refused(changes, said):
 
 
 def test_dropout_is_refused_in_training_alone():
-    attention.attend(**arguments() | {"dropout": 0.1, "module": layer(training=False)})
+    with pytest.raises(ValueError, match="with attention_dropout=0.1"):
+        attention.attend(**arguments() | {"dropout": 0.1})
+    evaluated, _ = attention.attend(**arguments() | {"dropout": 0.1, "module": layer(training=False)})
+    assert torch.equal(evaluated, attention.attend(**arguments())[0])
 
 
 def test_sequence_parallelism_is_refused(monkeypatch):

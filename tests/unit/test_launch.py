@@ -417,8 +417,10 @@ hang()
 def test_training_ends_with_a_launcher_that_is_killed(launch):
     run = launch("(folder / 'up').touch()\nhang()")
     run.wait_for("up")
+    assert run.left()
     run.process.kill()
     until(lambda: not run.left(), LIMIT, "the end of training")
+    assert not run.left()
 
 
 def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
