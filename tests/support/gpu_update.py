@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -46,7 +45,7 @@ def look_at_update(folder, overrides, platform, ranks=1, **about):
         folder: a folder for files of this update only.
         overrides: overrides of the config, after those of ``tests.support.actor.make_actor``.
         platform: a file of ``recipe/bapo/config/platform``.
-        about: ``rows``, ``longest`` and ``entropy`` of the mini-batch, and ``repeats``, the number of timed updates.
+        about: ``rows`` and ``longest`` of the mini-batch.
 
     Raises:
         RuntimeError: a rank failed. The message has the end of its output.
@@ -81,25 +80,19 @@ def _end(process):
         return process.wait()
 
 
-def run(overrides, platform, rank, size, port, rows=16, longest=20, entropy=False, repeats=0):
-    """Make one update, then ``repeats`` more that are timed.
+def run(overrides, platform, rank, size, port, rows=16, longest=20):
+    """Make one update.
 
     Returns:
         A dictionary with these keys:
 
-        - ``logged``: the bounds of the first update and their metrics. With ``bound_scope=micro_batch`` they are means.
+        - ``logged``: the bounds and their metrics. With ``bound_scope=micro_batch`` they are means.
         - ``log_probs``: the dtype of the log-probs of the extra forward, if there was one.
-        - ``weights``: the number of weights.
-        - ``peak_gibibytes``: the peak memory of the updates; 0 on a CPU.
-        - ``graphs``: the number of graphs that torch compiled.
-        - ``seconds``, only with ``repeats``: the median time of an update with the extra forward, and without.
     """
     from tests.support.actor import make_actor, make_mini_batch
 
     actor = make_actor(overrides, rank, size, port, platform=platform)
-    from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
-
-    on_gpu, infer, dtypes = platform != "cpu", actor.infer_batch, []
+    infer, dtypes = actor.infer_batch, []
 
     def infer_batch(data):
         output = infer(data)
@@ -108,34 +101,8 @@ def run(overrides, platform, rank, size, port, rows=16, longest=20, entropy=Fals
 
     actor.infer_batch = infer_batch
     data = make_mini_batch(actor, seed=3, rows=rows, rank=rank, size=size, longest=longest)
-    tu.assign_non_tensor(data, calculate_entropy=entropy)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     actor.train_batch(data)
-    seen = {
-        "logged": actor.logged,
-        "log_probs": dtypes[0] if dtypes else None,
-        "weights": sum(parameter.numel() for parameter in actor.engine.module.parameters()),
-    }
-    if repeats:
-        seen["seconds"] = seconds_of_updates(actor, data, repeats)
-    seen["peak_gibibytes"] = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    seen["graphs"] = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
-    return seen
-
-
-def seconds_of_updates(actor, data, rounds):
-    """Return the median seconds of an update with the extra forward, and of one without (marked as on-policy)."""
-    from scripts.benchmark.update import seconds_of
-
-    seconds = {"with the extra forward": [], "without": []}
-    for number in range(rounds + 1):
-        for name, of_name in seconds.items():
-            actor.on_policy = name == "without"
-            taken = seconds_of(lambda: actor.train_batch(data.copy()))
-            if number > 0:  # the first round warms up
-                of_name.append(taken)
-    return {name: median(of_name) for name, of_name in seconds.items()}
+    return {"logged": actor.logged, "log_probs": dtypes[0] if dtypes else None}
 
 
 if __name__ == "__main__":
