@@ -2,8 +2,8 @@
 """Attention on packed sequences with torch's own flash attention: ``attn_implementation=torch_varlen``.
 
 Importing this module registers it with transformers; ``platform=gpu_varlen`` has verl import it in every worker. The
-kernel, ``torch.nn.attention.varlen.varlen_attn``, needs neither flash-attn nor a mask. It has not run on a GPU here. On
-a CPU, which has no such kernel, sdpa computes each sequence by itself, so that tests can run.
+kernel, ``torch.nn.attention.varlen.varlen_attn``, needs neither flash-attn nor a mask. On a CPU, which has no such
+kernel, sdpa computes each sequence by itself, so that tests can run.
 """
 
 from functools import lru_cache
@@ -17,6 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 NAME = "torch_varlen"
 LARGEST_HEAD = 256
+SDPA = "attn_implementation=sdpa (with our launcher: platform=gpu_without_flash_attn)"
 # Arguments with which a model, or verl, asks for more than the kernel computes.
 UNSUPPORTED = {"softcap": "a softcap", "s_aux": "sinks", "prefix_grouper": "verl's prefix grouper"}
 
@@ -93,7 +94,7 @@ def call_kernel(query, key, value, borders, longest, scale, window):
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"attn_implementation={NAME} is not usable in {query.dtype}: torch's kernel computes in bfloat16 or "
-            "float16. Leave actor.fsdp_config.mixed_precision as verl has it, or set attn_implementation=sdpa."
+            f"float16. Leave actor.fsdp_config.mixed_precision as verl has it, or set {SDPA}."
         )
     return varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=window)
 
@@ -115,8 +116,8 @@ def _refuse_padding(query, key, attention_mask, position_ids):
     packed = position_ids is not None and position_ids.shape == (1, query.shape[2])
     if not packed or len(query) != 1 or key.shape[2] != query.shape[2] or attention_mask is not None:
         raise ValueError(
-            f"attn_implementation={NAME} takes packed sequences alone: set actor_rollout_ref.model."
-            "use_remove_padding=true, or attn_implementation=sdpa."
+            f"attn_implementation={NAME} takes packed sequences with one position per token: set actor_rollout_ref."
+            f"model.use_remove_padding=true, or {SDPA}."
         )
 
 
@@ -135,7 +136,7 @@ def _refuse_settings(module, query, value, dropout, others):
         reason = f"for a model whose attention has {' and '.join(asked)}: set attn_implementation=eager"
     elif size % 8 or size > LARGEST_HEAD or value.shape[-1] != size:
         reason = f"with heads of {size} and {value.shape[-1]} numbers: torch's kernel takes equal multiples of 8 up to "
-        reason += f"{LARGEST_HEAD}. Set attn_implementation=sdpa"
+        reason += f"{LARGEST_HEAD}. Set {SDPA}"
     else:
         return
     raise ValueError(f"attn_implementation={NAME} is not usable {reason}.")

@@ -128,11 +128,10 @@ def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(files):
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in joined and joined["MODEL_PATH"] == files["MODEL_PATH"]
 
 
-def test_without_flash_attn_the_platform_and_short_micro_batches_are_chosen(files):
-    assert "platform=gpu_without_flash_attn" in choose(files, 1).arguments
-    assert "platform=gpu_without_flash_attn" not in choose(files, 1, flash_attn=lambda: True).arguments
-    limit = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
-    assert limit in choose({}, 1).arguments and limit not in choose(files, 1).arguments
+def test_without_flash_attn_torchs_own_is_chosen(files):
+    assert "platform=gpu_varlen" in choose(files, 1).arguments
+    with_flash_attn = choose(files, 1, flash_attn=lambda: True).arguments
+    assert not any(argument.startswith("platform=") for argument in with_flash_attn)
 
 
 def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):

@@ -130,12 +130,7 @@ def choose(
         # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
         choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not cpu and not flash_attn():
-        choice.arguments.append("platform=gpu_without_flash_attn")
-        if language_model:  # its answers are short: a micro-batch can hold many, and sdpa's mask is still small
-            choice.arguments += [
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-                "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
-            ]
+        choice.arguments.append("platform=gpu_varlen")
     if language_model and cpu:  # trainer and vLLM take turns, so each can use all cores
         threads = min(16, max(1, len(os.sched_getaffinity(0)) // train))
         variables = "ray_kwargs.ray_init.runtime_env.env_vars"

@@ -63,9 +63,7 @@ def has_flash_attn() -> bool:
         importlib.import_module("flash_attn_2_cuda")
     except ImportError:
         print(
-            "flash-attn is not installed, or cannot be imported: platform=gpu_without_flash_attn (sdpa attention, one "
-            "sequence at a time). To build it: bash scripts/flash_attn.sh. platform=gpu_varlen needs no build, but has "
-            "not run on a GPU yet.",
+            "flash-attn is not installed, or cannot be imported: platform=gpu_varlen (torch's own flash attention).",
             file=sys.stderr,
         )
         return False
