@@ -3,7 +3,7 @@
 # Set up what is missing and run tests.
 #
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
-#   bash scripts/test.sh all       all of the above, and the study, stale data, resume, cluster and faults on the real stack
+#   bash scripts/test.sh all       all of the above, and stale data, resume, cluster and faults on the real stack
 #   bash scripts/test.sh rest      only what `all` adds
 #   bash scripts/test.sh slow      tests that are in none of the above: faults, two ranks, Slurm, and a rehearsal of the
 #                                  GPU tests on the CPU
@@ -23,7 +23,6 @@ first() {
 }
 rest() {
     HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis
-    pytest -n 2 tests/study
     pytest tests/stack --ignore tests/stack/test_example.py
 }
 case ${1:-} in

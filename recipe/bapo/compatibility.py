@@ -69,16 +69,6 @@ def refuse_to_monitor(actor_config: Any, model_config: Any) -> None:
         raise ValueError(f"the search needs a clip_ratio_c above 1 or null, not {actor_config.clip_ratio_c}.")
 
 
-def uses_bypass_mode(config: Any) -> bool:
-    """Return whether the ratio is taken against the policy that sampled. verl then computes no old log-probs.
-
-    Args:
-        config: the whole config of a run. verl accepts null for ``rollout_correction``, meaning no correction.
-    """
-    correction = config.algorithm.rollout_correction
-    return correction is not None and correction.bypass_mode
-
-
 def _refuse_on_fsdp(actor_config: Any, model_config: Any) -> None:
     parallel = actor_config.engine.ulysses_sequence_parallel_size
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")

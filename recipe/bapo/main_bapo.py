@@ -6,159 +6,17 @@ takes the same arguments; it starts this command as a child, shows its progress 
 """
 
 import os
-import sys
-import textwrap
-import traceback
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, NoReturn
 
 import hydra
-import ray
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.run import demands
-from recipe.bapo.run.cleanup import remove_on_every_node
-from recipe.bapo.run.files import CONFIG, METRICS, keep_earlier
-from recipe.bapo.run.locks import claim_cluster, claim_folder, claim_machine
-from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
-from recipe.bapo.run.preflight import innermost
+from recipe.bapo.run import train
 from recipe.bapo.run.preflight.keys import ERRORS, explain
-from recipe.bapo.run.preflight.machine import cpu_demands
-from recipe.bapo.run.preflight.stages import prepare, run_stages, table
-from recipe.bapo.trainer import BAPOTaskRunner
-from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)
 def main(config):
     """Check the config and train; exit with code 1 if anything fails."""
-    try:
-        # Workers may have another working directory. Other keys refer to this one, so change it before they are
-        # resolved.
-        if not config.run_dir:
-            give_up("run_dir (OUTPUT_DIR) is empty: set it to a folder.")
-        config.run_dir = os.path.abspath(config.run_dir)
-        prepare(config)
-        if not config.preflight:  # then verl's own checks alone, as its entry point makes them
-            validate_config(config, need_reference_policy(config), need_critic(config))
-    except Exception as error:
-        traceback.print_exc()
-        give_up(explain(error) or innermost(error))
-    if config.preflight:
-        check(config)
-    try:
-        # Held until this process ends. A run on a cluster claims it too, so that no run with its own Ray starts here.
-        claim_machine()
-    except ValueError as error:  # another run was started at the same moment
-        if not joins_a_cluster(config):  # in a cluster two runs get different job numbers, so they may share a machine
-            give_up(str(error))
-    run_dir = Path(config.run_dir)
-    try:
-        claim = claim_unless_the_parent_has(run_dir)  # noqa: F841  held until this process ends
-    except (OSError, ValueError) as error:
-        give_up(f"run_dir={run_dir} is not usable: {error}")
-    keep_earlier(run_dir / METRICS)
-    OmegaConf.save(config, run_dir / CONFIG)
-    choose_cluster(config)
-    send("checked", (str(run_dir / CONFIG), joins_a_cluster(config)))
-    train(config)
-
-
-def claim_unless_the_parent_has(run_dir: Path) -> IO[str] | None:
-    """Claim a run's folder, unless ``recipe.bapo.run`` has claimed it before it started this process."""
-    if has_parent() and run_dir == Path(os.environ["OUTPUT_DIR"]).absolute():
-        return None
-    return claim_folder(run_dir)
-
-
-def check(config) -> None:
-    """Check the config, the files it names and the machine; end the run if it cannot be used."""
-    lines = run_stages(config, list(HydraConfig.get().overrides.task))
-    print(table(lines))
-    for line in lines:
-        if line.status == "warning":
-            send("info", f"Warning: {line.detail}")
-    failed = [line.detail for line in lines if line.status == "failed"]
-    if failed:
-        give_up(*failed[:-1], f"{failed[-1]} (preflight=false starts the run all the same.)")
-
-
-def give_up(*errors: str) -> NoReturn:
-    """Report the errors and exit."""
-    for error in errors:
-        send("error", error)
-    sys.exit(1)
-
-
-def choose_cluster(config) -> None:
-    """Set Ray to join a running cluster (``RAY_ADDRESS`` is set, or there are several nodes), or to start its own."""
-    ray_init = config.ray_kwargs.ray_init
-    with open_dict(config):
-        if joins_a_cluster(config):
-            ray_init.address = "auto"
-            ray_init.num_cpus = ray_init.num_gpus = None  # the nodes have set them; Ray refuses them here
-        else:
-            ray_init.address = "local"
-            if ray_init.num_cpus is None:  # with fewer than verl asks for, Ray would wait for ever; it only counts them
-                ray_init.num_cpus = max(os.cpu_count() or 1, sum(cpu_demands(config).values()))
-            # By default Ray remembers the last 100,000 tasks: its server would grow by a megabyte a step for hours.
-            ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
-
-
-class RecordingTaskRunner(BAPOTaskRunner):
-    """The Ray task that trains. It logs metrics to the run's folder, and claims the cluster for itself."""
-
-    def run(self, config):
-        """Train. ``config`` is the composed config."""
-        os.environ["VERL_FILE_LOGGER_PATH"] = f"{config.run_dir}/{METRICS}"
-        os.environ.setdefault("TENSORBOARD_DIR", f"{config.run_dir}/tensorboard")
-        claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
-        try:
-            super().run(config)
-        finally:
-            del claim  # this releases the cluster
-            remove_on_every_node()  # before the workers end: what they hold is found through their processes
-
-
-def train(config) -> None:
-    """Call verl's entry point with our task runner."""
-
-    def start(**options):  # verl calls this once Ray is up
-        send("ray", ray.get_runtime_context().get_job_id())
-        demands.follow(Path(config.run_dir) / METRICS)
-        return ray.remote(RecordingTaskRunner).options(**options).remote()
-
-    # The two methods of a Ray class that verl calls.
-    runner = SimpleNamespace(remote=start, options=lambda **options: SimpleNamespace(remote=partial(start, **options)))
-    try:
-        run_ppo(config, runner)
-        send("trained")
-        return
-    except Exception as error:
-        with suppress(OSError):  # the disk is full
-            traceback.print_exc()
-        send("error", reason_of(error))
-        wait_for_final_check()
-    except KeyboardInterrupt:
-        traceback.print_exc()  # to show where training was interrupted
-    remove_on_every_node()
-    sys.exit(1)
-
-
-def reason_of(error: Exception) -> str:
-    """Return type and message of the original exception in a line, without Ray's layers of tracebacks."""
-    cause = getattr(error, "cause", None) or error
-    said = str(cause).strip()
-    # A first line that is no sentence, such as pydantic's, goes on below. Ray's is one, and its details follow.
-    text = said if not said.partition("\n")[0].endswith(".") else said.partition("\n")[0]
-    return f"{type(cause).__name__}: {textwrap.shorten(text, 300, placeholder=' ...').rstrip('.')}"
+    train.main(config)
 
 
 if __name__ == "__main__":
@@ -166,4 +24,4 @@ if __name__ == "__main__":
     try:
         main()
     except ERRORS as error:
-        give_up(explain(error))
+        train.give_up(explain(error))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's PPO trainers with the parts of BAPO that only a trainer can add, and the Ray task that runs them.
+"""verl's PPO trainers with the parts of BAPO that only a trainer can add, and the task runner that runs them.
 
 Our trainers do four things: they build mini-batches of whole groups; they mark batches, with the step for the record
 and with whether the first update is on-policy, which saves the search a forward; they log the entropy in bypass mode;
@@ -9,7 +9,6 @@ does that.
 
 from typing import Any
 
-from recipe.bapo.compatibility import uses_bypass_mode
 from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
@@ -60,8 +59,9 @@ class _BAPOTrainer:
         rollout batch, because verl restores older weights to compute them. With dropout this returns True although the
         ratios are only near 1, because verl computes old log-probs without dropout.
         """
-        on_policy = self.trainer_mode != "separate_async" or self.local_trigger_step == 0
-        return on_policy and not uses_bypass_mode(self.config)
+        correction = self.config.algorithm.rollout_correction  # null means none
+        bypass = correction is not None and correction.bypass_mode
+        return not bypass and (self.trainer_mode != "separate_async" or self.local_trigger_step == 0)
 
     def _update_actor(self, batch, metrics):
         batch.extra_info[ON_POLICY_FIRST_UPDATE] = self._first_update_is_on_policy()
@@ -85,7 +85,8 @@ class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
     """Samples on other devices than those that train."""
 
 
-# ``TaskRunnerV1`` is a Ray actor class, from which one cannot inherit. Take the plain class behind it.
+# ``TaskRunnerV1`` is a Ray actor class, from which one cannot inherit. The plain class behind it runs in the process of
+# whoever calls it.
 _ray_actor: Any = TaskRunnerV1
 _TaskRunner: Any = _ray_actor.__ray_metadata__.modified_class
 

@@ -24,7 +24,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).parents[2]
 FORWARDED = (
-    *("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "OUTPUT_DIR", "NNODES", "ROLLOUT_GPUS_PER_NODE"),
+    *("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "OUTPUT_DIR"),
     *("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "TQ_NUM_THREADS"),
 )
 FORWARDED_KINDS = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")

@@ -141,26 +141,6 @@ def test_two_ranks_find_the_bounds_of_one(task, folder, platform, reference, reh
         assert distance_of_rho(seen, reference("four micro-batches")) <= 1e-4
 
 
-def test_the_study_of_the_language_model_trains(task, device, tmp_path, monkeypatch, tell):
-    from scripts.study import training as study
-    from scripts.study import updates
-    from scripts.study.plan import Run
-
-    # The example's tiny model does not know the task, so responses of an odd length count as right.
-    monkeypatch.setattr(updates, "compute_score", lambda _, text, answer: len(text) % 2.0)
-    monkeypatch.setattr(study, "PROMPTS", 2)
-    monkeypatch.setattr(study, "HELD_OUT_ITEMS", 8)
-    run = Run("bapo", "epochs", "1e-3", seed=1)
-    training = study.Training(run, task / "model", tmp_path / "state.pt")
-    training.train_on_one_batch()
-    assert training.model.device.type == device.type
-    sizes = [row["effective_sample_size"] for row in training.rows]
-    tell("effective sample sizes", [f"{size:.3f}" for size in sizes])
-    assert len(sizes) == 16 and sizes[0] == pytest.approx(1, abs=1e-3) and max(sizes[4:]) < sizes[0]
-    again = study.Training(run, task / "model", tmp_path / "state.pt")
-    assert again.rollouts_done == 1 and again.generator.get_state().equal(training.generator.get_state())
-
-
 def has_flash_attn():
     """Return whether flash-attn 2 is installed. (``import flash_attn`` also works if only flash-attn-4 is.)"""
     try:

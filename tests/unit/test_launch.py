@@ -29,12 +29,12 @@ folder = Path(os.environ["OUTPUT_DIR"])
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
 launch.PATIENCE, cleanup.kill_descendants.__defaults__ = {limit}, ({limit},)  # a busy machine may need it
 cleanup.SHARED_MEMORY = Path({shared_memory!r})  # not that of other runs on this machine
-def handle_message(self, kind, content, handle=launch.Supervisor.handle_message):
+def handle_message(self, kind, content, handle=launch.TrainingProcess.handle_message):
     try:
         handle(self, kind, content)
     finally:
         (folder / f"heard-{{kind}}").touch()
-launch.Supervisor.handle_message = handle_message
+launch.TrainingProcess.handle_message = handle_message
 {before}
 sys.exit(launch.main([]))
 """
@@ -49,13 +49,13 @@ def wait_for(name):
 def hang():
     while True:
         time.sleep(1)
-def train(cluster=False, run_dir=folder, **limits):
+def train(cluster=False, **limits):
     print("ERROR in no worker")
     watchdog = {"max_silence_s": 1e9, "max_sync_s": 60, "max_exit_s": 2, "grace_s": 0.5, **limits}
     trainer = {"total_training_steps": 2, "val_only": False, "default_local_dir": str(folder / "checkpoints")}
     config = folder / "config.yaml"
-    config.write_text(json.dumps({"run_dir": str(run_dir), "watchdog": watchdog, "trainer": trainer}))
-    send("checked", (str(config), cluster))
+    config.write_text(json.dumps({"watchdog": watchdog, "trainer": trainer}))
+    send("checked", cluster)
     send("info", "it trains")
 """
 
@@ -173,7 +173,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         code, _, err = run.end()
     finally:
         run.process.kill()
-    assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={tmp_path}/run is not usable: ")
+    assert code == 1 and err.startswith(f"Error: run_dir (OUTPUT_DIR)={tmp_path}/run is not usable: ")
 
 
 def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
@@ -182,7 +182,9 @@ def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
     folder = first.folder / "run"
     before = {path: path.read_bytes() for path in folder.iterdir()}
     code, _, err = launch("train()", OUTPUT_DIR=str(folder)).end()
-    assert code == 1 and err.startswith(f"Error: OUTPUT_DIR={folder} is not usable: another run has this folder: ")
+    assert code == 1 and err.startswith(
+        f"Error: run_dir (OUTPUT_DIR)={folder} is not usable: another run has this folder: "
+    )
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (folder / "go").touch()
     assert first.end()[0] == 0
@@ -215,31 +217,49 @@ def test_a_process_that_crashes_after_training_has_ended_well(launch):
 
 
 def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
-    """The console reads them from the folder that the config names; the log is in the folder of the environment."""
     data = {"training/global_step": 1, "critic/rewards/mean": 0.5, "training/responses_arrived": 0.75}
-    write = f"(folder / 'other' / 'metrics.jsonl').write_text({json.dumps({'step': 1, 'data': data}) + chr(10)!r})"
+    write = f"(folder / 'metrics.jsonl').write_text({json.dumps({'step': 1, 'data': data}) + chr(10)!r})"
     write += "\nprint('BAPO: all is well')"
-    run = launch(f"(folder / 'other').mkdir()\ntrain(run_dir=folder / 'other')\n{write}")
+    run = launch(f"train()\n{write}")
     code, out, err = run.end()
     assert code == 0 and not err, err
     log = f"{run.folder}/run/train.log"
     assert out.startswith(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {log}\n")
     assert "\nit trains\n" in out and "\nstep 1/2  reward 0.500" in out and "Warning: in step 1 75%" in out
     assert "\nBAPO: all is well\n" in out and "1 steps, mean of" in out and Path(log).exists()
-    assert f"\nPicture: {run.folder}/run/other/dynamics.png\n" in out
+    assert f"\nPicture: {run.folder}/run/dynamics.png\n" in out
 
 
-def test_training_tells_the_parent_where_its_config_is(task, tmp_path, monkeypatch):
-    from recipe.bapo import main_bapo
+@pytest.fixture
+def sent(monkeypatch):
+    """Return what training has sent to its parent, by kind; it makes no checks, and does not train."""
+    from recipe.bapo.run import train
 
     sent = {}
-    monkeypatch.setattr(main_bapo, "send", lambda kind, content: sent.update({kind: content}))
+    monkeypatch.setattr(train, "send", lambda kind, content: sent.update({kind: content}))
     for name in ("check", "claim_machine", "train"):
-        monkeypatch.setattr(main_bapo, name, lambda *_: None)
+        monkeypatch.setattr(train, name, lambda *_: None)
+    return sent
+
+
+def test_training_tells_the_parent_when_its_config_is_there(task, tmp_path, sent):
+    from recipe.bapo import main_bapo
+
     (tmp_path / "metrics.jsonl").write_text("of an earlier start")
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}"))
-    assert sent["checked"] == (f"{tmp_path}/config.yaml", False)
+    assert sent["checked"] is False and (tmp_path / "config.yaml").exists()
     assert not (tmp_path / "metrics.jsonl").exists()  # otherwise the console would show it
+
+
+def test_a_yaml_file_that_names_another_folder_than_the_logs_is_refused(task, tmp_path, sent, monkeypatch):
+    from recipe.bapo.run import train
+
+    monkeypatch.setattr(train, "has_parent", lambda: True)
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "log"))
+    with pytest.raises(SystemExit):
+        train.main(composed(task, f"run_dir={tmp_path}/other"))
+    assert sent["error"].startswith(f"run_dir={tmp_path}/other is not usable, because the log is in OUTPUT_DIR=")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_failure_is_named_with_what_the_log_says_and_the_way_on(launch):

@@ -18,6 +18,7 @@ from support.configs import ROOT, composed
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo import main_bapo
 from recipe.bapo.config import compose_config
+from recipe.bapo.run import train
 from recipe.bapo.run.preflight import keys, stages
 from recipe.bapo.run.preflight.rules import check_rules
 from recipe.bapo.run.preflight.stages import check_verls_config, prepare, run_preflight, run_stages
@@ -294,9 +295,9 @@ def test_verls_name_for_cuda_is_a_platform(monkeypatch):
 
 def test_it_can_be_left_out_of_a_run(task, tmp_path, monkeypatch, capsys):
     trained = []
-    monkeypatch.setattr(main_bapo, "claim_machine", lambda: None)  # it is held until the process ends
-    monkeypatch.setattr(main_bapo, "train", trained.append)
-    monkeypatch.setattr(main_bapo.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
+    monkeypatch.setattr(train, "claim_machine", lambda: None)  # it is held until the process ends
+    monkeypatch.setattr(train, "train", trained.append)
+    monkeypatch.setattr(train.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
     for wanted in (True, False):
         run_dir = tmp_path / str(wanted)
         config = composed(task, "trainer.critic_warmup=1000", f"preflight={wanted}", f"run_dir={run_dir}")

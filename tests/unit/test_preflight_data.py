@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from support.configs import composed
 
-from recipe.bapo.main_bapo import choose_cluster
 from recipe.bapo.run.preflight import CheckWarning
 from recipe.bapo.run.preflight.data import check_checkpoint, check_files
 from recipe.bapo.run.preflight.model import check_model
+from recipe.bapo.run.train import choose_cluster
 
 
 def check_train_data(config):

@@ -343,12 +343,12 @@ def test_every_shipped_config_gives_a_full_table_on_its_gpus(task, models, monke
     large, small, separate = name.endswith("32b"), name == "gsm8k", name == "separate_async"
     gpus = 1 if small else 4 if separate else 8
     pretend_gpus(monkeypatch, gpus=1 if small else 8)
-    monkeypatch.setenv("ROLLOUT_GPUS_PER_NODE", "4")
     path = models["32B" if large else "0.5B" if small else "7B"]
     files = {"MODEL_PATH": path, "TRAIN_FILE": task / "train.parquet", "TEST_FILE": task / "test.parquet"}
     for variable, file in files.items():
         monkeypatch.setenv(variable, str(file))
     nodes = [f"trainer.nnodes={8 if large else 1}", f"trainer.n_gpus_per_node={gpus}"]
+    nodes += ["actor_rollout_ref.rollout.n_gpus_per_node=4"] * separate
     reward = ["reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"]  # scores the task's data
     groups = (f"experiment={name}", "size=gpu", "platform=gpu", f"run_dir={tmp_path}/run")
     chosen = compose_in_groups(*groups, *reward, *nodes)

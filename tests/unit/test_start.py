@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run gets where its variables leave something open, and what is refused in one line."""
 
+import re
 import shutil
 import subprocess
 from contextlib import suppress
@@ -13,6 +14,7 @@ from recipe.bapo.language_model import __main__ as language_model
 from recipe.bapo.run import choose as choices
 from recipe.bapo.run import start
 from recipe.bapo.run.choose import choose
+from recipe.bapo.run.files import output_folder
 
 ASYNC = {"CONFIG": "separate_async"}
 MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
@@ -39,7 +41,7 @@ def files(task):
         (0, {"SIZE": "huge"}, "SIZE=huge is not usable: choose from cpu cpu_example"),
         (0, {"CONFIG": "paper_7b"}, "CONFIG=paper_7b is for GPUs"),
         (0, {"GPUS_PER_NODE": "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
-        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "OUTPUT_DIR=/tmp/${x} is not usable: name a folder without ${"),
+        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x} is not usable: name a folder without ${"),
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
@@ -97,8 +99,27 @@ def test_what_is_missing_or_wrong_is_named(gpus, given, message):
 def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, sample):
     choice = choose({**(files if own else {}), **given}, gpus)
     assert f"size={size}" in choice.arguments and f"trainer.n_gpus_per_node={train}" in choice.arguments
-    assert choice.environment["ROLLOUT_GPUS_PER_NODE"] == str(sample)
+    sampling = [argument for argument in choice.arguments if argument.startswith("actor_rollout_ref.rollout.n_gpus")]
+    assert sampling == [f"actor_rollout_ref.rollout.n_gpus_per_node={sample}"] * (
+        given.get("CONFIG") == "separate_async"
+    )
     assert choice.language_model == size.startswith("language_model")
+
+
+@pytest.mark.parametrize(
+    "arguments, given, folder",
+    [
+        ([], {}, "runs/example-[0-9]{8}-[0-9]{6}"),
+        ([], {"OUTPUT_DIR": "/out"}, "/out"),
+        (["run_dir=/mine"], {"OUTPUT_DIR": "/out"}, "/mine"),
+        (["run_dir=/mine", "run_dir='/my own'"], {}, "/my own"),  # Hydra takes the last one, and takes the quotes away
+    ],
+)
+def test_the_folder_of_a_run_is_decided_once(arguments, given, folder):
+    chosen = choose(given, 0, arguments).environment["OUTPUT_DIR"]
+    assert re.fullmatch(folder if folder.startswith("/") else f"{choices.ROOT}/{folder}", chosen)
+    of_parent = output_folder(arguments, {"OUTPUT_DIR": chosen}, "bapo")
+    assert of_parent == chosen
 
 
 @pytest.mark.parametrize("given", [{"CONFIG": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens before, during and after training: ``python -m recipe.bapo.run`` checks, starts and follows a run.
+"""The launcher: what happens before, during and after training. A run has these processes, and each its modules:
 
-``start`` is the command of the run script, and ``choose`` chooses for it what is left open: config, size, model and
-data, and the number of GPUs.
-``__main__`` is the command and the parent process of a run. ``preflight`` checks the config, what it names, and the
-machine. ``console`` prints for the user; ``watchdog`` detects a run that hangs, and ``demands`` shows what Ray cannot
-place; ``locks`` refuses a second run if two would disturb each other; ``cleanup`` ends processes and removes
-leftovers; ``picture`` draws. ``messages`` is training's end of the pipe to the parent; ``files`` and ``metrics`` know
-the files of a run. The parent imports neither verl nor torch, so that it starts at once, and an error in one of them
-cannot end it.
+- **The command** ``recipe.bapo.run.start``, which the run script calls: ``start`` and ``choose`` choose what is left
+  open (config, size, model and data, and the number of GPUs). It then becomes the parent, or a job that starts one.
+- **The parent** ``recipe.bapo.run``: ``__main__`` starts the training process, follows it and cleans up after it.
+  ``console`` prints for the user, ``watchdog`` detects a run that hangs. It imports neither verl nor torch, so that it
+  starts at once, and an error in one of them cannot end it. ``picture`` draws in a process of its own.
+- **The training process** ``recipe.bapo.main_bapo``, a child of the parent: ``train`` checks, claims and trains;
+  ``messages`` is its end of the pipe to the parent, and ``demands`` shows what Ray cannot place.
+- **The task runner**, an actor of Ray: ``task_runner``. verl's trainer runs in it, and starts the workers.
+
+``preflight`` checks the config, what it names, and the machine: in the training process, or as a command of its own.
+Several processes use the rest: ``locks`` refuses a second run if two would disturb each other; ``cleanup`` ends
+processes and removes leftovers; ``files`` and ``metrics`` know the files of a run; ``recipe`` has all that this package
+knows of BAPO.
 """

@@ -23,14 +23,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.run import cleanup, console
-from recipe.bapo.run.files import LOG, RAY_LOGS, keep_earlier, latest_checkpoint
+from recipe.bapo.run import cleanup, console, recipe
+from recipe.bapo.run.files import CONFIG, LOG, RAY_LOGS, keep_earlier, latest_checkpoint, output_folder
 from recipe.bapo.run.locks import claim_folder
 from recipe.bapo.run.messages import PIPE
 from recipe.bapo.run.watchdog import Watchdog
 
 # Unbuffered (-u), so that the log has the last lines of a killed process.
-TRAINING = (sys.executable, "-u", "-m", "recipe.bapo.main_bapo")
+TRAINING = (sys.executable, "-u", "-m", recipe.TRAINING)
 # The longest TMPDIR, in characters: Ray makes sockets below it, and Unix limits the path of a socket to 107.
 MAX_TEMP_LENGTH = 25
 PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and to clean up on the other nodes
@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
     if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
         print(
-            "Error: --config-name is not usable: our bapo_trainer, which adds to verl's ppo_trainer, composes a run. "
-            "For Megatron's config give model_engine=megatron.",
+            f"Error: --config-name is not usable: our {recipe.CONFIG_NAME}, which adds to verl's ppo_trainer, composes "
+            "a run. For Megatron's config give model_engine=megatron.",
             file=sys.stderr,
         )
         return 1
@@ -49,14 +49,18 @@ def main(arguments: list[str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # also when it is redirected to a file
     interruptions = catch_interruptions()
     cleanup.adopt_orphans()
-    os.environ["OUTPUT_DIR"] = os.environ.get("OUTPUT_DIR") or time.strftime("runs/bapo-%Y%m%d-%H%M%S")
-    run_dir = Path(os.environ["OUTPUT_DIR"]).absolute()
+    try:
+        run_dir = Path(output_folder(arguments, os.environ, "bapo")).absolute()
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    os.environ["OUTPUT_DIR"] = str(run_dir)
     try:
         claim = claim_folder(run_dir)  # held until this process ends
         log = keep_earlier(run_dir / LOG)
         log.touch()
     except (OSError, ValueError) as error:
-        print(f"Error: OUTPUT_DIR={run_dir} is not usable: {error}", file=sys.stderr)
+        print(f"Error: run_dir (OUTPUT_DIR)={run_dir} is not usable: {error}", file=sys.stderr)
         return 1
     try:
         temporary = scratch_folder()
@@ -64,7 +68,7 @@ def main(arguments: list[str]) -> int:
         print(f"Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): {error}", file=sys.stderr)
         return 1
     with temporary as scratch:
-        run = Supervisor(arguments, log, scratch)
+        run = TrainingProcess(arguments, run_dir, log, scratch)
         try:
             while run.poll() and not interruptions:
                 time.sleep(0.2)
@@ -82,7 +86,6 @@ def main(arguments: list[str]) -> int:
         elif run.config is None:  # Hydra printed its help or the config (--cfg job), and nothing trained
             print(log.read_text())
         else:
-            run_dir = Path(run.config.run_dir)  # the command line may set another folder than OUTPUT_DIR
             run.show(lambda: print(console.summary(run_dir)))
             if not run.config.trainer.val_only:
                 subprocess.run([sys.executable, "-m", "recipe.bapo.run.picture", run_dir], stderr=subprocess.STDOUT)
@@ -115,17 +118,18 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
 
 
-class Supervisor:
-    """Runs training as a child of this process, in a process group of its own, so that Ctrl-C does not reach it.
+class TrainingProcess:
+    """Training, as a child of this process in a process group of its own, so that Ctrl-C does not reach it.
 
     Args:
         arguments: the arguments of ``recipe.bapo.main_bapo``.
+        run_dir: the run's folder.
         log: the file to which the child's output goes.
         scratch: the folder for temporary files of the child and of its children.
     """
 
-    def __init__(self, arguments: list[str], log: Path, scratch: str):
-        self.log = log
+    def __init__(self, arguments: list[str], run_dir: Path, log: Path, scratch: str):
+        self.run_dir, self.log = run_dir, log
         self.weights_of_others = cleanup.weights()
         self.errors: list[str] = []
         # These three are None until the checks have passed.
@@ -186,11 +190,9 @@ class Supervisor:
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
-            path, on_cluster = content
-            self.config = OmegaConf.load(path)
-            run_dir = Path(self.config.run_dir)
-            self.watchdog = Watchdog(run_dir, self.config.watchdog, on_cluster)
-            self.printer = console.StepPrinter(run_dir, self.log, self.config.trainer.total_training_steps)
+            self.config = OmegaConf.load(self.run_dir / CONFIG)
+            self.watchdog = Watchdog(self.run_dir, self.config.watchdog, on_cluster=content)
+            self.printer = console.StepPrinter(self.run_dir, self.log, self.config.trainer.total_training_steps)
             print(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {self.log}")
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
@@ -236,7 +238,7 @@ class Supervisor:
 
     def full_disk(self) -> str | None:
         """Return a message if a folder of the run has hardly any space left, because the error may not say so."""
-        for folder in (Path(self.config.run_dir), Path(self.config.trainer.default_local_dir)):
+        for folder in (self.run_dir, Path(self.config.trainer.default_local_dir)):
             if folder.exists() and (free := shutil.disk_usage(folder).free) < 64 << 20:
                 return f"no space left: {folder} has {free / (1 << 20):.1f} MiB free"
         return None

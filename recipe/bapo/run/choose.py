@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose what the run script leaves open: config, size, model and data, and the number of GPUs.
 
-``choose`` does it, from the environment and from what ``start`` finds on the machine. The variables are explained in
-the run script.
+``choose`` does it for ``start``, before the parent exists: from the environment, and from what ``start`` finds on the
+machine. The variables are explained in the run script.
 """
 
 import hashlib
 import os
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from recipe.bapo.run.files import output_folder
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
@@ -58,6 +59,7 @@ class Choice:
 def choose(
     given: Mapping[str, str],
     gpus: int,
+    arguments: Sequence[str] = (),
     amd: bool = False,
     flash_attn: Callable[[], bool] = lambda: False,
     only_checks: bool = False,
@@ -67,6 +69,7 @@ def choose(
     Args:
         given: the environment. An empty variable counts as none; paths are absolute.
         gpus: number of NVIDIA GPUs that ``CUDA_VISIBLE_DEVICES`` leaves here.
+        arguments: those of the command.
         amd: whether there are AMD GPUs.
         flash_attn: whether flash-attn can be imported; only asked on a GPU.
         only_checks: whether nothing is to train. A run for GPUs can be checked where there are none, such as on a login
@@ -120,12 +123,12 @@ def choose(
     if not language_model:
         _inputs(given, choice, config, cpu)
 
-    output = f"{ROOT}/runs/{config}-{time.strftime('%Y%m%d-%H%M%S')}"
-    choice.environment |= {"OUTPUT_DIR": given.get("OUTPUT_DIR", output)}
-    choice.environment |= {"NNODES": str(nodes), "GPUS_PER_NODE": str(train), "ROLLOUT_GPUS_PER_NODE": str(sample)}
+    choice.environment["OUTPUT_DIR"] = str(ROOT / output_folder(arguments, given, config))
     chosen = f"[{experiment},evaluate]" if experiment else config  # a later one wins
     choice.arguments += ["--config-dir", "configs", f"experiment={chosen}", f"size={size}"]
     choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
+    if config == "separate_async":
+        choice.arguments.append(f"actor_rollout_ref.rollout.n_gpus_per_node={sample}")
     if not cpu:
         # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
         choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -173,8 +176,6 @@ def _platform(given, choice, gpus, amd):
         # Have Ray, its dashboard and vLLM's servers listen only on the loopback interface. (Ray does this by default on
         # Windows and macOS, where it cannot form clusters; this variable makes it do the same here.)
         choice.environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    if "${" in given.get("OUTPUT_DIR", ""):
-        raise ValueError(f"OUTPUT_DIR={given['OUTPUT_DIR']} is not usable: name a folder without ${{.")
     return nodes, nodes > 1 or cluster, cpu
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """End all processes of a run, and remove the files that they leave outside its folder.
 
-The parent of a run does this on its machine, and ``main_bapo`` on the nodes of a cluster. verl and vLLM choose the
+The parent of a run does this on its machine, and the task runner on every node of its Ray. verl and vLLM choose the
 names and folders of these files, so check them with each new version. ``tests/stack/test_faults.py`` fails if something
 is left behind.
 """
@@ -114,7 +114,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 def remove_on_every_node() -> None:
     """Remove the files that this job would leave on the nodes of its Ray. Wait at most 15 seconds for the nodes."""
-    import ray  # imported here, because the launcher needs the functions above and runs without Ray
+    import ray  # imported here, because the parent needs the functions above and runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     with suppress(Exception):  # for example, a node is gone, or Ray is

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print a run for the user: a line per step, advice, a progress bar in a terminal, and a summary at the end.
 
-All of it is read from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's folder. No program reads it, so
-you may change the texts; the README shows the summary.
+The parent of a run does it. It reads all of it from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's
+folder. No program reads it, so you may change the texts; the README shows the summary.
 """
 
 import json
@@ -15,6 +15,7 @@ from statistics import fmean
 
 from tqdm import tqdm
 
+from recipe.bapo.run import recipe
 from recipe.bapo.run.files import ANSWERS, METRICS
 from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
 
@@ -22,10 +23,7 @@ from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
 IN_A_LINE = {
     "critic/rewards/mean": "  reward {:.3f}",
     "actor/entropy": "  entropy {:.3f}",
-    "actor/bapo/positive_contribution_start": "  rho {:.3f}",
-    "actor/bapo/positive_contribution": " -> {:.3f}",
-    "actor/bapo/clip_low": "  bounds [{:.3f},",
-    "actor/bapo/clip_high": " {:.3f}]",
+    **recipe.IN_A_LINE,
     "actor/grad_norm": "  grad norm {:.3f}",
     "response_length/mean": "  length {:.0f}",
     "timing_s/step": "  {:.1f} s",
@@ -65,7 +63,7 @@ class StepPrinter:
         added = self.read_new(self.log)
         # The error itself is some lines further down, which may not be written yet.
         self.response_failed = self.response_failed or "Error in _run_prompt" in added
-        for said in re.findall(r"\bBAPO: .+", added):
+        for said in re.findall(rf"\b{recipe.NAME}: .+", added):
             tqdm.write(said)
 
     def warn(self, about: str, text: str) -> None:
@@ -98,8 +96,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-    parts = "".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data)
-    line += parts if applies(data) else parts.replace("  bounds [", "  BAPO's bounds [")
+    line += recipe.named("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
     validation = validation_reward(data)
     if validation is not None:
         line += f"  validation {validation:.3f}"
@@ -118,7 +115,7 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
             f"{math.floor(1000 * arrived) / 10:g}% of the responses arrived; verl trained without the others."
         )
     if skipped(data):
-        share = data.get("actor/bapo/skipped")  # logged with BAPO's loss or the monitor
+        share = data.get(recipe.SKIPPED)
         of_updates = "an update" if share is None else f"{share:.0%} of the updates"
         found["actor/grad_norm, not finite"] = (
             f"verl skipped {of_updates}, because the gradient norm was not finite (docs/troubleshooting.md)."
@@ -134,7 +131,7 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
 
 def skipped(data: dict[str, float]) -> bool:
     """Whether verl skipped an update of a step, as it does where the gradient norm is not finite."""
-    return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get("actor/bapo/skipped", 0.0) > 0
+    return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get(recipe.SKIPPED, 0.0) > 0
 
 
 def first_error(log: str) -> str | None:
@@ -180,7 +177,7 @@ def summary(run_dir: Path) -> str:
             before_and_after("validation reward, first and last", validations, 1)
         for label, values in several_responses(records).items():
             before_and_after(label, values, 1)
-        lines += search_lines([data for data in steps if "actor/bapo/met_by_moving" in data])
+        lines += recipe.summary_lines(steps)
         lines += answer_lines(run_dir / ANSWERS)
     else:
         lines.append("No training step was recorded. verl's figures of n responses to each problem:")
@@ -199,40 +196,6 @@ def several_responses(records: list[dict[str, float]]) -> dict[str, list[float]]
                 if match[3] != "1":
                     found.setdefault(f"{match[1]}, {match[2]}", []).append(value)
     return {label: values for label, values in found.items() if len(values) > 1}
-
-
-def applies(data: dict[str, float]) -> bool:
-    """Whether the loss of a step used BAPO's bounds; otherwise they were only searched."""
-    return data.get("actor/bapo/applied", 1.0) == 1
-
-
-def search_lines(steps: list[dict[str, float]]) -> list[str]:
-    """Format what the search for bounds did in a run, or would have done in a run with another loss, and its cost.
-
-    Args:
-        steps: the metrics of the steps that made updates.
-    """
-    if not steps:
-        return []
-
-    def mean(name):
-        return fmean(data[f"actor/bapo/{name}"] for data in steps)
-
-    applied = applies(steps[-1])
-    rho = (mean("positive_contribution_start"), mean("positive_contribution"))
-    at_the_bounds = "at the bounds used" if applied else "at the bounds found"
-    rows = {
-        "updates with the target met at the start": f"{mean('met_at_start'):.0%}",
-        "updates with the target met by moving bounds": f"{mean('met_by_moving'):.0%}",
-        "updates with a saturated search": f"{mean('saturated'):.0%}",
-        "positive contribution (rho)": f"{rho[0]:.3f} at the start, {rho[1]:.3f} {at_the_bounds}",
-        "bounds on the ratio": f"[{mean('clip_low'):.3f}, {mean('clip_high'):.3f}]",
-    }
-    if all("actor/bapo/redone" in data for data in steps):  # records of earlier versions have no costs
-        rows["updates with an extra forward pass"] = f"{mean('extra_forward'):.0%}"
-        rows["updates that were made twice"] = f"{mean('redone'):.0%}"
-    head = "The search for bounds" if applied else "What BAPO would have done"
-    return [f"{head}, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]
 
 
 def answer_lines(folder: Path, prompts: int = 3) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what Ray cannot place while no step has ended, in the process that is connected to it.
+"""Tell the parent that Ray is up, and show what it cannot place while no step has ended, in the training process.
 
 If Ray has fewer CPUs or GPUs than verl asks it for, Ray waits for ever and verl reports nothing. A Ray that the run
 starts itself is told to count enough CPUs; the nodes of a cluster count their own. Ray's own ``ray status`` leaves out
@@ -18,7 +18,9 @@ INTERVAL = 30.0  # seconds between two requests to Ray
 
 
 def follow(metrics: Path) -> threading.Thread:
-    """Ask Ray in a thread until a step has ended, and print what two requests in a row found pending.
+    """Wait for Ray in a thread, tell the parent the id of this job, and ask Ray until a step has ended.
+
+    What two requests in a row found pending is printed.
 
     Args:
         metrics: the run's metrics file, which has a line once the first step or validation has ended.
@@ -31,6 +33,9 @@ def follow(metrics: Path) -> threading.Thread:
 def _follow(metrics):
     import ray  # imported here, because the parent process imports this package and runs without Ray
 
+    while not ray.is_initialized():  # verl starts it, and calls nothing of ours when it has
+        time.sleep(0.2)
+    send("ray", ray.get_runtime_context().get_job_id())
     before: list[str] = []
     shown: list[str] = []
     while True:

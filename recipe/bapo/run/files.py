@@ -5,6 +5,8 @@ Users' scripts read ``metrics.jsonl``. Every package of the recipe may import th
 """
 
 import os
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.run.metrics reads it
@@ -15,6 +17,28 @@ ANSWERS = "validation"  # folder of the answers of each validation, if trainer.v
 PICTURE = "dynamics.png"
 STACKS = "stacks.txt"  # the stack of each process, if the run was ended because it hung
 RAY_LOGS = "ray_logs"  # folder with a copy of Ray's own logs, if the run failed
+
+
+def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name: str) -> str:
+    """Decide a run's folder: ``run_dir=`` among the arguments, else ``OUTPUT_DIR``, else a new one in ``runs/``.
+
+    Args:
+        arguments: those of the run.
+        environment: an empty variable counts as none.
+        name: the name of a new folder begins with it.
+
+    Raises:
+        ValueError: it holds an interpolation, which only the composed config could resolve.
+    """
+    given = environment.get("OUTPUT_DIR") or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
+    for argument in arguments:
+        if argument.startswith("run_dir="):
+            given = argument.removeprefix("run_dir=")
+            if given[:1] in ("'", '"') and given[-1:] == given[:1]:  # quotes that are for Hydra
+                given = given[1:-1]
+    if "${" in given:
+        raise ValueError(f"run_dir (OUTPUT_DIR)={given} is not usable: name a folder without ${{.")
+    return given
 
 
 def keep_earlier(path: Path) -> Path:

@@ -3,8 +3,8 @@
 
 verl puts Ray's job number into the names of its sockets, and always gives its queue the same name. So two runs on a
 machine or a cluster would silently train on each other's data. The parent of a run claims its folder before it touches
-anything there. Preflight looks for another run, then ``main_bapo`` claims the machine and its task runner claims the
-cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
+anything there. Preflight looks for another run, then the training process claims the machine and the task runner claims
+the cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
 """
 
 import fcntl

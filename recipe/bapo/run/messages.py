@@ -2,7 +2,7 @@
 """Training's end of the pipe to its parent process.
 
 We use a pipe instead of a file, because a file in the run's folder could not be written when its disk is full.
-``Supervisor.handle_message`` handles every kind of message.
+``TrainingProcess.handle_message`` of the parent handles every kind of message.
 """
 
 import os
@@ -31,8 +31,8 @@ def send(kind: str, content=None) -> None:
 
             - ``info``: a text for the console.
             - ``error``: a text that says why training ends.
-            - ``checked``: the checks have passed. The content is the path of the run's config and whether the run joins
-              a cluster.
+            - ``checked``: the checks have passed, and the config is in the run's folder. The content is whether the run
+              joins a cluster.
             - ``ray``: Ray is up. The content is the id of this job in Ray.
             - ``trained``: training is done, and the process is about to end.
         content: as described above; None for ``trained``.

@@ -4,7 +4,7 @@
     .venv/bin/python -m recipe.bapo.run.picture runs/a                              # runs/a/dynamics.png
     .venv/bin/python -m recipe.bapo.run.picture runs/grpo runs/bapo --out compare.png
 
-The launcher draws a run's picture when the run ends. To change the panels, change ``PANELS``.
+The parent of a run draws its picture when it ends, in a process of its own. To change the panels, change ``PANELS``.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from recipe.bapo.run import recipe
 from recipe.bapo.run.files import PICTURE
 from recipe.bapo.run.metrics import read_metrics
 
@@ -22,17 +23,7 @@ PANELS = {
     "Mean training reward": {"critic/rewards/mean": ""},
     "Entropy, nats a token": {"actor/entropy": ""},
     "Gradient norm before clipping": {"actor/grad_norm": ""},
-    "Positive contribution rho": {
-        "actor/bapo/positive_contribution": "at the bounds",
-        "actor/bapo/positive_contribution_start": "start",
-    },
-    "Upper bound, mean of the updates": {"actor/bapo/clip_high": ""},
-    "Lower bound, mean of the updates": {"actor/bapo/clip_low": ""},
-    "Clipped tokens, share of their sign": {
-        "actor/bapo/clipfrac_positive": "positive",
-        "actor/bapo/clipfrac_negative": "negative",
-    },
-    "Saturated searches, share of updates": {"actor/bapo/saturated": ""},
+    **recipe.PANELS,
     "Staleness": {
         "training/off_policy/trajectory_staleness/mean": "versions behind",
         "training/off_policy/trajectory_spans/mean": "versions in a response",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a run; ``run_bapo_example.sh`` calls this.
+"""The command that starts a run, and then becomes its parent; ``run_bapo_example.sh`` calls it.
 
     python -m recipe.bapo.run.start [--preflight] [key=value ...]
 
@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from recipe.bapo.run import recipe
 from recipe.bapo.run.choose import FILES, INPUTS, ROOT, choose
 
 
@@ -78,7 +79,9 @@ def main(arguments: list[str]) -> int:
             os.environ[name] = os.path.abspath(value)
     try:
         amd = Path("/dev/kfd").exists() or any(map(shutil.which, ("rocm-smi", "amd-smi")))
-        choice = choose(os.environ, visible_gpus(os.environ), amd, has_flash_attn, "--preflight" in arguments)
+        choice = choose(
+            os.environ, visible_gpus(os.environ), arguments, amd, has_flash_attn, "--preflight" in arguments
+        )
         choice.environment |= system_variables(os.environ)
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -90,7 +93,7 @@ def main(arguments: list[str]) -> int:
         else:
             os.environ[name] = value
     given = [*choice.arguments, *(argument for argument in arguments if argument != "--preflight")]
-    checks = [sys.executable, "-m", "recipe.bapo.run.preflight", "--config-name", "bapo_trainer", *given]
+    checks = [sys.executable, "-m", "recipe.bapo.run.preflight", "--config-name", recipe.CONFIG_NAME, *given]
     if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
         return 1
     if "--preflight" in arguments:

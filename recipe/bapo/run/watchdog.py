@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect a run that hangs: vLLM has died, weights do not reach it, or no step ends.
+"""Detect a run that hangs, in its parent: vLLM has died, weights do not reach it, or no step ends.
 
 verl waits for an answer from a server that has died or failed, in some cases forever. (If a Ray worker dies, verl ends
 the run itself.) To detect another fault, add a method and call it in ``check``; ``tests/stack/test_faults.py`` injects

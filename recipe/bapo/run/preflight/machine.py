@@ -108,8 +108,8 @@ def gpus_here() -> int:
 def check_cpus(config) -> str:
     """Check the number of CPUs that Ray is told to count: with fewer than verl asks it for, Ray waits for ever.
 
-    Ray only counts CPUs and does not reserve them. Where the number is not set, ``main_bapo`` sets one that is enough,
-    and with verl's own entry point Ray counts those of the machine.
+    Ray only counts CPUs and does not reserve them. Where the number is not set, the training process sets one that is
+    enough, and with verl's own entry point Ray counts those of the machine.
     """
     if joins_a_cluster(config):
         return "the nodes of the Ray cluster count their own"

@@ -8,7 +8,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.compatibility import uses_bypass_mode
 from recipe.bapo.config import is_of_our_trainer
 from recipe.bapo.run.preflight.keys import items_of
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
@@ -61,7 +60,7 @@ class Settings:
     @property
     def bypass(self) -> bool:
         """Whether the ratio is against the policy that sampled."""
-        return uses_bypass_mode(self.config)
+        return bool(self.correction.get("bypass_mode"))
 
     @property
     def old_reward_keys(self) -> str:

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
 from recipe.bapo.config import compose_config, is_of_our_trainer
-from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from recipe.bapo.run import recipe
 from recipe.bapo.run.preflight import CheckWarning, blame, data, innermost, machine, model
 from recipe.bapo.run.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.run.preflight.rules import check_counts, check_rules
@@ -62,33 +61,13 @@ def check_verls_config(config) -> str:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
-    return _check_loss(built[ACTOR], config.actor_rollout_ref.model)
-
-
-def _check_loss(actor, model_config):
-    """Check that verl finds the loss, and that BAPO's loss or monitor can work with it. Returns what it is."""
-    loss = actor.policy_loss
+    loss = built[ACTOR].policy_loss
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode):
         get_policy_loss_fn(loss.loss_mode)
-    ours = f"{ACTOR}.policy_loss._target_={BAPOPolicyLossConfig.__module__}."
-    if isinstance(loss, MonitorConfig):
-        try:
-            refuse_to_monitor(actor, model_config)
-        except ValueError as error:
-            raise CheckWarning(f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}") from error
-        scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
-    elif isinstance(loss, BAPOPolicyLossConfig):
-        refuse_unusable_settings(actor, model_config)
-        scope = loss.bound_scope
-    elif loss.loss_mode == "bapo":
-        raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
-    else:
-        return f"loss_mode={loss.loss_mode}, without BAPO's monitor"
-    return (
-        f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
-        f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
-        f"{loss.token_weight}), bound_scope={scope}"
-    )
+    said, useless = recipe.check_loss(built[ACTOR], config.actor_rollout_ref.model)
+    if useless:
+        raise CheckWarning(said)
+    return said
 
 
 def check_advantages(config) -> str:
