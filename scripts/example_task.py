@@ -23,8 +23,9 @@ import pandas as pd
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from recipe.bapo.language_model.warm_up import encode
 
 DATA_SOURCE = "bapo/guess"
 TRIES = 5
@@ -87,19 +88,10 @@ def make_model(tokenizer, layers: int, hidden: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def encode_batch(tokenizer, right_guesses: float, rng: random.Random, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample token ids and labels ``(size, L)`` of teacher responses. Prompts and padding have the label -100."""
-    rows, labels = [], []
-    for _ in range(size):
-        a, b = rng.choice(PAIRS)
-        prompt = tokenizer.encode(prompt_of(a, b) + "\n")
-        response = tokenizer.encode(sample_response(a, b, right_guesses, rng))
-        if len(response) < MAX_RESPONSE:
-            response.append(tokenizer.eos_token_id)
-        rows.append(torch.tensor(prompt + response))
-        labels.append(torch.tensor([-100] * len(prompt) + response))
-    ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    return ids, pad_sequence(labels, batch_first=True, padding_value=-100)
+def teach(right_guesses: float, rng: random.Random) -> tuple[str, str]:
+    """Draw a prompt, and sample the teacher's response to it."""
+    a, b = rng.choice(PAIRS)
+    return prompt_of(a, b), sample_response(a, b, right_guesses, rng)
 
 
 def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> float:
@@ -110,7 +102,7 @@ def warm_up(model, tokenizer, steps: int, right: float, rng: random.Random) -> f
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=len(shares))
     model.train()
     for right_guesses in shares:
-        ids, labels = encode_batch(tokenizer, right_guesses, rng, size=64)
+        ids, labels = encode(tokenizer, [teach(right_guesses, rng) for _ in range(64)], MAX_RESPONSE)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,6 +9,7 @@ badly. Learning to try well again is left to reinforcement learning.
 
 import random
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -51,19 +52,26 @@ def autocast(device: torch.device):
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def encode_batch(tokenizer, rows: int, right: float, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels ``(rows, L)`` of taught answers; prompts and padding have the label ``IGNORED``."""
+def encode(tokenizer, taught: Iterable[tuple[str, str]], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels ``(N, L)`` of N prompts with taught answers.
+
+    An answer of less than ``longest`` tokens ends with the end token. Prompts and padding have the label ``IGNORED``.
+    """
     ids, labels = [], []
-    for _ in range(rows):
-        numbers = draw_numbers(rng)
-        prompt = tokenizer.encode(prompt_of(numbers) + "\n")
-        answer = tokenizer.encode(teach(numbers, right, rng))
-        if len(answer) < MAX_RESPONSE:
+    for question, text in taught:
+        prompt, answer = tokenizer.encode(question + "\n"), tokenizer.encode(text)
+        if len(answer) < longest:
             answer.append(tokenizer.eos_token_id)
         ids.append(torch.tensor(prompt + answer))
         labels.append(torch.tensor([IGNORED] * len(prompt) + answer))
     padded = pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
     return padded, pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+
+
+def draw_taught(right: float, rng: random.Random) -> tuple[str, str]:
+    """Draw a prompt and a taught answer, whose tries are right with the probability ``right``."""
+    numbers = draw_numbers(rng)
+    return prompt_of(numbers), teach(numbers, right, rng)
 
 
 def warm_up(model, tokenizer, settings: Settings, device: torch.device) -> None:
@@ -79,13 +87,14 @@ def warm_up(model, tokenizer, settings: Settings, device: torch.device) -> None:
     progress = tqdm(range(settings.steps), desc="  warming up", unit="step", mininterval=interval)
     for step in progress:
         right = 0.5 if step < settings.first_lesson * settings.steps else settings.right
-        ids, labels = (plane.to(device) for plane in encode_batch(tokenizer, settings.rows, right, rng))
+        taught = [draw_taught(right, rng) for _ in range(settings.rows)]
+        ids, labels = (plane.to(device) for plane in encode(tokenizer, taught, MAX_RESPONSE))
         with autocast(device):
             # The output layer is a fifth of the work, so it runs on the answers' tokens alone.
             hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-            taught = labels[:, 1:] != IGNORED
-            logits = model.lm_head(hidden[taught])
-        loss = cross_entropy(logits.float(), labels[:, 1:][taught])
+            answered = labels[:, 1:] != IGNORED
+            logits = model.lm_head(hidden[answered])
+        loss = cross_entropy(logits.float(), labels[:, 1:][answered])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
