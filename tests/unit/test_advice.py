@@ -183,8 +183,8 @@ def test_a_loss_that_hardly_clips_is_left_alone():
 # The rows of the README's table by which a monitored run is judged, in their order, and what the advice then says.
 ROWS = {
     f"clips less than {100 * NEARLY_NOTHING:g} % of the tokens of each sign": "leave the loss as it is",
-    f"would move BAPO's bounds in {100 * RARELY:g} % of the updates or more": "Try it.",
-    "or would with the other target that the report names": "they would move in about",
+    f"BAPO's bounds would move in {100 * RARELY:g} % of the updates or more": "Try it.",
+    "or with another one, which the report then names": "they would move in about",
     f"clips {100 * MANY:g} % or more of the tokens with A > 0": "raise its upper bound alone",
     "| none of these |": "Leave the loss as it is.",
 }
