@@ -20,7 +20,7 @@
 #   OUTPUT_DIR      folder for the run's files (runs/<config>-<date>-<time>)
 #   CONFIG          a file of configs/experiment without .yaml (example; language_model on a GPU without a MODEL_PATH).
 #                   CONFIG=language_model trains the language model on a CPU, too
-#   EXPERIMENT      with CONFIG=evaluate, the experiment whose lengths and sampling are taken (those of SIZE)
+#   EXPERIMENT      with CONFIG=evaluate, the experiment from which to take lengths and sampling (those of SIZE)
 #   SIZE            a file of configs/size without .yaml (chosen by machine and CONFIG)
 #   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,14 +113,14 @@ def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, s
         ([], {}, "runs/example-[0-9]{8}-[0-9]{6}"),
         ([], {"OUTPUT_DIR": "/out"}, "/out"),
         (["run_dir=/mine"], {"OUTPUT_DIR": "/out"}, "/mine"),
+        (["run_dir=mine"], {}, f"{Path.cwd()}/mine"),
         (["run_dir=/mine", "run_dir='/my own'"], {}, "/my own"),  # Hydra takes the last one, and takes the quotes away
     ],
 )
 def test_the_folder_of_a_run_is_decided_once(arguments, given, folder):
     chosen = choose(given, 0, arguments).environment["OUTPUT_DIR"]
     assert re.fullmatch(folder if folder.startswith("/") else f"{choices.ROOT}/{folder}", chosen)
-    of_parent = output_folder(arguments, {"OUTPUT_DIR": chosen}, "bapo")
-    assert of_parent == chosen
+    assert str(output_folder(arguments, {"OUTPUT_DIR": chosen}, "bapo")) == chosen  # in the parent
 
 
 @pytest.mark.parametrize("given", [{"CONFIG": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
@@ -225,9 +226,9 @@ def ended(monkeypatch, tmp_path):
 
     def obtain(stage):
         stages.append(stage)
-        if stage == "made":
+        if stage == "make":
             made["made"] = tmp_path / "made"
-        return tmp_path / "converted" if stage == "converted" else made["made"]
+        return tmp_path / "converted" if stage == "convert" else made["made"]
 
     monkeypatch.setattr(language_model, "obtain", obtain)
     commands, stages = [], []
@@ -246,13 +247,13 @@ def ended(monkeypatch, tmp_path):
 
 def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, tmp_path, capsys):
     wrong = "failed   batches          some.key=7 is not usable: set it to 8."
-    assert ended(checked=1, said=wrong)[:2] == ([], ["where", "converted"])
+    assert ended(checked=1, said=wrong)[:2] == ([], ["find", "convert"])
     assert capsys.readouterr().err == f"{wrong}\n"
-    converted = (["recipe.bapo.run.preflight"], ["where", "converted"], f"{tmp_path}/converted/model")
+    converted = (["recipe.bapo.run.preflight"], ["find", "convert"], f"{tmp_path}/converted/model")
     assert ended("--preflight") == converted
     unchecked = ended("preflight=false", checked=1)
-    assert unchecked == (["recipe.bapo.run"], ["where", "converted", "made"], f"{tmp_path}/made/model")
-    assert ended() == (["recipe.bapo.run"], ["where"], f"{tmp_path}/made/model")
+    assert unchecked == (["recipe.bapo.run"], ["find", "convert", "make"], f"{tmp_path}/made/model")
+    assert ended() == (["recipe.bapo.run"], ["find"], f"{tmp_path}/made/model")
 
 
 def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):

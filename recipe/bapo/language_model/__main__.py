@@ -28,7 +28,7 @@ def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print(obtain("made"))
+    print(obtain("make"))
     return 0
 
 
@@ -36,8 +36,8 @@ def obtain(stage: str) -> Path | None:
     """Return the folder of the language model; exits with a message if it cannot be made.
 
     Args:
-        stage: ``made``: make it unless it is there. ``converted``: only fetch and convert the model. ``where``: make
-            nothing, and return None if it is not there.
+        stage: ``find``: make nothing, and return None if it is not there. ``convert``: only fetch and convert the
+            model. ``make``: make it unless it is there.
     """
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -51,9 +51,9 @@ def obtain(stage: str) -> Path | None:
     settings = {"steps": int(steps)} if steps else {}
     converted, made = cache.folder_of("converted", {}), cache.folder_of("language_model", settings)
     try:
-        if stage == "converted" or (stage == "made" and not made.exists()):
+        if stage == "convert" or (stage == "make" and not made.exists()):
             cache.make_once(converted, convert)
-        if stage == "made":
+        if stage == "make":
             cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
     except (ValueError, OSError) as error:
         sys.exit(f"Error: {error}")
@@ -62,7 +62,7 @@ def obtain(stage: str) -> Path | None:
         sys.exit(130)
     for number, handler in before.items():
         signal.signal(number, handler)
-    folder = converted if stage == "converted" else made
+    folder = converted if stage == "convert" else made
     return folder if folder.exists() else None
 
 

@@ -2,16 +2,18 @@
 """The launcher: what happens before, during and after training. A run has these processes, and each its modules:
 
 - **The command** ``recipe.bapo.run.start``, which the run script calls: ``start`` and ``choose`` choose what is left
-  open (config, size, model and data, and the number of GPUs). It then becomes the parent, or a job that starts one.
+  open (config, size, model and data, and the number of GPUs). It then becomes the parent; or preflight; or the command
+  that submits the run to a Ray cluster, where the parent then starts.
 - **The parent** ``recipe.bapo.run``: ``__main__`` starts the training process, follows it and cleans up after it.
-  ``console`` prints for the user, ``watchdog`` detects a run that hangs. It imports neither verl nor torch, so that it
-  starts at once, and an error in one of them cannot end it. ``picture`` draws in a process of its own.
-- **The training process** ``recipe.bapo.main_bapo``, a child of the parent: ``train`` checks, claims and trains;
-  ``messages`` is its end of the pipe to the parent, and ``demands`` shows what Ray cannot place.
+  ``console`` prints for the user, ``watchdog`` detects a run that hangs. The parent imports neither verl nor torch, so
+  that it starts at once, and an error in one of them cannot end it. ``picture`` draws in a process of its own.
+- **The training process** ``recipe.bapo.main_bapo``, a child of the parent: ``train`` checks the run, claims its folder
+  and the machine, and starts Ray; ``messages`` is its end of the pipe to the parent, and ``demands`` shows what Ray
+  cannot place.
 - **The task runner**, an actor of Ray: ``task_runner``. verl's trainer runs in it, and starts the workers.
 
 ``preflight`` checks the config, what it names, and the machine: in the training process, or as a command of its own.
 Several processes use the rest: ``locks`` refuses a second run if two would disturb each other; ``cleanup`` ends
-processes and removes leftovers; ``files`` and ``metrics`` know the files of a run; ``recipe`` has all that this package
+processes and removes leftovers; ``files`` and ``metrics`` know the files of a run; ``recipe`` is what this package
 knows of BAPO.
 """

@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     interruptions = catch_interruptions()
     cleanup.adopt_orphans()
     try:
-        run_dir = Path(output_folder(arguments, os.environ, "bapo")).absolute()
+        run_dir = output_folder(arguments, os.environ, "bapo")
     except ValueError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1

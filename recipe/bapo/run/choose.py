@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
 FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
-FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs that begin like this have GPUs as their only size
+FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs whose names begin like this do not run on a CPU
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def choose(
     if not language_model:
         _inputs(given, choice, config, cpu)
 
-    choice.environment["OUTPUT_DIR"] = str(ROOT / output_folder(arguments, given, config))
+    choice.environment["OUTPUT_DIR"] = str(output_folder(arguments, given, config, ROOT))
     chosen = f"[{experiment},evaluate]" if experiment else config  # a later one wins
     choice.arguments += ["--config-dir", "configs", f"experiment={chosen}", f"size={size}"]
     choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
@@ -187,7 +187,7 @@ def _count(given, name, default):
 
 
 def _shares(given, here, config, cpu):
-    """Return the numbers of GPUs of a node that train, and that sample where these are others."""
+    """Return how many GPUs of a node train, and how many sample if the two use separate GPUs."""
     if config != "separate_async" or cpu:
         return _count(given, "GPUS_PER_NODE", max(here, 1)), _count(given, "ROLLOUT_GPUS_PER_NODE", 1)
     half = here // 2

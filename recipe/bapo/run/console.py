@@ -96,7 +96,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-    line += recipe.named("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
+    line += recipe.relabel("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
     validation = validation_reward(data)
     if validation is not None:
         line += f"  validation {validation:.3f}"

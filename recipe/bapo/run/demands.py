@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the parent that Ray is up, and show what it cannot place while no step has ended, in the training process.
+"""In the training process: tell the parent that Ray is up and, until a step has ended, what Ray cannot place.
 
 If Ray has fewer CPUs or GPUs than verl asks it for, Ray waits for ever and verl reports nothing. A Ray that the run
 starts itself is told to count enough CPUs; the nodes of a cluster count their own. Ray's own ``ray status`` leaves out
@@ -31,7 +31,7 @@ def follow(metrics: Path) -> threading.Thread:
 
 
 def _follow(metrics):
-    import ray  # imported here, because the parent process imports this package and runs without Ray
+    import ray
 
     while not ray.is_initialized():  # verl starts it, and calls nothing of ours when it has
         time.sleep(0.2)

@@ -19,18 +19,21 @@ STACKS = "stacks.txt"  # the stack of each process, if the run was ended because
 RAY_LOGS = "ray_logs"  # folder with a copy of Ray's own logs, if the run failed
 
 
-def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name: str) -> str:
-    """Decide a run's folder: ``run_dir=`` among the arguments, else ``OUTPUT_DIR``, else a new one in ``runs/``.
+def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name: str, root: Path = Path()) -> Path:
+    """Decide a run's folder: ``run_dir=`` among the arguments, else ``OUTPUT_DIR``, else a new one in ``root/runs``.
 
     Args:
         arguments: those of the run.
         environment: an empty variable counts as none.
         name: the name of a new folder begins with it.
 
+    Returns:
+        An absolute path. What is given as a relative one is relative to the working directory.
+
     Raises:
         ValueError: it holds an interpolation, which only the composed config could resolve.
     """
-    given = environment.get("OUTPUT_DIR") or time.strftime(f"runs/{name}-%Y%m%d-%H%M%S")
+    given = environment.get("OUTPUT_DIR") or str(root / time.strftime(f"runs/{name}-%Y%m%d-%H%M%S"))
     for argument in arguments:
         if argument.startswith("run_dir="):
             given = argument.removeprefix("run_dir=")
@@ -38,7 +41,7 @@ def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name
                 given = given[1:-1]
     if "${" in given:
         raise ValueError(f"run_dir (OUTPUT_DIR)={given} is not usable: name a folder without ${{.")
-    return given
+    return Path(given).absolute()
 
 
 def keep_earlier(path: Path) -> Path:

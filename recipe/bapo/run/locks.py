@@ -49,8 +49,8 @@ def claim_folder(run_dir: Path) -> IO[str]:
     """Claim a run's folder, which is made if it is not there, until the returned file is closed.
 
     A second start in it would rename the first one's log and metrics, and the first one's watchdog would then see no
-    more steps and end it. The claim is a lock on the file ``run.lock``, because NFS locks only what is open for
-    writing. It is released when the process ends. Where files cannot be locked, there is no claim.
+    more steps and end it. The claim is a lock on the file ``run.lock`` and not on the folder, because NFS locks only
+    what is open for writing. It is released when the process ends. Where files cannot be locked, there is no claim.
 
     Raises:
         ValueError: another run has the folder.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that this package knows of BAPO: how it is trained and checked, and what of it is shown.
+"""What the launcher knows of BAPO: the module that trains, the check of its loss, and what of its metrics is shown.
 
-The rest of the package knows verl, Ray and vLLM. (Preflight's rules name BAPO's options, too.) The parent process
-imports this module, so it imports neither verl nor torch before they are needed.
+To launch another recipe, write another such module. Two parts of the package are made for BAPO's users, and name its
+options or configs as well: ``preflight`` and ``choose``. The parent process imports this module, so it imports neither
+verl nor torch before they are needed.
 """
 
 from statistics import fmean
 
-NAME = "BAPO"  # with which the worker's sentences begin
+NAME = "BAPO"  # the prefix of the worker's sentences in the log
 TRAINING = "recipe.bapo.main_bapo"  # the module of the training process
 CONFIG_NAME = "bapo_trainer"
 SKIPPED = "actor/bapo/skipped"  # share of the updates that verl skipped; logged with BAPO's loss or the monitor
@@ -85,8 +86,8 @@ def applies(data: dict[str, float]) -> bool:
     return data.get("actor/bapo/applied", 1.0) == 1
 
 
-def named(line: str, data: dict[str, float]) -> str:
-    """Say in a step's line whose bounds it shows, where the loss did not use them."""
+def relabel(line: str, data: dict[str, float]) -> str:
+    """Write "BAPO's bounds" for "bounds" in a step's line if the loss of the step did not use them."""
     return line if applies(data) else line.replace("  bounds [", "  BAPO's bounds [")
 
 

@@ -92,7 +92,8 @@ def main(arguments: list[str]) -> int:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    given = [*choice.arguments, *(argument for argument in arguments if argument != "--preflight")]
+    # OUTPUT_DIR has replaced run_dir=, which was relative to the folder that has just been left.
+    given = [*choice.arguments, *(one for one in arguments if one != "--preflight" and not one.startswith("run_dir="))]
     checks = [sys.executable, "-m", "recipe.bapo.run.preflight", "--config-name", recipe.CONFIG_NAME, *given]
     if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
         return 1
@@ -115,9 +116,9 @@ def _use_language_model(checks, only_checks):
     def use(folder):
         os.environ.update({name: f"{folder}/{file}" for name, file in FILES.items()})
 
-    made = obtain("where")
+    made = obtain("find")
     if made is None:
-        use(obtain("converted"))
+        use(obtain("convert"))
         if only_checks:
             return True
         if "preflight=false" not in checks:
@@ -125,7 +126,7 @@ def _use_language_model(checks, only_checks):
             if checked.returncode:
                 print(checked.stdout, file=sys.stderr)
                 return False
-        made = obtain("made")
+        made = obtain("make")
     use(made)
     return True
 

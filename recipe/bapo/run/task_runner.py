@@ -24,4 +24,4 @@ class TaskRunner:
             recipe.train(config)
         finally:
             del claim  # this releases the cluster
-            remove_on_every_node()  # before the workers end: what they hold is found through their processes
+            remove_on_every_node()  # before the workers end: their processes show which shared memory is theirs

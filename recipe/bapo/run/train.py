@@ -40,8 +40,7 @@ def main(config):
         if not config.run_dir:
             give_up("run_dir (OUTPUT_DIR) is empty: set it to a folder.")
         config.run_dir = os.path.abspath(config.run_dir)
-        claimed = has_parent()
-        if claimed and config.run_dir != os.path.abspath(os.environ["OUTPUT_DIR"]):
+        if has_parent() and config.run_dir != os.path.abspath(os.environ["OUTPUT_DIR"]):
             give_up(
                 f"run_dir={config.run_dir} is not usable, because the log is in OUTPUT_DIR={os.environ['OUTPUT_DIR']}: "
                 "set only one of them."
@@ -62,7 +61,8 @@ def main(config):
             give_up(str(error))
     run_dir = Path(config.run_dir)
     try:
-        claim = None if claimed else claim_folder(run_dir)  # noqa: F841  held until this process ends
+        # A parent has claimed it already. Otherwise the claim is held until this process ends.
+        claim = None if has_parent() else claim_folder(run_dir)  # noqa: F841
     except (OSError, ValueError) as error:
         give_up(f"run_dir={run_dir} is not usable: {error}")
     keep_earlier(run_dir / METRICS)
@@ -128,6 +128,6 @@ def reason_of(error: Exception) -> str:
     """Return type and message of the original exception in a line, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
     said = str(cause).strip()
-    # A first line that is no sentence, such as pydantic's, goes on below. Ray's is one, and its details follow.
+    # If the first line is a whole sentence, as Ray's is, only details follow. Otherwise, as with pydantic, it goes on.
     text = said if not said.partition("\n")[0].endswith(".") else said.partition("\n")[0]
     return f"{type(cause).__name__}: {textwrap.shorten(text, 300, placeholder=' ...').rstrip('.')}"

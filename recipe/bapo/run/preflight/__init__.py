@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preflight: do before Ray starts what a run would do minutes later, so that errors surface now.
 
-It takes the arguments of any run of verl, with our lines and without them, and of our own trainer. ``stages`` lists
-what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has three answers:
+It takes the arguments of any run of verl, with or without the lines that turn on BAPO or its monitor, and of our
+trainer. ``stages`` lists what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has three
+answers:
 
 - failed: verl itself refuses this, in verl's words, or the run would train something else than its command says, wait
   for ever or lose data. Only the last three are rules of our own.

@@ -122,8 +122,8 @@ def use_of_truth(config) -> str:
         ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
     """
     reward = config.reward
-    of_another = reward.reward_model.enable or reward.reward_manager.source != "register"
-    if of_another or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
+    not_verls = reward.reward_model.enable or reward.reward_manager.source != "register"
+    if not_verls or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
         return "unused"
     return "read" if reward.custom_reward_function.path else "scored"
 

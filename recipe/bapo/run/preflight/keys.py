@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in one line why a config cannot be composed, and find what verl would misread in it without a word.
+"""Say in one line why a config cannot be composed, and find what verl would silently misread in it.
 
 Hydra refuses an unknown key on the command line, but takes one in a yaml file. And verl does not look at the type of a
 value, so it takes the text "false" for true.
@@ -22,8 +22,8 @@ OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 VERLS = Path(verl.__file__).parent / "trainer" / "config"  # has the default config of each engine in one file as well
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 OF_GROUPS = ("model_engine", "staleness")  # keys that only a file of a config group defines
-NEVER_BUILT = ("algorithm", "reward")  # sections that name a dataclass which verl does not make
-READ_BY_RAY = ("ray_kwargs", "transfer_queue")  # sections that take further keys
+NEVER_BUILT = ("algorithm", "reward")  # they name a dataclass by _target_, but verl never makes an instance of it
+OPEN_SECTIONS = ("ray_kwargs", "transfer_queue")  # Ray and TransferQueue take keys that verl's config does not list
 
 
 def explain(error: Exception) -> str:
@@ -69,7 +69,7 @@ def unknown_keys(config, overrides: list[str]) -> list[str]:
     values = dict(items_of(OmegaConf.to_container(config)))
     added = {override.partition("=")[0].lstrip("+") for override in overrides if override.startswith("+")}
     known = known_keys()
-    sections = {key.rpartition(".")[0] for key in known if key.partition(".")[0] not in READ_BY_RAY}
+    sections = {key.rpartition(".")[0] for key in known if key.partition(".")[0] not in OPEN_SECTIONS}
 
     def is_unknown(key):
         section = key.rpartition(".")[0]

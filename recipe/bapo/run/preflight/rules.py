@@ -169,8 +169,8 @@ DOUBTED = (
         + ".calculate_log_probs=true.",
     ),
     Rule(  # at the first sequence that is too long, perhaps after hours
-        lambda s: not (s.fsdp and s.actor.use_dynamic_bsz) or s.longest <= s.held,
-        "a micro-batch holds {s.held} tokens (the smaller one of "
+        lambda s: not (s.fsdp and s.actor.use_dynamic_bsz) or s.longest <= s.micro_batch_tokens,
+        "a micro-batch holds {s.micro_batch_tokens} tokens (the smaller one of "
         + ACTOR
         + ".ppo_max_token_len_per_gpu and "
         + ROLLOUT

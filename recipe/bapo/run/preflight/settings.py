@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def mode(self) -> str:
-        """The mode of the trainer; the older one has no other than this."""
+        """The mode of the trainer. verl's older trainer has only ``sync``."""
         return self.config.trainer.v1.trainer_mode if self.v1 else "sync"
 
     @property
@@ -106,16 +106,17 @@ class Settings:
         return max(1, self.gpus // self.sequence_parallel)
 
     @property
-    def held(self) -> int:
-        """The number of tokens that a micro-batch holds if its size is dynamic."""
-        held = [self.actor.ppo_max_token_len_per_gpu]
-        held += [] if self.bypass else [self.rollout.log_prob_max_token_len_per_gpu]
-        return min(tokens or 0 for tokens in held) * self.sequence_parallel
+    def micro_batch_tokens(self) -> int:
+        """The largest number of tokens of a dynamic micro-batch, in updates and for old log-probs."""
+        limits = [self.actor.ppo_max_token_len_per_gpu]
+        limits += [] if self.bypass else [self.rollout.log_prob_max_token_len_per_gpu]
+        return min(tokens or 0 for tokens in limits) * self.sequence_parallel
 
     def divisions(self) -> Iterator[tuple[str, int | None, str, int]]:
         """Yield names and values of a number and of the one that it has to divide.
 
-        verl asserts all of them in a worker, but for mini-batches, of which it fills the last one with empty rows.
+        verl asserts these divisions in a worker. The exception is ppo_mini_batch_size: where it does not divide, verl
+        fills the last mini-batch with empty rows.
         Megatron's own classes check the parallelism and batches of Megatron.
         """
         actor, rollout = self.actor, self.rollout

@@ -25,7 +25,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tracking import Tracking
 
-WRITTEN_LATE = (  # keys of folders to which the run writes only hours later. Others may be below the first.
+WRITTEN_LATE = (  # keys of folders to which the run writes only hours later; by default the others are below run_dir
     "run_dir",
     "trainer.default_local_dir",
     "trainer.rollout_data_dir",
