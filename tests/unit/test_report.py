@@ -311,7 +311,7 @@ def test_several_runs_have_sections_and_a_picture_together(tmp_path, monkeypatch
     assert "Would BAPO's bounds move?" in said and "Did BAPO's bounds move?" in said and out.exists()
     figure = picture({name: read_runs(tmp_path / name)[0] for name in ("grpo", "bapo")})
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["grpo", "bapo"]
-    assert [len(axis.lines) for axis in figure.axes] == [3, 3, 4, 6, 4, 4]
+    assert [len(axis.lines) for axis in figure.axes] == [3, 3, 4, 6, 6, 4]
 
 
 def test_without_the_trainers_steps_calls_or_updates_are_counted(tmp_path):
@@ -346,7 +346,7 @@ def test_every_curve_shows_what_its_panel_says(tmp_path):
         (negative, [shares(of_steps, 1), shares(of_steps, 1, by_bapo=True)]),
         (position, [shares(of_places, 0), shares(of_places, 1)]),
         (rho, [means("positive_contribution_start"), means("positive_contribution_highest"), [0.57, 0.57]]),
-        (ends, [means("met_at_start"), means("saturated")]),
+        (ends, [means("met_at_start"), means("met_by_moving"), means("saturated")]),
         (targets, [[at_start for at_start, *_ in found.values()], [0, 1]]),
     ):
         assert [list(line.get_ydata()) for line in axis.lines] == expected

@@ -21,9 +21,11 @@ def rewards(folder, *values):
 
 def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, monkeypatch):
     runs = [rewards(tmp_path / "a" / "run", 0.1, 0.2), rewards(tmp_path / "b" / "run", 0.4, 0.8, 0.9)]
-    reward = picture(runs).axes[0]
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in reward.lines}
-    assert lines == {str(runs[0]): ([1, 2], [0.1, 0.2]), str(runs[1]): ([1, 2, 3], [0.4, 0.8, 0.9])}
+    figure = picture(runs)
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
+    assert lines == [([1, 2], [0.1, 0.2]), ([], []), ([1, 2, 3], [0.4, 0.8, 0.9]), ([], [])]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a/run", "b/run"]  # without the folder of both
     monkeypatch.setattr("sys.argv", ["plot", *map(str, runs)])
     main()
     assert image.imread(runs[0] / "dynamics.png").shape[0] > 500
@@ -31,6 +33,16 @@ def test_runs_are_lines_over_each_other_also_from_folders_of_one_name(tmp_path, 
     monkeypatch.setattr("sys.argv", ["plot", str(runs[0]), "--out", str(tmp_path / "pictures")])
     main()
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["dynamics.png"]
+
+
+def test_the_validation_reward_is_beside_that_of_training(tmp_path):
+    run = rewards(tmp_path / "run", 0.1, 0.2)
+    with open(run / "metrics.jsonl", "a") as file:
+        for step, value in ((0, 0.3), (2, 0.5)):  # before training, and with the second step
+            file.write(json.dumps({"step": step, "data": {"val-core/sums/reward/mean@1": value}}) + "\n")
+    training, validation = picture([run]).axes[0].lines
+    assert list(training.get_ydata()) == [0.1, 0.2]
+    assert (list(validation.get_xdata()), list(validation.get_ydata())) == ([0, 2], [0.3, 0.5])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ POINTS = 500  # of a curve at most; where there are more steps, a point is a mea
 @rc_context({"font.size": 12})
 def picture(runs: dict[str, Run]) -> Figure:
     """Draw runs by name. Each needs at least one update with an advantage."""
-    figure = Figure(figsize=(16, 9.5), layout="constrained")
+    figure = Figure(figsize=(16, 11.5), layout="constrained")
     panels = list(figure.subplots(2, 3).flat)
     for number, run in enumerate(runs.values()):
         _draw(run, panels, f"C{number}")
@@ -45,6 +45,7 @@ def _draw(run, panels, color):
         (rho, "positive_contribution_start", "-"),
         (rho, "positive_contribution_highest", "--"),
         (ends, "met_at_start", "-"),
+        (ends, "met_by_moving", "-."),
         (ends, "saturated", "--"),
     ):
         axis.plot(numbers, [fmean(updates[name].tolist()) for updates in steps], style, color=color)
@@ -88,18 +89,18 @@ def _explain(panels, runs):
             "How BAPO's searches end, share of updates",
             unit,
             [
-                _line("-", "met at the start: bounds do not move"),
-                _line("--", "saturated: bounds at their end"),
-                Patch(color="none", label="the rest: met by moving bounds"),
+                _line("-", "met at the start"),
+                _line("-.", "met by moving bounds"),
+                _line("--", "saturated"),
             ],
         ),
         (
             "For which targets would bounds move?",
             f"target (contribution={measures})",
             [
-                Patch(color="none", label="above: saturated"),
+                _line("-", "below: met at the start"),
                 Patch(color="0.3", alpha=0.35, label="band: met by moving"),
-                _line("-", "line: met at the start"),
+                Patch(color="none", label="above: saturated"),
                 _line(":", "the target"),
             ],
         ),
@@ -107,18 +108,19 @@ def _explain(panels, runs):
     for axis, (title, label, handles) in zip(panels, explained, strict=True):
         axis.set_title(title, loc="left")
         axis.set_xlabel(label)
-        axis.margins(y=0.2)  # room for the legend
-        axis.legend(handles=handles, framealpha=0.6)
+        axis.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, -0.14), frameon=False, labelspacing=0.2)
         axis.grid(alpha=0.25)
     for axis in panels[:5]:
         few = axis.get_xlim()[1] >= 10_000  # labels of five digits need more room
         axis.xaxis.set_major_locator(MaxNLocator(5 if few else 10, integer=True))
     for axis in (*panels[:3], *panels[4:]):
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axis.set_ylim(bottom=0)
-    panels[4].set_ylim(top=1.6)  # room for the legend
-    panels[4].set_yticks([0, 0.25, 0.5, 0.75, 1])
-    panels[5].set_ylim(top=1.05)
+    for axis in panels[:3]:
+        top = max(axis.get_ylim()[1], 0.01)
+        axis.set_ylim(-0.03 * top, top)  # a curve at zero is drawn above the axis
+    for axis in panels[4:]:
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
     panels[5].set_ylabel("share of the updates")
 
 

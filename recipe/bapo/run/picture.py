@@ -8,19 +8,25 @@ The parent of a run draws its picture when it ends, in a process of its own. To 
 """
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from recipe.bapo.run import recipe
 from recipe.bapo.run.files import PICTURE
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.run.metrics import read_metrics, validation_reward
 
-# Each panel by its title: its metrics, and how the legend names them. The second curve of a panel is dashed.
+STYLES: Any = ("-", "--")  # of the curves of a panel
+VALIDATION = "validation"  # the mean over the data sources, which has no key of its own
+# Each panel by its title: its metrics, and how the legend names them.
 PANELS = {
-    "Mean training reward": {"critic/rewards/mean": ""},
+    "Reward": {"critic/rewards/mean": "training, mean of the step", VALIDATION: "validation"},
     "Entropy, nats a token": {"actor/entropy": ""},
     "Gradient norm before clipping": {"actor/grad_norm": ""},
     **recipe.PANELS,
@@ -33,30 +39,49 @@ PANELS = {
 
 @rc_context({"font.size": 12})
 def picture(runs: list[Path]) -> Figure:
-    """Draw runs, given as folders with ``metrics.jsonl``.
+    """Draw runs, given as folders with ``metrics.jsonl``, a color each.
 
     Raises:
         ValueError: a run has no metrics.
     """
-    steps_of = {run: [data for _, data in read_metrics(run) if "training/global_step" in data] for run in runs}
+    steps_of = {run: read_metrics(run) for run in runs}
     for run, steps in steps_of.items():
-        if not steps:
+        if not any("training/global_step" in data for _, data in steps):
             raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
-    figure = Figure(figsize=(13, 10), layout="constrained")
+    figure = Figure(figsize=(13, 10.5), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
-        for number, (run, steps) in enumerate(steps_of.items()):
+        for number, steps in enumerate(steps_of.values()):
             width = 1.6 if number else 2.4  # keeps the first run visible where lines coincide
-            for (metric, curve), style in zip(curves.items(), ("-", "--"), strict=False):
-                points = {data["training/global_step"]: data[metric] for data in steps if metric in data}
-                label = ", ".join(word for word in (str(run) if len(runs) > 1 else "", curve) if word)
-                axis.plot(list(points), list(points.values()), style, color=f"C{number}", linewidth=width, label=label)
+            for metric, style in zip(curves, STYLES, strict=False):
+                points = points_of(steps, metric)
+                marker = "o" if metric == VALIDATION else ""
+                axis.plot(*points, style, marker=marker, color=f"C{number}", linewidth=width)
         axis.set_title(title)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(framealpha=0.6)
+        if len(curves) > 1:
+            pairs = zip(curves.values(), STYLES, strict=False)
+            handles = [Line2D([], [], color="0.3", linestyle=style, label=name) for name, style in pairs]
+            axis.legend(handles=handles, framealpha=0.6, fontsize=10)
+    if len(runs) > 1:
+        colors = [Patch(color=f"C{number}", label=name) for number, name in enumerate(names_of(runs))]
+        figure.legend(handles=colors, loc="outside upper center", ncols=4, frameon=False)
     figure.supxlabel("training step")
     return figure
+
+
+def points_of(steps: list[tuple[int, dict[str, float]]], metric: str) -> tuple[list[int], list[float]]:
+    """Return the steps that logged a metric, and its values."""
+    values = [(step, validation_reward(data) if metric == VALIDATION else data.get(metric)) for step, data in steps]
+    logged = [(step, value) for step, value in values if value is not None]
+    return [step for step, _ in logged], [value for _, value in logged]
+
+
+def names_of(runs: list[Path]) -> list[str]:
+    """Return the paths of runs without the folders that all of them are in."""
+    absolute = [run.absolute() for run in runs]
+    shared = Path(os.path.commonpath([run.parent for run in absolute]))
+    return [str(run.relative_to(shared)) for run in absolute]
 
 
 def main():
