@@ -112,6 +112,33 @@ def attend_by_sequence(query, key, value, borders, longest, scale, window):
     return torch.cat(attended, 1).transpose(0, 1)
 
 
+def refuse_model(hf_config) -> None:
+    """Refuse a model from its config alone, as ``attend`` would at the first forward.
+
+    Args:
+        hf_config: transformers' config of the model.
+
+    Raises:
+        ValueError: names what the kernel does not compute, and the setting to change.
+    """
+    text = hf_config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dropout = getattr(text, "attention_dropout", 0.0)
+    if hasattr(hf_config, "vision_config"):
+        reason = f"for a vision-language model, whose tokens have several positions each: set {SDPA}"
+    elif getattr(text, "qk_rope_head_dim", None):
+        reason = f"for a model whose queries and values have heads of two sizes: set {SDPA}"
+    elif size % 8 or size > LARGEST_HEAD:
+        reason = f"with heads of {size} numbers: torch's kernel takes multiples of 8 up to {LARGEST_HEAD}. Set {SDPA}"
+    elif dropout > 0:
+        reason = f"with attention_dropout={dropout}: set actor_rollout_ref.model.override_config.attention_dropout=0"
+    elif getattr(text, "attn_logit_softcapping", None) is not None:
+        reason = "for a model whose attention has a softcap, which it would drop: set attn_implementation=eager"
+    else:
+        return
+    raise ValueError(f"attn_implementation={NAME} is not usable {reason}.")
+
+
 def _refuse_padding(query, key, attention_mask, position_ids):
     packed = position_ids is not None and position_ids.shape == (1, query.shape[2])
     if not packed or len(query) != 1 or key.shape[2] != query.shape[2] or attention_mask is not None:

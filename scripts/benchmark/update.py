@@ -172,6 +172,8 @@ def main():
     parser.add_argument("--kinds", nargs="+", choices=UPDATES[1:], default=UPDATES[1:], help="what to compare")
     parser.add_argument("overrides", nargs="*", help="overrides of verl's config")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds takes 2 or more, because the table has the range of the rounds")
     kinds = ["vanilla", *arguments.kinds]
     sizes = arguments.rows, arguments.longest, arguments.entropy
     common = arguments.rounds, kinds, arguments.platform, *sizes
@@ -184,14 +186,14 @@ def main():
                 name: measure([*make_example(folder, *size), *arguments.overrides], *common)
                 for name, size in SIZES.items()
             }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
     print(f"| model | parameters | vanilla, s | {' | '.join(arguments.kinds)} |")
     print("|---" * (3 + len(arguments.kinds)) + "|")
     for name, row in found.items():
         ranges = {kind: quantiles(ratios, n=4) for kind, ratios in ratios_to_vanilla(row["seconds"]).items()}
         cells = [f"{ranges[kind][1]:.2f} ({ranges[kind][0]:.2f} to {ranges[kind][2]:.2f})" for kind in arguments.kinds]
         print(f"| {name} | {row['parameters']:,} | {median(row['seconds']['vanilla']):.2f} | {' | '.join(cells)} |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
     if "monitor" in ranges and ranges["monitor"][0] > MOST_OF_MONITOR:  # of the largest model
         sys.exit(f"the monitor takes {ranges['monitor'][0]:.3f} of vanilla's time or more in three of four rounds")
 

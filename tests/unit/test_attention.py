@@ -182,6 +182,33 @@ def test_what_the_kernel_does_not_compute_is_refused(changes, said):
     assert str(error.value).startswith("attn_implementation=torch_varlen ") and said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"num_attention_heads": 16}, "with heads of 4 numbers"),
+        ({"head_dim": 264}, "with heads of 264 numbers"),
+        (
+            {"attention_dropout": 0.1},
+            "with attention_dropout=0.1: set actor_rollout_ref.model.override_config.attention",
+        ),
+        (
+            {"attn_logit_softcapping": 50.0},
+            "for a model whose attention has a softcap, which it would drop: set attn_im",
+        ),
+        ({"qk_rope_head_dim": 32}, "for a model whose queries and values have heads of two sizes: set attn_impl"),
+        ({"vision_config": {}}, "for a vision-language model, whose tokens have several positions each: set attn_impl"),
+    ],
+)
+def test_a_model_is_refused_by_its_config(changes, said):
+    config = Qwen2Config(hidden_size=64, num_attention_heads=4)
+    attention.refuse_model(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError) as error:
+        attention.refuse_model(config)
+    assert str(error.value).startswith(f"attn_implementation=torch_varlen is not usable {said}")
+
+
 def test_dropout_is_refused_in_training_alone():
     with pytest.raises(ValueError, match="with attention_dropout=0.1"):
         attention.attend(**arguments() | {"dropout": 0.1})

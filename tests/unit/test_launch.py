@@ -258,7 +258,7 @@ def test_a_yaml_file_that_names_another_folder_than_the_logs_is_refused(task, tm
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "log"))
     with pytest.raises(SystemExit):
         train.main(composed(task, f"run_dir={tmp_path}/other"))
-    assert sent["error"].startswith(f"run_dir={tmp_path}/other is not usable, because the log is in OUTPUT_DIR=")
+    assert sent["error"].startswith(f"run_dir={tmp_path}/other of a yaml file is not usable, because the log is in")
     assert not (tmp_path / "other").exists()
 
 

@@ -42,7 +42,7 @@ def files(task):
         (0, {"SIZE": "huge"}, "SIZE=huge is not usable: choose from cpu cpu_example"),
         (0, {"CONFIG": "paper_7b"}, "CONFIG=paper_7b is for GPUs"),
         (0, {"GPUS_PER_NODE": "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
-        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x} is not usable: name a folder without ${"),
+        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x} is not usable: name a folder, without ${"),
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
@@ -114,6 +114,7 @@ def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, s
         ([], {"OUTPUT_DIR": "/out"}, "/out"),
         (["run_dir=/mine"], {"OUTPUT_DIR": "/out"}, "/mine"),
         (["run_dir=mine"], {}, f"{Path.cwd()}/mine"),
+        (["++run_dir=/mine"], {}, "/mine"),
         (["run_dir=/mine", "run_dir='/my own'"], {}, "/my own"),  # Hydra takes the last one, and takes the quotes away
     ],
 )
@@ -196,6 +197,12 @@ def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, 
     choose(files, 0)  # no file of the example is used
 
 
+@pytest.mark.parametrize("argument", ["run_dir=", "run_dir=null"])
+def test_a_folder_without_a_name_is_refused(argument):
+    with pytest.raises(ValueError, match=r"run_dir \(OUTPUT_DIR\)=(null)? is not usable: name a folder"):
+        choose({}, 0, [argument])
+
+
 def test_without_configs_beside_recipe_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(choices, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="configs/experiment is not there: copy configs/ beside recipe/"):
@@ -235,6 +242,7 @@ def ended(monkeypatch, tmp_path):
 
     def main(*arguments, checked=0, said=""):
         commands.clear(), stages.clear()
+        main.commands = commands
         monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=checked, stdout=said))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)})
@@ -254,6 +262,12 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
     unchecked = ended("preflight=false", checked=1)
     assert unchecked == (["recipe.bapo.run"], ["find", "convert", "make"], f"{tmp_path}/made/model")
     assert ended() == (["recipe.bapo.run"], ["find"], f"{tmp_path}/made/model")
+
+
+def test_the_folder_on_the_command_line_is_handed_on_as_output_dir(ended, tmp_path):
+    ended("run_dir=mine", "trainer.total_training_steps=2")
+    (command,) = ended.commands
+    assert command[-1] == "trainer.total_training_steps=2" and not any("run_dir" in word for word in command)
 
 
 def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):

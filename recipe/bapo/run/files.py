@@ -31,17 +31,21 @@ def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name
         An absolute path. What is given as a relative one is relative to the working directory.
 
     Raises:
-        ValueError: it holds an interpolation, which only the composed config could resolve.
+        ValueError: it is empty, or holds an interpolation, which only the composed config could resolve.
     """
     given = environment.get("OUTPUT_DIR") or str(root / time.strftime(f"runs/{name}-%Y%m%d-%H%M%S"))
-    for argument in arguments:
-        if argument.startswith("run_dir="):
-            given = argument.removeprefix("run_dir=")
-            if given[:1] in ("'", '"') and given[-1:] == given[:1]:  # quotes that are for Hydra
-                given = given[1:-1]
-    if "${" in given:
-        raise ValueError(f"run_dir (OUTPUT_DIR)={given} is not usable: name a folder without ${{.")
-    return Path(given).absolute()
+    for argument in filter(names_folder, arguments):
+        given = argument.partition("=")[2]
+        if given[:1] in ("'", '"') and given[-1:] == given[:1]:  # quotes that are for Hydra
+            given = given[1:-1]
+    if given in ("", "null") or "${" in given:
+        raise ValueError(f"run_dir (OUTPUT_DIR)={given} is not usable: name a folder, without ${{.")
+    return Path(os.path.abspath(given))
+
+
+def names_folder(argument: str) -> bool:
+    """Whether an argument of a run sets ``run_dir``."""
+    return argument.lstrip("+").startswith("run_dir=")
 
 
 def keep_earlier(path: Path) -> Path:

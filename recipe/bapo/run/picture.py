@@ -8,6 +8,7 @@ The parent of a run draws its picture when it ends, in a process of its own. To 
 """
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def picture(runs: list[Path]) -> Figure:
         if not any("training/global_step" in data for _, data in steps):
             raise ValueError(f"{run} has no metrics: give the folder of a run that made at least one step.")
     figure = Figure(figsize=(13, 10.5), layout="constrained")
-    for axis, (title, curves) in zip(figure.subplots(3, 3).flat, PANELS.items(), strict=True):
+    axes = figure.subplots(math.ceil(len(PANELS) / 3), 3)
+    for axis, (title, curves) in zip(axes.flat, PANELS.items(), strict=False):
         for number, steps in enumerate(steps_of.values()):
             width = 1.6 if number else 2.4  # keeps the first run visible where lines coincide
             for metric, style in zip(curves, STYLES, strict=False):

@@ -50,7 +50,7 @@ def check_loss(actor, model_config) -> tuple[str, bool]:
         model_config: the config's section ``actor_rollout_ref.model``.
 
     Returns:
-        What the loss is, and False; or why the monitor will do nothing, and True.
+        What the loss is, and False; or a warning that the monitor will do nothing, and True.
 
     Raises:
         ValueError: the loss is not usable. Names the field, its value and the fix.
@@ -79,6 +79,18 @@ def check_loss(actor, model_config) -> tuple[str, bool]:
         f"{loss.token_weight}), bound_scope={scope}"
     )
     return about, False
+
+
+def refuse_attention(name: str | None, hf_config) -> None:
+    """Refuse a model with an attention of ours that does not compute what the model needs.
+
+    Raises:
+        ValueError: says what it lacks.
+    """
+    from recipe.bapo import attention
+
+    if name == attention.NAME:
+        attention.refuse_model(hf_config)
 
 
 def applies(data: dict[str, float]) -> bool:

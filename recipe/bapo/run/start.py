@@ -20,6 +20,7 @@ from pathlib import Path
 
 from recipe.bapo.run import recipe
 from recipe.bapo.run.choose import FILES, INPUTS, ROOT, choose
+from recipe.bapo.run.files import names_folder
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
         else:
             os.environ[name] = value
     # OUTPUT_DIR has replaced run_dir=, which was relative to the folder that has just been left.
-    given = [*choice.arguments, *(one for one in arguments if one != "--preflight" and not one.startswith("run_dir="))]
+    given = [*choice.arguments, *(one for one in arguments if one != "--preflight" and not names_folder(one))]
     checks = [sys.executable, "-m", "recipe.bapo.run.preflight", "--config-name", recipe.CONFIG_NAME, *given]
     if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
         return 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the training process does: check, claim the folder and the machine, start Ray, and train.
 
-It is ``recipe.bapo.main_bapo``, mostly as a child of ``recipe.bapo.run``. The task runner is another process, which
-Ray starts on one of its nodes.
+``recipe.bapo.main_bapo`` calls it, as a child of ``recipe.bapo.run`` or as a command of its own. verl's trainer runs in
+another process, the task runner.
 """
 
 import os
@@ -42,8 +42,8 @@ def main(config):
         config.run_dir = os.path.abspath(config.run_dir)
         if has_parent() and config.run_dir != os.path.abspath(os.environ["OUTPUT_DIR"]):
             give_up(
-                f"run_dir={config.run_dir} is not usable, because the log is in OUTPUT_DIR={os.environ['OUTPUT_DIR']}: "
-                "set only one of them."
+                f"run_dir={config.run_dir} of a yaml file is not usable, because the log is in another folder, "
+                f"{os.environ['OUTPUT_DIR']}: give OUTPUT_DIR, or run_dir= on the command line."
             )
         prepare(config)
         if not config.preflight:  # then verl's own checks alone, as its entry point makes them

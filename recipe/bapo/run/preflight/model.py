@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from recipe.bapo.run import recipe
 from recipe.bapo.run.preflight import CheckWarning, blame
 from recipe.bapo.run.preflight.settings import Settings
 from verl.trainer.ppo.utils import need_reference_policy
@@ -90,7 +91,8 @@ def _check_weights(model):
     logging.disable_progress_bar()
     path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
-    if attention in ("sdpa", "torch_varlen") and capped is not None:
+    recipe.refuse_attention(attention, model.hf_config)
+    if attention == "sdpa" and capped is not None:
         raise ValueError(
             f"{path} is not usable with attn_implementation={attention}, which drops the cap of its attention "
             f"(attn_logit_softcapping={capped}), so all log-probs would be wrong: set model.override_config."

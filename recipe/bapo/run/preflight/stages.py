@@ -61,11 +61,11 @@ def check_verls_config(config) -> str:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
-    loss = built[ACTOR].policy_loss
-    with blame(f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode):
-        get_policy_loss_fn(loss.loss_mode)
-    said, useless = recipe.check_loss(built[ACTOR], config.actor_rollout_ref.model)
-    if useless:
+    said, is_warning = recipe.check_loss(built[ACTOR], config.actor_rollout_ref.model)  # it registers our loss, too
+    loss_mode = built[ACTOR].policy_loss.loss_mode
+    with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
+        get_policy_loss_fn(loss_mode)
+    if is_warning:
         raise CheckWarning(said)
     return said
 
