@@ -162,6 +162,21 @@ def test_runs_whose_configs_differ_are_named(tmp_path):
     ]
 
 
+def test_runs_that_validated_different_problems_have_no_interval_over_them_and_it_is_said(tmp_path):
+    runs = [folder(tmp_path / f"bapo-{k}", [0, 0.5]) for k in (1, 2)]
+    answers(runs[0], 10, {"a": [0, 1], "b": [1, 0]})
+    answers(runs[1], 10, {"a": [0, 1], "b": [1, 0]})
+    methods, found = table_of(*runs)
+    assert list(doubts(methods)) == [] and found["bapo", AIME, "last"].problems == 2
+    answers(runs[1], 10, {"a": [0, 1], "c": [1, 0]})
+    methods, found = table_of(*runs)
+    (doubt,) = doubts(methods)
+    assert doubt.startswith(
+        "bapo: the runs validated different problems of aime, so there is no interval over problems"
+    )
+    assert math.isnan(found["bapo", AIME, "last"].over_problems)
+
+
 def test_the_markdown_with_best_of_k_at_the_step_of_the_best_mean(tmp_path):
     runs = [
         folder(tmp_path / "grpo-1", [0, 0.3], **{BEST: [0, 0.5]}),

@@ -108,6 +108,12 @@ def _cell(method, measure, at, step, values, runs, compared) -> Cell:
     )
 
 
+def validated_different_problems(runs: Sequence[Run], measure: Measure) -> bool:
+    """Whether the runs have kept the responses to their last common validation, and not to the same problems."""
+    found = [run.problems(measure, max(values_by_step(runs, measure))) for run in runs]
+    return all(found) and any(one.keys() != found[0].keys() for one in found)
+
+
 def _problems(runs: Sequence[Run], measure: Measure, step: int) -> list[float]:
     """Return the mean of each problem over all runs; empty if a run has not kept its responses."""
     found = [run.problems(measure, step) for run in runs]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TextIO
 
 from recipe.bapo.table.runs import Run
-from recipe.bapo.table.statistics import Cell, values_by_step
+from recipe.bapo.table.statistics import Cell, validated_different_problems, values_by_step
 
 # Keys that differ between runs of one method: seeds, names and places.
 _OF_A_RUN = ("seed", "run_dir", "experiment_name", "project_name", "_dir", "resume", "logger", "runtime_env")
@@ -89,6 +89,11 @@ def doubts(methods: dict[str, list[Run]]) -> Iterator[str]:
         for measure in sorted({measure for run in runs for measure in run.validations}):
             if not values_by_step(runs, measure):
                 yield f"{method}: no step has {measure.name} of {measure.source} in all runs, so it is left out."
+            elif measure.is_mean and validated_different_problems(runs, measure):
+                yield (
+                    f"{method}: the runs validated different problems of {measure.source}, so there is no interval "
+                    "over problems. (data.val_max_samples draws them with the seed of the run.)"
+                )
     if len(ends) > 1:
         listed = [f"{step}: {_list(ends[step])}" for step in sorted(ends)]
         yield f"Runs end at different steps: {'; '.join(listed)}."
