@@ -11,7 +11,8 @@ does with tied embeddings. Without fused kernels nothing changes. A similar chan
 #7427, ``docs/dev/upstream/fused_lm_head.md``).
 
 ``BAPOPolicyLossConfig`` imports this module. A monitored run does not, because a monitor changes nothing. A reference
-model, which verl builds before the actor's config, needs ``model.external_lib=recipe.bapo.verl_fixes`` too.
+model, which verl builds before the actor's config, needs ``model.external_lib=recipe.bapo.verl_fixes`` too. Our
+platforms without flash-attn set that in every run, because they need fused kernels.
 """
 
 from recipe.bapo.tell import tell
