@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Install flash-attn 2 into .venv-cuda. Without it runs use torch's own flash attention (platform=gpu_varlen), which
-# is enough without sequence parallelism and without a critic. There is no ready wheel of it for our torch, and a build from source takes about
-# two hours on a desktop by calculation: one of its 72 files took 218 s and 6.0 GB.
+# Install flash-attn 2 into .venv-cuda. Without it runs use torch's own flash attention (platform=gpu_varlen), which is
+# enough without sequence parallelism and without a critic. There is no ready wheel of it for our torch, and a build
+# from source takes about two hours on a desktop by calculation: one of its 72 files took 218 s and 6.0 GB.
 #
 #   bash scripts/flash_attn.sh           install a ready wheel; if there is none, build it
 #   bash scripts/flash_attn.sh --ready   only install a ready wheel; scripts/setup.sh calls this

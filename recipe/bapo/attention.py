@@ -112,11 +112,12 @@ def attend_by_sequence(query, key, value, borders, longest, scale, window):
     return torch.cat(attended, 1).transpose(0, 1)
 
 
-def refuse_model(hf_config) -> None:
+def refuse_model(hf_config, packed: bool) -> None:
     """Refuse a model from its config alone, as ``attend`` would at the first forward.
 
     Args:
         hf_config: transformers' config of the model.
+        packed: whether sequences are packed (``model.use_remove_padding``).
 
     Raises:
         ValueError: names what the kernel does not compute, and the setting to change.
@@ -124,7 +125,9 @@ def refuse_model(hf_config) -> None:
     text = hf_config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dropout = getattr(text, "attention_dropout", 0.0)
-    if hasattr(hf_config, "vision_config"):
+    if not packed:
+        reason = f"with use_remove_padding=false: set actor_rollout_ref.model.use_remove_padding=true, or {SDPA}"
+    elif hasattr(hf_config, "vision_config"):
         reason = f"for a vision-language model, whose tokens have several positions each: set {SDPA}"
     elif getattr(text, "qk_rope_head_dim", None):
         reason = f"for a model whose queries and values have heads of two sizes: set {SDPA}"

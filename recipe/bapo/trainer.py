@@ -85,8 +85,8 @@ class BAPOTrainerSeparateAsync(_BAPOTrainer, PPOTrainerSeparateAsync):
     """Samples on other devices than those that train."""
 
 
-# ``TaskRunnerV1`` is a Ray actor class, from which one cannot inherit. The plain class behind it runs in the process of
-# whoever calls it.
+# verl's ``TaskRunnerV1`` is a Ray actor class, and Ray lets nobody inherit from one. This is the plain class that it
+# wraps.
 _ray_actor: Any = TaskRunnerV1
 _TaskRunner: Any = _ray_actor.__ray_metadata__.modified_class
 

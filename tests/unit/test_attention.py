@@ -201,11 +201,15 @@ def test_what_the_kernel_does_not_compute_is_refused(changes, said):
 )
 def test_a_model_is_refused_by_its_config(changes, said):
     config = Qwen2Config(hidden_size=64, num_attention_heads=4)
-    attention.refuse_model(config)
+    attention.refuse_model(config, packed=True)
+    with pytest.raises(
+        ValueError, match="use_remove_padding=false: set actor_rollout_ref.model.use_remove_padding=true"
+    ):
+        attention.refuse_model(config, packed=False)
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ValueError) as error:
-        attention.refuse_model(config)
+        attention.refuse_model(config, packed=True)
     assert str(error.value).startswith(f"attn_implementation=torch_varlen is not usable {said}")
 
 

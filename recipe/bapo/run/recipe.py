@@ -81,16 +81,20 @@ def check_loss(actor, model_config) -> tuple[str, bool]:
     return about, False
 
 
-def refuse_attention(name: str | None, hf_config) -> None:
-    """Refuse a model with an attention of ours that does not compute what the model needs.
+def refuse_attention(name: str | None, model) -> None:
+    """Refuse our attention for a model that it cannot serve.
+
+    Args:
+        name: the run's ``attn_implementation``.
+        model: verl's ``HFModelConfig``.
 
     Raises:
-        ValueError: says what it lacks.
+        ValueError: says why, and which setting to change.
     """
     from recipe.bapo import attention
 
     if name == attention.NAME:
-        attention.refuse_model(hf_config)
+        attention.refuse_model(model.hf_config, model.use_remove_padding)
 
 
 def applies(data: dict[str, float]) -> bool:

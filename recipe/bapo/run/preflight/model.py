@@ -91,7 +91,7 @@ def _check_weights(model):
     logging.disable_progress_bar()
     path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
-    recipe.refuse_attention(attention, model.hf_config)
+    recipe.refuse_attention(attention, model)
     if attention == "sdpa" and capped is not None:
         raise ValueError(
             f"{path} is not usable with attn_implementation={attention}, which drops the cap of its attention "

@@ -116,8 +116,7 @@ class Settings:
         """Yield names and values of a number and of the one that it has to divide.
 
         verl asserts these divisions in a worker. The exception is ppo_mini_batch_size: where it does not divide, verl
-        fills the last mini-batch with empty rows.
-        Megatron's own classes check the parallelism and batches of Megatron.
+        fills the last mini-batch with empty rows. Megatron's own classes check the parallelism and batches of Megatron.
         """
         actor, rollout = self.actor, self.rollout
         served = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
