@@ -10,6 +10,8 @@ import pytest
 from support.configs import compose_in_groups
 
 from recipe.bapo.example.reward import compute_score
+from recipe.bapo.language_model.warm_up import IGNORED, encode
+from scripts import example_task
 from scripts.example_task import make_rows
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +75,15 @@ def test_the_stored_runs_are_of_the_examples_settings():
     for row in rows:
         assert row["switches"].items() <= dict(actor.policy_loss).items()
         assert settings.items() <= row["settings"].items()
+
+
+def test_a_taught_answer_ends_with_the_end_token_unless_the_response_is_full():
+    tokenizer = example_task.make_tokenizer()
+    full = "07 no " * example_task.TRIES
+    ids, labels = encode(tokenizer, [("3+6=", "09 yes"), ("3+6=", full)], example_task.MAX_RESPONSE)
+    prompt = tokenizer.encode("3+6=\n")
+    short, long = (row[len(prompt) :].tolist() for row in labels)
+    ignored = len(long) - len("09 yes") - 1
+    assert short == [*tokenizer.encode("09 yes"), tokenizer.eos_token_id, *[IGNORED] * ignored]
+    assert long == tokenizer.encode(full) and tokenizer.eos_token_id not in long
+    assert ids[:, : len(prompt)].tolist() == [prompt] * 2 and (labels[:, : len(prompt)] == IGNORED).all()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 from support.commands import LIMIT, until
 from support.configs import composed
 
@@ -249,6 +250,26 @@ def test_training_tells_the_parent_when_its_config_is_there(task, tmp_path, sent
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}"))
     assert sent["checked"] is False and (tmp_path / "config.yaml").exists()
     assert not (tmp_path / "metrics.jsonl").exists()  # otherwise the console would show it
+
+
+@pytest.mark.parametrize("address, claimed", [("local", []), ("auto", ["claimed"])])
+def test_the_task_runner_logs_to_the_folder_and_cleans_up_whatever_happens(monkeypatch, address, claimed):
+    from recipe.bapo.run import task_runner
+
+    happened, runner = [], task_runner.TaskRunner.__ray_metadata__.modified_class()
+    config = OmegaConf.create({"run_dir": "/the/run", "ray_kwargs": {"ray_init": {"address": address}}})
+
+    def train(config):
+        happened.append(os.environ["VERL_FILE_LOGGER_PATH"])
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr(task_runner.os, "environ", dict(os.environ))
+    monkeypatch.setattr(task_runner, "claim_cluster", lambda: happened.append("claimed"))
+    monkeypatch.setattr(task_runner, "remove_on_every_node", lambda: happened.append("cleaned up"))
+    monkeypatch.setattr(task_runner.recipe, "train", train)
+    with pytest.raises(RuntimeError, match="it failed"):
+        runner.run(config)
+    assert happened == [*claimed, "/the/run/metrics.jsonl", "cleaned up"]
 
 
 def test_a_yaml_file_that_names_another_folder_than_the_logs_is_refused(task, tmp_path, sent, monkeypatch):
