@@ -9,8 +9,8 @@ import os
 
 import hydra
 
+from recipe.bapo.preflight.keys import ERRORS, explain
 from recipe.bapo.run import train
-from recipe.bapo.run.preflight.keys import ERRORS, explain
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)

@@ -64,7 +64,7 @@ def test_it_works_in_a_tree_of_its_own(task, tmp_path):
             *(
                 sys.executable,
                 "-m",
-                "recipe.bapo.run.preflight",
+                "recipe.bapo.preflight",
                 "--config-name",
                 "bapo_trainer",
                 *documented_command(),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from support.headers import write_headers
 
-from recipe.bapo.run.preflight import machine
+from recipe.bapo.preflight import machine
 
 SHAPES = {  # published: hidden, layers, feed-forward, heads, key and value heads, vocabulary, tied embeddings
     "0.5B": (896, 24, 4864, 14, 2, 151936, True),

@@ -14,9 +14,9 @@ from bapo import BAPOConfig
 from recipe.bapo import attention
 from recipe.bapo.advice import advise
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
-from recipe.bapo.run.preflight.rules import check_rules
-from recipe.bapo.run.preflight.settings import Settings
-from recipe.bapo.run.preflight.stages import check_verls_config
+from recipe.bapo.preflight.rules import check_rules
+from recipe.bapo.preflight.settings import Settings
+from recipe.bapo.preflight.stages import check_verls_config
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 

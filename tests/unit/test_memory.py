@@ -10,7 +10,7 @@ from support.configs import compose_in_groups
 from support.gpus import write_model, write_nvidia_smi
 
 from recipe.bapo.config.memory import GIB, Needs, read_needs, usable_memory
-from recipe.bapo.run.preflight import CheckWarning, machine
+from recipe.bapo.preflight import CheckWarning, machine
 
 FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollout"
 # GiB that torch names as a GPU's capacity, of one of these or of the eighth of eight.

@@ -47,11 +47,16 @@ def test_the_direction_of_imports():
         not imports[room] & {"verl", "torch", "hydra", "vllm"} and ours[room] <= parent | {"run.recipe"}
         for room in parent
     )
-    # One module of run/ knows BAPO (start makes the language model). Of the others only the command for both imports
-    # run/, and the table the names of a run's files.
+    # One module of run/ knows BAPO; start makes the language model, and the training process calls preflight.
     bapo = {room for room in ours if not room.startswith("run") and room != "config"}
-    assert {room for room in ours if room.startswith("run") and ours[room] & bapo} == {"run.recipe", "run.start"}
-    assert {room for room in bapo if any(one.startswith("run") for one in ours[room])} == {"main_bapo", "table"}
+    launcher = {room: found & bapo for room, found in ours.items() if room.startswith("run") and found & bapo}
+    assert launcher.keys() == {"run.recipe", "run.start", "run.train"} and launcher["run.train"] == {"preflight"}
+    # Of the others these import run/: the command for both, and two that ask it for its locks and files.
+    users = {room: {one for one in ours[room] if one.startswith("run")} for room in bapo if room != "main_bapo"}
+    assert {room: used for room, used in users.items() if used} == {
+        "preflight": {"run.files", "run.locks"},
+        "table": {"run.files", "run.metrics"},
+    }
     assert list(TopologicalSorter(ours).static_order())  # raises a CycleError if there is a cycle
 
 

@@ -18,10 +18,10 @@ from support.configs import ROOT, composed
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo import main_bapo
 from recipe.bapo.config import compose_config
+from recipe.bapo.preflight import keys, stages
+from recipe.bapo.preflight.rules import check_rules
+from recipe.bapo.preflight.stages import check_verls_config, prepare, run_preflight, run_stages
 from recipe.bapo.run import train
-from recipe.bapo.run.preflight import keys, stages
-from recipe.bapo.run.preflight.rules import check_rules
-from recipe.bapo.run.preflight.stages import check_verls_config, prepare, run_preflight, run_stages
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"

@@ -9,7 +9,7 @@ import pytest
 from support.commands import LIMIT
 from support.configs import ROOT
 
-from recipe.bapo.run.preflight.stages import STAGES, run_preflight
+from recipe.bapo.preflight.stages import STAGES, run_preflight
 from verl.trainer.ppo import core_algos
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -74,7 +74,7 @@ import sys
 from pathlib import Path
 from recipe.bapo.run import locks
 locks.SOCKETS, locks.FIRST_JOB = Path(sys.argv.pop(1)), "no job"
-from recipe.bapo.run.preflight.__main__ import main
+from recipe.bapo.preflight.__main__ import main
 sys.exit(main())
 """
 
@@ -90,7 +90,7 @@ def test_the_command_prints_the_table_and_what_the_loss_is(stock, tmp_path):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/monitor.md", "docs/your_own_run.md"])
 def test_the_pages_of_the_lines_name_the_command(page):
-    assert "python -m recipe.bapo.run.preflight YOUR_ARGUMENTS" in (ROOT / page).read_text()
+    assert "python -m recipe.bapo.preflight YOUR_ARGUMENTS" in (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize(

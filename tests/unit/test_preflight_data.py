@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 from support.configs import composed
 
-from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.data import check_checkpoint, check_files
-from recipe.bapo.run.preflight.model import check_model
+from recipe.bapo.preflight import CheckWarning
+from recipe.bapo.preflight.data import check_checkpoint, check_files
+from recipe.bapo.preflight.model import check_model
 from recipe.bapo.run.train import choose_cluster
 
 

@@ -15,7 +15,7 @@ from support.gpus import SHAPES, pretend_gpus, write_model
 
 from recipe.bapo import attention
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
-from recipe.bapo.run.preflight import CheckWarning, machine, model, rules, stages
+from recipe.bapo.preflight import CheckWarning, machine, model, rules, stages
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -54,14 +54,14 @@ def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
 
 
 def test_the_command_prints_the_table_alone():
-    command = [sys.executable, "-m", "recipe.bapo.run.preflight", "trainer.no_such_key=1"]
+    command = [sys.executable, "-m", "recipe.bapo.preflight", "trainer.no_such_key=1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr == "" and len(run.stdout.splitlines()) == 1
     assert run.stdout.startswith("failed   keys             Could not override 'trainer.no_such_key'.")
 
 
 def test_what_libraries_print_is_not_in_the_table():
-    code = "from recipe.bapo.run.preflight.__main__ import nothing_printed\nwith nothing_printed(): print('verl')"
+    code = "from recipe.bapo.preflight.__main__ import nothing_printed\nwith nothing_printed(): print('verl')"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
@@ -292,6 +292,14 @@ def test_an_attention_that_drops_a_cap_is_refused(config, implementation):
     assert model.check_model(config("0.5B", chosen))
     with pytest.raises(ValueError, match=rf"attn_implementation={implementation}\b.*, which (drops|it would drop)"):
         model.check_model(config("0.5B", chosen | {f"{MODEL}.override_config.attn_logit_softcapping": 50.0}))
+
+
+def test_a_torch_without_varlen_can_check_a_model(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.delitem(sys.modules, attention.__name__)
+    assert model.check_model(config("0.5B", {f"{MODEL}.override_config.attn_implementation": "sdpa"}))
+    with pytest.raises(ModuleNotFoundError, match="varlen"):
+        model.check_model(config("0.5B", {f"{MODEL}.override_config.attn_implementation": attention.NAME}))
 
 
 SHORT = (

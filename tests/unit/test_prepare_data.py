@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.bapo.run.preflight.data import check_rows, load_dataset
+from recipe.bapo.preflight.data import check_rows, load_dataset
 from scripts import prepare_data
 from scripts.prepare_data import BOXED, DATA_SETS, main, prepare
 from verl.utils.reward_score import default_compute_score

@@ -257,7 +257,7 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
     wrong = "failed   batches          some.key=7 is not usable: set it to 8."
     assert ended(checked=1, said=wrong)[:2] == ([], ["find", "convert"])
     assert capsys.readouterr().err == f"{wrong}\n"
-    converted = (["recipe.bapo.run.preflight"], ["find", "convert"], f"{tmp_path}/converted/model")
+    converted = (["recipe.bapo.preflight"], ["find", "convert"], f"{tmp_path}/converted/model")
     assert ended("--preflight") == converted
     unchecked = ended("preflight=false", checked=1)
     assert unchecked == (["recipe.bapo.run"], ["find", "convert", "make"], f"{tmp_path}/made/model")

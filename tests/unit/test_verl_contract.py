@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import verl
 from recipe.bapo import policy_loss, trainer, verl_fixes
 from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
-from recipe.bapo.run.preflight.machine import VERL
+from recipe.bapo.preflight.machine import VERL
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils import fsdp_utils

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 from support.commands import LIMIT, until
 
+from recipe.bapo.preflight.machine import check_other_runs
 from recipe.bapo.run import cleanup, locks, watchdog
-from recipe.bapo.run.preflight.machine import check_other_runs
 from recipe.bapo.run.watchdog import Watchdog
 
 

@@ -2,8 +2,8 @@
 """The launcher: what happens before, during and after training. A run has these processes, and each its modules:
 
 - **The command** ``recipe.bapo.run.start``, which the run script calls: ``start`` and ``choose`` choose what is left
-  open (config, size, model and data, and the number of GPUs). It then becomes the parent; or preflight; or the command
-  that submits the run to a Ray cluster, where the parent then starts.
+  open (config, size, model and data, and the number of GPUs). It then becomes the parent; or the command of preflight;
+  or the one that submits the run to a Ray cluster, where the parent then starts.
 - **The parent** ``recipe.bapo.run``: ``__main__`` starts the training process, follows it and cleans up after it.
   ``console`` prints for the user, ``watchdog`` detects a run that hangs. The parent imports neither verl nor torch, so
   that it starts at once, and an error in one of them cannot end it. ``picture`` draws in a process of its own.
@@ -12,8 +12,8 @@
   cannot place.
 - **The task runner**, an actor of Ray: ``task_runner``. verl's trainer runs in it, and starts the workers.
 
-``preflight`` checks the config, what it names, and the machine: in the training process, or as a command of its own.
-Several processes use the rest: ``locks`` refuses a second run if two would disturb each other; ``cleanup`` ends
-processes and removes leftovers; ``files`` and ``metrics`` know the files of a run; ``recipe`` is what this package
-knows of BAPO.
+``recipe.bapo.preflight`` checks the config, what it names, and the machine: in the training process, or as a command of
+its own. Several processes use the other modules: ``locks`` refuses a second run if two would disturb each other;
+``cleanup`` ends processes and removes leftovers; ``files`` and ``metrics`` know the files of a run; ``recipe`` is what
+this package knows of BAPO.
 """

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher knows of BAPO: the module that trains, the check of its loss, and what of its metrics is shown.
+"""What the launcher knows of BAPO: the module that trains, the trainer, and what of its metrics is shown.
 
-To launch another recipe, write another such module. Two parts of the package are made for BAPO's users, and name its
-options or configs as well: ``preflight`` and ``choose``. The parent process imports this module, so it imports neither
-verl nor torch before they are needed.
+To launch another recipe, write another such module; ``choose`` names BAPO's configs as well. The parent process imports
+this module, so it imports neither verl nor torch before they are needed.
 """
 
 from statistics import fmean
@@ -40,61 +39,6 @@ def train(config) -> None:
     from recipe.bapo.trainer import BAPOTaskRunner
 
     BAPOTaskRunner().run(config)
-
-
-def check_loss(actor, model_config) -> tuple[str, bool]:
-    """Check that BAPO's loss or monitor can work with a run's actor.
-
-    Args:
-        actor: verl's ``ActorConfig``.
-        model_config: the config's section ``actor_rollout_ref.model``.
-
-    Returns:
-        What the loss is, and False; or a warning that the monitor will do nothing, and True.
-
-    Raises:
-        ValueError: the loss is not usable. Names the field, its value and the fix.
-    """
-    from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
-    from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
-
-    loss = actor.policy_loss
-    ours = f"actor_rollout_ref.actor.policy_loss._target_={BAPOPolicyLossConfig.__module__}."
-    if isinstance(loss, MonitorConfig):
-        try:
-            refuse_to_monitor(actor, model_config)
-        except ValueError as error:
-            return f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}", True
-        scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
-    elif isinstance(loss, BAPOPolicyLossConfig):
-        refuse_unusable_settings(actor, model_config)
-        scope = loss.bound_scope
-    elif loss.loss_mode == "bapo":
-        raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
-    else:
-        return f"loss_mode={loss.loss_mode}, without BAPO's monitor", False
-    about = (
-        f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
-        f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
-        f"{loss.token_weight}), bound_scope={scope}"
-    )
-    return about, False
-
-
-def refuse_attention(name: str | None, model) -> None:
-    """Refuse our attention for a model that it cannot serve.
-
-    Args:
-        name: the run's ``attn_implementation``.
-        model: verl's ``HFModelConfig``.
-
-    Raises:
-        ValueError: says why, and which setting to change.
-    """
-    from recipe.bapo import attention
-
-    if name == attention.NAME:
-        attention.refuse_model(model.hf_config, model.use_remove_padding)
 
 
 def applies(data: dict[str, float]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.run.preflight import CheckWarning
-from recipe.bapo.run.preflight.settings import ACTOR, ROLLOUT, Settings
+from recipe.bapo.preflight import CheckWarning
+from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.trainer.ppo.utils import need_critic
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)

@@ -13,11 +13,11 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import compose_config, is_of_our_trainer
-from recipe.bapo.run import recipe
-from recipe.bapo.run.preflight import CheckWarning, blame, data, innermost, machine, model
-from recipe.bapo.run.preflight.keys import explain, misread_switches, unknown_keys
-from recipe.bapo.run.preflight.rules import check_counts, check_rules
-from recipe.bapo.run.preflight.settings import ACTOR, ROLLOUT
+from recipe.bapo.preflight import CheckWarning, blame, data, innermost, machine, model
+from recipe.bapo.preflight.keys import explain, misread_switches, unknown_keys
+from recipe.bapo.preflight.loss import check_loss
+from recipe.bapo.preflight.rules import check_counts, check_rules
+from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -61,7 +61,7 @@ def check_verls_config(config) -> str:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
-    said, is_warning = recipe.check_loss(built[ACTOR], config.actor_rollout_ref.model)  # it registers our loss, too
+    said, is_warning = check_loss(built[ACTOR], config.actor_rollout_ref.model)
     loss_mode = built[ACTOR].policy_loss.loss_mode
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
         get_policy_loss_fn(loss_mode)

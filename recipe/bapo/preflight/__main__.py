@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the command of a run, the files it names and this machine, and print a table. No run is started.
 
-    python -m recipe.bapo.run.preflight ARGUMENTS     those of python -m verl.trainer.main_ppo, with BAPO's lines or not
-    python -m recipe.bapo.run.preflight --config-name bapo_trainer ARGUMENTS             those of recipe.bapo.main_bapo
+    python -m recipe.bapo.preflight ARGUMENTS     those of python -m verl.trainer.main_ppo, with BAPO's lines or not
+    python -m recipe.bapo.preflight --config-name bapo_trainer ARGUMENTS             those of recipe.bapo.main_bapo
     bash recipe/bapo/run_bapo_example.sh --preflight [key=value ...]
 
 Each line is ok, a warning, or failed. The exit code is 1 if a line failed, else 0. Our trainer makes the same checks
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
     arguments = vars(parser.parse_intermixed_args())
     with nothing_printed():
-        from recipe.bapo.run.preflight.stages import run_preflight, table
+        from recipe.bapo.preflight.stages import run_preflight, table
 
         results = run_preflight(**arguments)
     print(table(results))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from recipe.bapo.run import recipe
-from recipe.bapo.run.preflight import CheckWarning, blame
-from recipe.bapo.run.preflight.settings import Settings
+from recipe.bapo.preflight import CheckWarning, blame
+from recipe.bapo.preflight.settings import Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class
@@ -91,7 +90,10 @@ def _check_weights(model):
     logging.disable_progress_bar()
     path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
-    recipe.refuse_attention(attention, model)
+    if attention == "torch_varlen":
+        from recipe.bapo.attention import refuse_model  # it imports a module that older versions of torch do not have
+
+        refuse_model(model.hf_config, model.use_remove_padding)
     if attention == "sdpa" and capped is not None:
         raise ValueError(
             f"{path} is not usable with attn_implementation={attention}, which drops the cap of its attention "

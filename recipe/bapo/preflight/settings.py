@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import is_of_our_trainer
-from recipe.bapo.run.preflight.keys import items_of
+from recipe.bapo.preflight.keys import items_of
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that BAPO's loss, or its monitor, can work in a run."""
+
+from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
+from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+
+
+def check_loss(actor, model_config) -> tuple[str, bool]:
+    """Check that BAPO's loss or monitor can work with a run's actor.
+
+    Args:
+        actor: verl's ``ActorConfig``.
+        model_config: the config's section ``actor_rollout_ref.model``.
+
+    Returns:
+        What the loss is, and False; or a warning that the monitor will do nothing, and True.
+
+    Raises:
+        ValueError: the loss is not usable. Names the field, its value and the fix.
+    """
+    loss = actor.policy_loss
+    ours = f"actor_rollout_ref.actor.policy_loss._target_={BAPOPolicyLossConfig.__module__}."
+    if isinstance(loss, MonitorConfig):
+        try:
+            refuse_to_monitor(actor, model_config)
+        except ValueError as error:
+            return f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}", True
+        scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
+    elif isinstance(loss, BAPOPolicyLossConfig):
+        refuse_unusable_settings(actor, model_config)
+        scope = loss.bound_scope
+    elif loss.loss_mode == "bapo":
+        raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
+    else:
+        return f"loss_mode={loss.loss_mode}, without BAPO's monitor", False
+    about = (
+        f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
+        f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
+        f"{loss.token_weight}), bound_scope={scope}"
+    )
+    return about, False
