@@ -47,12 +47,12 @@ done
 cd "$(dirname "$0")/.."
 out=${out:-$PWD/runs/gpu_check}
 source scripts/gpus.sh
-[ ${#rehearse[@]} != 0 ] || count_gpus
-if [ ${#rehearse[@]} = 0 ] && [ "$gpus" = 0 ]; then
+if [ ${#rehearse[@]} = 0 ]; then unset VERL_PLATFORM; else export VERL_PLATFORM=cpu OMP_NUM_THREADS=1; fi
+choose_device
+if [ ${#rehearse[@]} = 0 ] && [ $device = cpu ]; then
     echo "There is no GPU here, so nothing was checked. To try the check itself on a CPU: --rehearse." >&2
     exit 2
 fi
-if [ ${#rehearse[@]} = 0 ]; then unset VERL_PLATFORM; else export VERL_PLATFORM=cpu OMP_NUM_THREADS=1; fi
 
 if [ -n "${BAPO_VENV:-}" ]; then
     python=$BAPO_VENV/bin/python

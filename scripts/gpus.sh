@@ -2,20 +2,20 @@
 # Scripts that choose between GPUs and the CPU source this file. Each of them defines a function `fail`.
 # The tests set BAPO_DEVICE_ROOT to a folder that is searched instead of /.
 
-# Set gpus to the number of GPUs that nvidia-smi lists, or to 0 if CUDA_VISIBLE_DEVICES hides all of them. Fail if there is
-# a driver but no GPU is listed, and if a GPU that a run would use is too old.
-count_gpus() {
+# Set device to gpu if nvidia-smi lists a GPU, and to cpu if it lists none, CUDA_VISIBLE_DEVICES hides all, or
+# VERL_PLATFORM=cpu. Fail if there is a driver but no GPU is listed, and if a GPU that a run would use is too old.
+choose_device() {
     local said sign
-    said=$(nvidia-smi -L 2>&1 || true)
-    said=${said#*gpus.sh: line *: }  # remove what bash puts before "nvidia-smi: command not found"
-    gpus=$(grep -c '^GPU' <<<"$said" || true)
+    device=cpu
     if [ "${VERL_PLATFORM:-}" = cpu ]; then return; fi
-    case ${CUDA_VISIBLE_DEVICES-0} in '' | -*) gpus=0; return ;; esac
-    if [ "$gpus" != 0 ]; then refuse_old_gpus; return; fi
+    case ${CUDA_VISIBLE_DEVICES-0} in '' | -*) return ;; esac
+    said=$(nvidia-smi -L 2>&1 || true)
+    if grep -q '^GPU' <<<"$said"; then device=gpu; refuse_old_gpus; return; fi
+    said=${said#*gpus.sh: line *: }  # remove what bash puts before "nvidia-smi: command not found"
     # Without nvidia-smi, in a container or in WSL2, a run would otherwise train on the CPU while the GPUs are idle.
     for sign in /dev/nvidia0 /dev/dxg /proc/driver/nvidia/version; do
         [ ! -e "${BAPO_DEVICE_ROOT:-}$sign" ] || fail "$sign is here, and nvidia-smi lists no GPU (${said%%$'\n'*})." \
-            "Mend or install nvidia-smi (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility; in WSL2:" \
+            "Repair or install nvidia-smi (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility; in WSL2:" \
             "PATH=\$PATH:/usr/lib/wsl/lib), or set VERL_PLATFORM=cpu to use this machine's CPU."
     done
 }

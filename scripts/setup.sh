@@ -25,8 +25,8 @@ find_python() {  # set python to the first with venv, or else to the first of a 
 
 cuda=
 source scripts/gpus.sh
-count_gpus
-if [ "$gpus" != 0 ] && [ "${VERL_PLATFORM:-}" != cpu ]; then cuda=1; fi
+choose_device
+[ $device = cpu ] || cuda=1
 venv=.venv
 requirements=requirements.txt
 [ -z "$cuda" ] || { venv=.venv-cuda; requirements=requirements-cuda.txt; }

@@ -35,10 +35,10 @@ case " $* " in *" -h "* | *" --help "*) sed -n '3,/^set /{/^set /d; s/^# \{0,1\}
 python=python3
 if [ -f "$repository/scripts/gpus.sh" ]; then
     source "$repository/scripts/gpus.sh"
-    count_gpus  # or say what is wrong with the driver
+    choose_device  # or say what is wrong with the driver
     [ -n "${BAPO_VENV:-}" ] || bash "$repository/scripts/setup.sh" >&2
     venv=$repository/.venv
-    [ "$gpus" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ] || venv=$repository/.venv-cuda
+    [ $device = cpu ] || venv=$repository/.venv-cuda
     python=${BAPO_VENV:-$venv}/bin/python
 elif [ -n "${BAPO_VENV:-}" ]; then
     python=$BAPO_VENV/bin/python

@@ -25,8 +25,8 @@ usage() { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 2; }
 
 platform=()
 source scripts/gpus.sh
-count_gpus
-if [ "$gpus" = 0 ] || [ "${VERL_PLATFORM:-}" = cpu ]; then
+choose_device
+if [ $device = cpu ]; then
     venv=.venv
     [ "${VERL_PLATFORM:-}" != cpu ] || platform=(--num-cpus=16 --num-gpus="${GPUS_PER_NODE:-1}")
 else

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -145,6 +146,40 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
     )
     assert run.returncode == 1
     assert "Error: actor_rollout_ref.actor.clip_ratio_c=1.0 is not usable" in run.stdout
+
+
+CLAIMING = """
+import os, subprocess, time
+import ray
+from recipe.bapo.run.cleanup import vllm_processes
+from recipe.bapo.run.locks import claim_cluster
+
+ray.init()
+job = ray.get_runtime_context().get_job_id()
+server = ["bash", "-c", "exec -a VLLM::EngineCore sleep 3600"]
+other = subprocess.Popen(server, env={**os.environ, "VERL_RAY_JOB_ID": job})
+try:
+    while not vllm_processes(job):
+        time.sleep(0.1)
+    claim_cluster()
+except ValueError as error:
+    print("refused:", error)
+finally:
+    other.kill()
+    other.wait()
+claim = claim_cluster()
+print("claimed")
+"""
+
+
+def test_a_run_of_another_ray_on_a_node_is_found_if_it_has_this_jobs_number(cluster, tmp_path):
+    """Its vLLM servers could get this job's weights."""
+    environment, _ = cluster
+    job = ("scripts/cluster/job.py", "submit", tmp_path.name, sys.executable, "-c", CLAIMING)
+    run = call(sys.executable, *job, timeout=200, RAY_AUTH_MODE="token", **environment)
+    assert run.returncode == 0, run.stdout
+    assert re.search(r"^refused: another run is on a node of this Ray cluster .process \d+, VLLM::", run.stdout, re.M)
+    assert "claimed" in run.stdout.splitlines()
 
 
 def test_a_second_job_at_once_is_refused(cluster, tmp_path):

@@ -238,7 +238,7 @@ def sent(monkeypatch):
 
     sent = {}
     monkeypatch.setattr(train, "send", lambda kind, content: sent.update({kind: content}))
-    for name in ("check", "claim_machine", "train"):
+    for name in ("check", "claim_machine", "call_verl"):
         monkeypatch.setattr(train, name, lambda *_: None)
     return sent
 
@@ -266,7 +266,7 @@ def test_the_task_runner_logs_to_the_folder_and_cleans_up_whatever_happens(monke
     monkeypatch.setattr(task_runner.os, "environ", dict(os.environ))
     monkeypatch.setattr(task_runner, "claim_cluster", lambda: happened.append("claimed"))
     monkeypatch.setattr(task_runner, "remove_on_every_node", lambda: happened.append("cleaned up"))
-    monkeypatch.setattr(task_runner.recipe, "train", train)
+    monkeypatch.setattr(task_runner.recipe, "run_trainer", train)
     with pytest.raises(RuntimeError, match="it failed"):
         runner.run(config)
     assert happened == [*claimed, "/the/run/metrics.jsonl", "cleaned up"]

@@ -74,8 +74,10 @@ def test_the_share_of_gsm8k_is_lowered_too(config_on):
 def test_of_a_share_that_is_too_large_it_warns_with_the_one_that_fits(config_on):
     given = [f"{ROLLOUT}.gpu_memory_utilization=0.7"]
     said = share_or_warning(config_on("H100", "3B", *given))
-    assert said.startswith("of a GPU's 79.6 GiB weights and AdamW's moments of 3,085,938,688 parameters on 1 GPU take ")
-    assert "take 34.5, vLLM 55.7 (gpu_memory_utilization=0.7)" in said
+    assert said.startswith(
+        "a GPU has 79.6 GiB: 34.5 for weights and AdamW's moments (3,085,938,688 parameters on 1 GPU), "
+    )
+    assert ", 55.7 for vLLM (gpu_memory_utilization=0.7), and an update needs " in said
     assert "from the first update on 10.6 GiB are missing" in said
     assert said.endswith(f"Set {ROLLOUT}.gpu_memory_utilization=0.54.")
     assert share_or_warning(config_on("H100", "3B", f"{ROLLOUT}.gpu_memory_utilization=0.54")) == 0.54

@@ -74,7 +74,8 @@ def said(task, files):
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2' is not usable: set it to a whole number of 1 or more"),
         ("data.train_batch_size=null", "data.train_batch_size=None is not usable"),
         # What verl gets wrong in silence, and options that would have no effect.
-        (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 makes every gradient 0"),
+        (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0 is not usable: 0 makes every gradient 0, and a neg"),
+        (f"{ACTOR}.optim.clip_grad=-1", f"{ACTOR}.optim.clip_grad=-1 is not usable"),
         (f"{ROLLOUT}.top_p=0.7 {BYPASS}", f"{ROLLOUT}.top_p=0.7, top_k=-1 is not usable with bypass_mode=true"),
         (f"{ROLLOUT}.top_k=20 {BYPASS}", f"{ROLLOUT}.top_p=1, top_k=20 is not usable with bypass_mode=true"),
         (
@@ -83,7 +84,11 @@ def said(task, files):
         ),
         (
             f"algorithm.rollout_correction.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
-            "rollout_correction.rollout_is=token has no effect without",
+            "rollout_is and rollout_rs of algorithm.rollout_correction have no effect without",
+        ),
+        (
+            f"algorithm.rollout_correction.rollout_rs=token_k1 {ROLLOUT}.calculate_log_probs=false",
+            "rollout_is and rollout_rs of algorithm.rollout_correction have no effect without",
         ),
         (f"algorithm.rollout_correction.rollout_rs=token_k1 {BYPASS}", "rollout_rs and loss_type of algorithm.rollout"),
         (f"algorithm.rollout_correction.loss_type=reinforce {BYPASS}", "have no effect with bypass_mode=true"),
@@ -122,9 +127,9 @@ def said(task, files):
         # The model.
         (
             "data.max_response_length=2000",
-            "vLLM would cut responses at 160 tokens, and data.max_prompt_length + data.ma",
+            "vLLM would cut responses where prompt and response reach 160 tokens. Change one",
         ),
-        (f"{ROLLOUT}.max_model_len=10", "max_model_len=10 is not usable: vLLM would cut responses at 10 tokens"),
+        (f"{ROLLOUT}.max_model_len=10", "is not usable with actor_rollout_ref.rollout.max_model_len=10 and"),
         (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
         (f"{MODEL}/headless", "1 of the 27 tensors are missing (lm_head.weight is one)"),
     ],
@@ -162,10 +167,10 @@ def test_what_goes_wrong_is_refused_once(override, message, said):
             "bypass_mode=true needs the log-probs of the rollout engine: set",
         ),
         (f"{MODEL}/truncated", "truncated is not usable: SafetensorError: Error while deserializing header"),
-        ("data.train_max_samples=10", "has 10 usable rows, and a batch is data.train_batch_size=64"),
+        ("data.train_max_samples=10", "has 10 usable rows, fewer than data.train_batch_size=64: lower it, give more"),
         (
             "data.train_files={files}/long.parquet data.filter_overlong_prompts=true",
-            "has 0 usable rows, and a batch is data.train_batch_size=64",
+            "has no usable row: give more (data.train_max_samples), or raise data.max_prompt_length=128",
         ),
         # What may be otherwise on the machine that trains.
         ("trainer.logger=[console,nope]", "trainer.logger=nope is not usable: verl logs to wandb, mlflow"),
@@ -223,14 +228,17 @@ def test_an_unknown_key_in_a_yaml_file_is_a_warning(task, tmp_path, monkeypatch)
     groups = shutil.copytree(ROOT / "configs", tmp_path / "a (copy), of mine" / "configs")  # a folder of any name
     (groups / "size" / "broken.yaml").write_text("a: {")  # a broken file that is not selected changes nothing
     size = groups / "size" / "cpu.yaml"
-    size.write_text(size.read_text().replace("train_batch_size: 64", "train_batch_sise: 64"))
+    text = size.read_text().replace("train_batch_size: 64", "train_batch_sise: 64")
+    size.write_text(
+        f"{text}algorithm: {{kl_ctrl: {{kl_coeff: 0.1}}}}\n"
+    )  # verl does not build what _target_ names there
     overrides = ["experiment=example", "size=cpu", "+data.image_keys=[x]", "+algorithm.my.beta=1"]
     config = compose_config(overrides, groups)
     prepare(config)
-    assert keys.unknown_keys(config, overrides) == ["data.train_batch_sise"]
+    assert keys.unknown_keys(config, overrides) == ["data.train_batch_sise", "algorithm.kl_ctrl.kl_coeff"]
     monkeypatch.setattr(stages, "STAGES", ())
     (line,) = run_stages(config, overrides)
-    assert line.status == "warning" and "neither verl nor BAPO has data.train_batch_sise. If you" in line.detail
+    assert line.status == "warning" and "has data.train_batch_sise, algorithm.kl_ctrl.kl_coeff. If you" in line.detail
 
 
 def test_against_which_policy_the_ratio_is(task):
@@ -296,7 +304,7 @@ def test_verls_name_for_cuda_is_a_platform(monkeypatch):
 def test_it_can_be_left_out_of_a_run(task, tmp_path, monkeypatch, capsys):
     trained = []
     monkeypatch.setattr(train, "claim_machine", lambda: None)  # it is held until the process ends
-    monkeypatch.setattr(train, "train", trained.append)
+    monkeypatch.setattr(train, "call_verl", trained.append)
     monkeypatch.setattr(train.HydraConfig, "get", lambda: OmegaConf.create({"overrides": {"task": []}}))
     for wanted in (True, False):
         run_dir = tmp_path / str(wanted)

@@ -97,6 +97,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_a_warning(task, monkeypatch)
         else:
             with pytest.raises(CheckWarning, match="free in /no/such/folder: set trainer.default_local_dir to another"):
                 machine.check_disk(config)
+    config.trainer.max_actor_ckpt_to_keep = 1  # verl removes the old one when the new one is complete
+    with pytest.raises(CheckWarning, match=f"^2 x {each:.1f} MiB of checkpoints"):
+        machine.check_disk(config)
+    config.trainer.max_actor_ckpt_to_keep = None
+    assert machine.check_disk(config).startswith(f"{each:.1f} MiB for each checkpoint, and all are kept, ")
     config.trainer.save_freq = -1
     assert machine.check_disk(config) == "no checkpoints are saved"
 
@@ -324,15 +329,13 @@ def test_the_cpus_that_ray_is_asked_for_are_named(config, monkeypatch, changes, 
 def test_a_ray_that_counts_too_few_cpus_is_refused(config, monkeypatch):
     pretend_gpus(monkeypatch, cpus=16)
     with pytest.raises(
-        ValueError, match=f"{SHORT}.* with the 32 that ray_kwargs.ray_init.num_cpus=32 .*: set that to 33"
+        ValueError, match=f"{SHORT}.* it counts 32 .by ray_kwargs.ray_init.num_cpus.: set .*num_cpus=33"
     ):
         machine.check_cpus(config(changes={"ray_kwargs.ray_init.num_cpus": 32}))
     of_verl = config()
     with open_dict(of_verl):
         del of_verl["watchdog"]  # verl's own entry point has Ray count the machine's
-    with pytest.raises(
-        ValueError, match="wait for ever with the 16 that ray_kwargs.ray_init.num_cpus=None has it count"
-    ):
+    with pytest.raises(ValueError, match=r"wait for ever, because it counts 16 \(of this machine\)"):
         machine.check_cpus(of_verl)
     pretend_gpus(monkeypatch, cpus=33)
     assert machine.check_cpus(of_verl)

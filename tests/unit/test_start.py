@@ -29,7 +29,7 @@ def files(task):
 @pytest.mark.parametrize(
     "gpus, given, message",
     [
-        (0, {"TRAIN_FILE": __file__}, f"TRAIN_FILE={__file__} and TEST_FILE= are not usable together: give both"),
+        (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
         (0, {"CONFIG": "../size/cpu"}, "CONFIG=../size/cpu is not usable: choose from evaluate example"),
         (
             8,
@@ -131,7 +131,7 @@ def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
     choice = choose({**files, **given, "GPUS_PER_NODE": "8"}, 0, only_checks=True)
     assert choice.arguments[3:] == ["size=gpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"]  # with flash-attn
     assert "CUDA_VISIBLE_DEVICES" not in choice.environment and choice.environment.get("VERL_PLATFORM") is None
-    with pytest.raises(ValueError, match="is for GPUs: .* --preflight to check it|no GPU is visible here: leave it"):
+    with pytest.raises(ValueError, match="is for GPUs and SIZE=cpu.* and --preflight|no GPU is visible here: leave it"):
         choose({**files, **given, "GPUS_PER_NODE": "8"}, 0)  # it does not train
     on_cpu = choose({**files, "GPUS_PER_NODE": "2"}, 0, only_checks=True)  # two logical slots
     assert on_cpu.environment["VERL_PLATFORM"] == "cpu"
@@ -153,6 +153,7 @@ def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(files):
 
 def test_without_flash_attn_torchs_own_is_chosen(files):
     assert "platform=gpu_varlen" in choose(files, 1).arguments
+    assert "platform=gpu_varlen" not in choose(files, 1, ["platform=gpu_without_flash_attn"]).arguments
     with_flash_attn = choose(files, 1, flash_attn=lambda: True).arguments
     assert not any(argument.startswith("platform=") for argument in with_flash_attn)
 

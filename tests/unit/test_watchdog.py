@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of watchdog and clean-up. tests/stack/test_faults.py tests that the watchdog ends a real run."""
 
+import errno
 import mmap
 import os
 import socket
@@ -206,6 +207,14 @@ def test_two_runs_that_start_at_once_do_not_both_get_the_machine(run):
     with killed_at_the_end(["sleep", "3600"], close_fds=False):
         os.close(claim)  # a child must not hold the claim longer than the run
         assert check_other_runs(run) == "none on this machine"
+
+
+def test_where_files_cannot_be_locked_there_is_no_claim(run, monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    assert check_other_runs(run) == "none on this machine"
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])

@@ -5,10 +5,10 @@ It takes the arguments of any run of verl, with or without the lines that turn o
 trainer. ``stages`` lists what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has three
 answers:
 
-- failed: verl itself refuses this, in verl's words, or the run would train something else than its command says, wait
-  for ever or lose data. Only the last three are rules of our own.
-- warning: everything else that the user may not want, and all that holds for this machine alone, which need not be the
-  one that trains. A stage raises ``CheckWarning``.
+- failed: verl itself refuses this, in verl's words. Or, by rules of our own, the run would train something else than
+  its command says, wait for ever or lose data.
+- warning: everything else that the user may not want, and what this machine lacks (packages, GPUs, memory, disk), which
+  need not be the one that trains. A stage raises ``CheckWarning``.
 - ok: with a text on what it found.
 """
 
@@ -39,7 +39,7 @@ def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueErro
 def innermost(error: BaseException) -> str:
     """Return type and message of the first exception in the chain of causes, as one line.
 
-    An assertion without a message is quoted from the source instead.
+    The type of a ValueError is left out. An assertion without a message is quoted from the source.
     """
     while error.__cause__ is not None:
         error = error.__cause__

@@ -42,7 +42,6 @@ def check_files(config) -> str:
         if kind == "train" and len(dataset):
             with blame("data.seed (seed)", data.seed):
                 create_rl_sampler(data, dataset)
-        needed = data.train_batch_size if kind == "train" and not config.trainer.val_only else 1
         usable = len(dataset)
         if data.custom_cls.path is None:
             rows = dataset.dataframe.to_list()
@@ -61,10 +60,13 @@ def check_files(config) -> str:
                     "length, or set data.filter_overlong_prompts=true."
                 )
             doubts += _check_scored(rows, what, config)
-        if usable < needed:
+        more = f"give more (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
+        if usable == 0:
+            doubts.append(f"{what} has no usable row: {more}")
+        elif kind == "train" and usable < data.train_batch_size and not config.trainer.val_only:
             doubts.append(
-                f"{what} has {usable} usable rows, and a batch is data.train_batch_size={needed}: lower it, give more "
-                f"rows (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
+                f"{what} has {usable} usable rows, fewer than data.train_batch_size={data.train_batch_size}: lower it, "
+                f"{more}"
             )
     text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
     if doubts:

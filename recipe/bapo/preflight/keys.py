@@ -17,21 +17,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 import recipe.bapo.config
 import verl
+from recipe.bapo.preflight import innermost
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 VERLS = Path(verl.__file__).parent / "trainer" / "config"  # has the default config of each engine in one file as well
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 OF_GROUPS = ("model_engine", "staleness")  # keys that only a file of a config group defines
-NEVER_BUILT = ("algorithm", "reward")  # they name a dataclass by _target_, but verl never makes an instance of it
+# Sections that name a dataclass by _target_, as do those below them, and of which verl makes no instance.
+NEVER_BUILT = ("algorithm", "reward")
 OPEN_SECTIONS = ("ray_kwargs", "transfer_queue")  # Ray and TransferQueue take keys that verl's config does not list
 
 
 def explain(error: Exception) -> str:
-    """Say in one line why a config could not be composed, in the words of Hydra, OmegaConf or yaml.
-
-    Args:
-        error: one of ``ERRORS``, or an error of a resolver of ours.
-    """
+    """Say in one line why a config could not be composed or prepared, in the words of Hydra, OmegaConf or verl."""
     cause = (error.__cause__ if isinstance(error, HydraException) else None) or error
     key = getattr(cause, "full_key", None) or ""
     lines = f"{error} {cause if cause is not error else ''}".partition("Config search path:")[0].splitlines()
@@ -39,7 +37,7 @@ def explain(error: Exception) -> str:
     text = " ".join(" ".join(kept).split())
     if isinstance(cause, OverrideParseException):
         return f"{cause.override}: {text}: put quotes around a value with ( ) [ ] {{ }} , = or ~: 'key=\"value\"'"
-    return f"{key}: {text}" if key and key not in text else text
+    return f"{key}: {text}" if key and key not in text else text or innermost(error)
 
 
 def misread_switches(config) -> list[str]:
@@ -59,8 +57,8 @@ def misread_switches(config) -> list[str]:
 def unknown_keys(config, overrides: list[str]) -> list[str]:
     """Return the keys of yaml files that nothing reads: neither verl nor BAPO has them, nor were they added with ``+``.
 
-    Only sections that have keys of their own are looked at, and of those with a ``_target_`` only ``NEVER_BUILT``: the
-    class of any other refuses a key that it does not know.
+    A section of which verl's config lists no keys may have any. Where verl makes an instance of the class that
+    ``_target_`` names, that class refuses unknown keys itself.
 
     Args:
         config: the config.
@@ -73,7 +71,7 @@ def unknown_keys(config, overrides: list[str]) -> list[str]:
 
     def is_unknown(key):
         section = key.rpartition(".")[0]
-        is_built = f"{section}._target_" in values and section not in NEVER_BUILT
+        is_built = f"{section}._target_" in values and section.partition(".")[0] not in NEVER_BUILT
         return key not in known and section in sections and not is_built
 
     def is_added(key):

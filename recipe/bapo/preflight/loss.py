@@ -3,20 +3,19 @@
 
 from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from recipe.bapo.preflight import CheckWarning
 
 
-def check_loss(actor, model_config) -> tuple[str, bool]:
-    """Check that BAPO's loss or monitor can work with a run's actor.
+def check_loss(actor, model_config) -> str:
+    """Check that BAPO's loss or monitor can work with a run's actor. Returns what the loss is.
 
     Args:
         actor: verl's ``ActorConfig``.
         model_config: the config's section ``actor_rollout_ref.model``.
 
-    Returns:
-        What the loss is, and False; or a warning that the monitor will do nothing, and True.
-
     Raises:
         ValueError: the loss is not usable. Names the field, its value and the fix.
+        CheckWarning: the monitor will do nothing.
     """
     loss = actor.policy_loss
     ours = f"actor_rollout_ref.actor.policy_loss._target_={BAPOPolicyLossConfig.__module__}."
@@ -24,7 +23,7 @@ def check_loss(actor, model_config) -> tuple[str, bool]:
         try:
             refuse_to_monitor(actor, model_config)
         except ValueError as error:
-            return f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}", True
+            raise CheckWarning(f"{ours}{MonitorConfig.__name__} does nothing in this run: {error}") from error
         scope = f"none, because loss_mode={loss.loss_mode} is only monitored"
     elif isinstance(loss, BAPOPolicyLossConfig):
         refuse_unusable_settings(actor, model_config)
@@ -32,10 +31,9 @@ def check_loss(actor, model_config) -> tuple[str, bool]:
     elif loss.loss_mode == "bapo":
         raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
     else:
-        return f"loss_mode={loss.loss_mode}, without BAPO's monitor", False
-    about = (
+        return f"loss_mode={loss.loss_mode}, without BAPO's monitor"
+    return (
         f"c_low [{loss.ratio_lower_start:g}, {loss.ratio_lower_max:g}], c_high [{loss.ratio_upper_start:g}, "
         f"{loss.ratio_upper_max:g}], target {loss.positive_contribution_target:g} ({loss.contribution}, "
         f"{loss.token_weight}), bound_scope={scope}"
     )
-    return about, False

@@ -85,9 +85,9 @@ def check_gpu_memory(config) -> str:
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     kept, vllm, update, gpu = (number / GIB for number in (needs.kept, share * needs.gpu, needs.update, needs.gpu))
     text = (
-        f"of a GPU's {gpu:.1f} GiB weights and AdamW's moments of {needs.parameters:,} parameters on {needs.shards} "
-        f"GPU{'s' * (needs.shards > 1)} take {kept:.1f}, vLLM {vllm:.1f} (gpu_memory_utilization={share}), and an "
-        f"update {update:.1f} and its activations"
+        f"a GPU has {gpu:.1f} GiB: {kept:.1f} for weights and AdamW's moments ({needs.parameters:,} parameters on "
+        f"{needs.shards} GPU{'s' * (needs.shards > 1)}), {vllm:.1f} for vLLM (gpu_memory_utilization={share}), and an "
+        f"update needs {update:.1f} and its activations"
     )
     if kept + vllm <= gpu and needs.can_update:
         return text
@@ -120,8 +120,9 @@ def check_cpus(config) -> str:
     is_for_this_node = on_cpu(config) or gpus_here() >= gpus_wanted(config)
     if counted is not None and asked > counted and (given is not None or is_for_this_node):
         raise ValueError(
-            f"{text}, and it would wait for ever with the {counted} that ray_kwargs.ray_init.num_cpus={given} has it "
-            f"count: set that to {asked}."
+            f"{text}, and it would wait for ever, because it counts {counted} "
+            f"({'of this machine' if given is None else 'by ray_kwargs.ray_init.num_cpus'}): set ray_kwargs.ray_init."
+            f"num_cpus={asked}."
         )
     return f"{text}, {os.cpu_count()} CPUs here"
 
@@ -170,7 +171,10 @@ def check_shared_memory(config) -> str:
 
 
 def check_disk(config) -> str:
-    """Warn if the disk cannot hold the checkpoints that are kept: the run would end at one of them, hours later."""
+    """Warn if the disk cannot hold the checkpoints that are kept: the run would end at one of them, hours later.
+
+    verl keeps all if ``max_actor_ckpt_to_keep`` is null, and with 1 the old one until the new one is complete.
+    """
     trainer = config.trainer
     if trainer.save_freq <= 0:
         return "no checkpoints are saved"
@@ -178,11 +182,13 @@ def check_disk(config) -> str:
     each = 6 * sum(path.stat().st_size for path in Path(config.actor_rollout_ref.model.path).glob("*.safetensors"))
     if not each:
         return "the size of a checkpoint is not known before the model is fetched from the hub"
-    kept = trainer.max_actor_ckpt_to_keep or 1
+    keep = trainer.max_actor_ckpt_to_keep
+    most = max(2, keep) if keep else 1
     folder = Path(trainer.default_local_dir).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    text = f"{kept} x {_size(each)} of checkpoints, {_size(free)} free"
-    if free < kept * each:
+    text = f"{most} x {_size(each)} of checkpoints" if keep else f"{_size(each)} for each checkpoint, and all are kept"
+    text += f", {_size(free)} free"
+    if free < most * each:
         raise CheckWarning(
             f"{text} in {folder}: set trainer.default_local_dir to another disk, or keep fewer "
             f"(trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep})."

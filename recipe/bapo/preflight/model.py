@@ -73,10 +73,11 @@ def _check_lengths(config, hf_config):
     length = rollout.max_model_len or positions
     if length < needed:
         raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is not usable: vLLM would cut responses "
-            f"at {length} tokens, and data.max_prompt_length + data.max_response_length={needed}. {PATH}="
-            f"{config.actor_rollout_ref.model.path} has {positions} positions: change one of the lengths or, for a "
-            "model that can be extended, set model.override_config.max_position_embeddings."
+            f"data.max_prompt_length + data.max_response_length={needed} is not usable with actor_rollout_ref.rollout."
+            f"max_model_len={rollout.max_model_len} and {PATH}={config.actor_rollout_ref.model.path}, which has "
+            f"{positions} positions: vLLM would cut responses where prompt and response reach {length} tokens. Change "
+            "one of the lengths or, for a model that can be extended, set model.override_config."
+            "max_position_embeddings."
         )
 
 
@@ -84,7 +85,7 @@ def _check_weights(model):
     """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model.
 
     Raises:
-        ValueError: transformers would train other weights than the folder's, or verl without the cap of attention.
+        ValueError: weights are missing or have other shapes, or the attention does not compute this model.
         CheckWarning: transformers cannot load them.
     """
     logging.disable_progress_bar()

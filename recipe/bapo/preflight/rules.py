@@ -18,11 +18,20 @@ from verl.trainer.ppo.utils import need_critic
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 COUNTS = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_epochs", "data.train_batch_size"),
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.total_epochs",
+    "data.train_batch_size",
     "data.max_prompt_length",
-    *("data.max_response_length", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ROLLOUT}.n"),
-    *(f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size", f"{ROLLOUT}.agent.num_workers"),
-    *("reward.num_workers", "transfer_queue.backend.SimpleStorage.num_data_storage_units"),
+    "data.max_response_length",
+    f"{ACTOR}.ppo_mini_batch_size",
+    f"{ACTOR}.ppo_epochs",
+    f"{ROLLOUT}.n",
+    f"{ROLLOUT}.tensor_model_parallel_size",
+    f"{ROLLOUT}.data_parallel_size",
+    f"{ROLLOUT}.agent.num_workers",
+    "reward.num_workers",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units",
 )
 
 
@@ -59,7 +68,8 @@ def _corrects(correction):
 REFUSED = (
     Rule(
         lambda s: not s.fsdp or s.actor.optim.clip_grad is None or s.actor.optim.clip_grad > 0,
-        ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad} makes every gradient 0: set it to a number above 0.",
+        ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad} is not usable: 0 makes every gradient 0, and a negative "
+        "number reverses it. Set it to a number above 0.",
     ),
     Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
         lambda s: s.config.trainer.save_freq <= 0 or _saves_weights(s.actor.checkpoint.save_contents),
@@ -96,10 +106,12 @@ REFUSED = (
         "the same below reward, such as reward.custom_reward_function.path and reward.reward_manager.name.",
     ),
     Rule(
-        lambda s: not s.correction.get("rollout_is") or s.rollout.calculate_log_probs,
-        "algorithm.rollout_correction.rollout_is={s.correction[rollout_is]} has no effect without "
+        lambda s: (
+            s.rollout.calculate_log_probs or not (s.correction.get("rollout_is") or s.correction.get("rollout_rs"))
+        ),
+        "rollout_is and rollout_rs of algorithm.rollout_correction have no effect without "
         + ROLLOUT
-        + ".calculate_log_probs=true: set it, or rollout_is=null.",
+        + ".calculate_log_probs=true: set it, or leave them out.",
     ),
     Rule(
         lambda s: not (s.v1 and s.bypass and _corrects(s.correction)) or s.loss.loss_mode == "bypass_mode",

@@ -61,13 +61,10 @@ def check_verls_config(config) -> str:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
-    said, is_warning = check_loss(built[ACTOR], config.actor_rollout_ref.model)
     loss_mode = built[ACTOR].policy_loss.loss_mode
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
         get_policy_loss_fn(loss_mode)
-    if is_warning:
-        raise CheckWarning(said)
-    return said
+    return check_loss(built[ACTOR], config.actor_rollout_ref.model)
 
 
 def check_advantages(config) -> str:
@@ -183,7 +180,7 @@ def prepare(config) -> None:
 def run_stages(config, overrides: list[str] | None = None) -> list[Result]:
     """Run the stages, except those that rely on a failed one.
 
-    If a switch is a text, or a number by which others are divided is unusable, only that is reported.
+    If a switch is a text, or one of ``rules.COUNTS`` is not 1 or more, only that is reported.
 
     Args:
         config: resolved, and of our trainer also prepared.

@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
     if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
         print(
-            f"Error: --config-name is not usable: our {recipe.CONFIG_NAME}, which adds to verl's ppo_trainer, composes "
-            "a run. For Megatron's config give model_engine=megatron.",
+            f"Error: --config-name is not usable: a run always has {recipe.CONFIG_NAME}, which extends verl's "
+            "ppo_trainer. For Megatron's config give model_engine=megatron.",
             file=sys.stderr,
         )
         return 1

@@ -119,7 +119,10 @@ def choose(
         if value not in known:
             raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
     if config.startswith(FOR_GPUS) and "cpu" in size:
-        raise ValueError(f"CONFIG={config} is for GPUs: choose another, or add --preflight to check it.")
+        raise ValueError(
+            f"CONFIG={config} is for GPUs and SIZE={size} for a CPU: choose another CONFIG. To check it without GPUs, "
+            "leave VERL_PLATFORM and SIZE unset, and give GPUS_PER_NODE and --preflight."
+        )
     if not language_model:
         _inputs(given, choice, config, cpu)
 
@@ -132,7 +135,7 @@ def choose(
     if not cpu:
         # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
         choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if not cpu and not flash_attn():
+    if not cpu and not any(one.startswith("platform=") for one in arguments) and not flash_attn():
         choice.arguments.append("platform=gpu_varlen")
     if language_model and cpu:  # trainer and vLLM take turns, so each can use all cores
         threads = min(16, max(1, len(os.sched_getaffinity(0)) // train))
@@ -210,10 +213,8 @@ def _inputs(given, choice, config, cpu):
         files["TRAIN_FILE"] = files["TRAIN_FILE"] or files["TEST_FILE"]
     if cpu:
         if bool(files["TRAIN_FILE"]) != bool(files["TEST_FILE"]):
-            raise ValueError(
-                f"TRAIN_FILE={files['TRAIN_FILE'] or ''} and TEST_FILE={files['TEST_FILE'] or ''} are not usable "
-                "together: give both, or neither for the example's own."
-            )
+            given_one, other = sorted(FILES.keys() - {"MODEL_PATH"}, key=lambda name: not files[name])
+            raise ValueError(f"{given_one} is set, and {other} is not: give both, or neither for the example's own.")
         if not all(files.values()):
             _check_example()
         files = {name: files[name] or str(EXAMPLE / FILES[name]) for name in INPUTS}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """End all processes of a run, and remove the files that they leave outside its folder.
 
-The parent of a run does this on its machine, and the task runner on every node of its Ray. verl and vLLM choose the
-names and folders of these files, so check them with each new version. ``tests/stack/test_faults.py`` fails if something
-is left behind.
+The parent of a run does this on its machine, and the training process and the task runner on every node of Ray. verl
+and vLLM choose the names and folders of these files, so check them with each new version.
+``tests/stack/test_faults.py`` fails if something is left behind.
 """
 
 import ctypes
@@ -11,9 +11,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -112,16 +113,26 @@ def remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_on_every_node() -> None:
-    """Remove the files that this job would leave on the nodes of its Ray. Wait at most 15 seconds for the nodes."""
+def on_every_node(function: Callable, *arguments: Any) -> list:
+    """Call a function on every node of Ray. Returns the answers that came within 15 seconds and are no errors."""
     import ray  # imported here, because the parent needs the functions above and runs without Ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    with suppress(Exception):  # for example, a node is gone, or Ray is
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        task = ray.remote(num_cpus=0)(_remove_on_this_node)
-        placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
-        ray.wait([one.remote() for one in placed], num_returns=len(placed), timeout=15)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    task = ray.remote(num_cpus=0)(function)
+    placed = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
+    done, _ = ray.wait([one.remote(*arguments) for one in placed], num_returns=len(placed), timeout=15)
+    answers = []
+    for one in done:
+        with suppress(ray.exceptions.RayError):  # for example, the node is gone, or does not have this package
+            answers.append(ray.get(one))
+    return answers
+
+
+def remove_on_every_node() -> None:
+    """Remove the files that this job would leave on the nodes of Ray."""
+    with suppress(Exception):  # for example, Ray is gone
+        on_every_node(_remove_on_this_node)
 
 
 def _remove_on_this_node():

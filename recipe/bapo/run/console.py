@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from recipe.bapo.run import recipe
 from recipe.bapo.run.files import ANSWERS, METRICS
-from recipe.bapo.run.metrics import parse_lines, read_metrics, validation_reward
+from recipe.bapo.run.metrics import parse_lines, read_file, read_metrics, validation_reward
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
 IN_A_LINE = {
@@ -153,7 +153,7 @@ def dead_actor(log: str) -> str | None:
 def summary(run_dir: Path) -> str:
     """Format the screen at the end of a run: metrics before and after training, or verl's results of an evaluation."""
     records = [data for _, data in read_metrics(run_dir)]
-    latest = [data for _, data in parse_lines((run_dir / METRICS).read_text())] if (run_dir / METRICS).exists() else []
+    latest = [data for _, data in read_file(run_dir / METRICS)] if (run_dir / METRICS).exists() else []
     # An evaluation may have been started in the folder of a run that trained before, so only its own metrics count.
     if not any("training/global_step" in data for data in latest):
         records = latest

@@ -4,18 +4,19 @@
 verl puts Ray's job number into the names of its sockets, and always gives its queue the same name. So two runs on a
 machine or a cluster would silently train on each other's data. The parent of a run claims its folder before it touches
 anything there. Preflight looks for another run, then the training process claims the machine and the task runner claims
-the cluster. Invariant: of two simultaneous runs, exactly one acquires the claim.
+the cluster. Of two runs that start at the same moment at most one gets a claim, where the file system has locks.
 """
 
 import fcntl
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from recipe.bapo.run.cleanup import SOCKETS, vllm_processes
+from recipe.bapo.run.cleanup import SOCKETS, on_every_node, vllm_processes
 from recipe.bapo.run.files import LOCK
 
 FIRST_JOB = "01000000"  # every Ray gives its first job this number
@@ -58,13 +59,9 @@ def claim_folder(run_dir: Path) -> IO[str]:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     claim = open(run_dir / LOCK, "a")
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not _lock(claim):
         claim.close()
-        raise ValueError("another run has this folder: wait until it has ended, or name another OUTPUT_DIR") from error
-    except OSError:  # for example, Lustre is mounted without flock
-        pass
+        raise ValueError("another run has this folder: wait until it has ended, or name another OUTPUT_DIR")
     return claim
 
 
@@ -81,17 +78,28 @@ def claim_machine() -> int:
     """
     claim = os.open(SOCKETS, os.O_RDONLY)
     servers = vllm_processes(FIRST_JOB)
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not servers:
-            return claim
-    except OSError:  # another run has the lock
-        pass
+    if _lock(claim) and not servers:
+        return claim
     os.close(claim)
+    raise _other_run("on this machine", servers)
+
+
+def _lock(file: IO[str] | int) -> bool:
+    """Lock an open file or folder. Returns False if another process has it, and True where files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # for example, Lustre is mounted without flock
+        pass
+    return True
+
+
+def _other_run(where: str, servers: Mapping[int, str]) -> ValueError:
     which = "".join(f" (process {pid}, {title})" for pid, title in list(servers.items())[:1])
-    raise ValueError(
-        f"another run is on this machine{which}, and verl would send both runs' weights over one socket in {SOCKETS}: "
-        "wait until it has ended, or give each run its own /tmp: scripts/apart.sh, or a container."
+    return ValueError(
+        f"another run is {where}{which}, and verl would send both runs' weights over one socket in {SOCKETS}: wait "
+        "until it has ended, or give each run its own /tmp: scripts/apart.sh, or a container."
     )
 
 
@@ -103,13 +111,17 @@ def claim_cluster():
     """Claim a Ray cluster for this job, until the returned handle or the job ends.
 
     verl's TransferQueue has one controller in a cluster, found by its name. A second job would connect to it, add its
-    samples to those of the first job, and train on both.
+    samples to those of the first job, and train on both. On its nodes may also be a run with a Ray of its own, in which
+    it has the same job number as this job has here.
 
     Raises:
-        ValueError: another verl run is on the cluster.
+        ValueError: another verl run is on the cluster, or on one of its nodes.
     """
     import ray  # imported here, because the checks need the functions above and run without Ray
 
+    for servers in on_every_node(vllm_processes, ray.get_runtime_context().get_job_id()):
+        if servers:
+            raise _other_run("on a node of this Ray cluster", servers)
     until = time.monotonic() + 20  # a job that has just ended keeps the names for some seconds
     while True:
         try:

@@ -13,9 +13,9 @@ from recipe.bapo.run.files import METRICS
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
     """Read all ``(step, metrics)`` of the last run in a folder, in order.
 
-    The files are ``metrics.1.jsonl`` and so on, of earlier starts, and ``metrics.jsonl``. As in the report on a record,
-    a start resumes the run before it if it begins at a later step than that run; its steps then replace those that the
-    run had made from that step on. Otherwise it is a run of its own.
+    The files are ``metrics.1.jsonl`` and so on, of earlier starts, and ``metrics.jsonl``. A start whose first training
+    step is later than the run's first one resumes the run, and replaces its steps from there on; the report on a record
+    has the same rule. Otherwise it begins a new run. A start without a training step adds what it validated.
 
     Raises:
         ValueError: a line is not in the format of verl's file logger.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher knows of BAPO: the module that trains, the trainer, and what of its metrics is shown.
 
-To launch another recipe, write another such module; ``choose`` names BAPO's configs as well. The parent process imports
-this module, so it imports neither verl nor torch before they are needed.
+The parent process imports this module, so it imports neither verl nor torch before they are needed.
 """
 
 from statistics import fmean
@@ -34,7 +33,7 @@ PANELS = {
 }
 
 
-def train(config) -> None:
+def run_trainer(config) -> None:
     """Train, in the process of the task runner. ``config`` is the composed config."""
     from recipe.bapo.trainer import BAPOTaskRunner
 

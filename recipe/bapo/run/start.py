@@ -65,7 +65,7 @@ def has_flash_attn() -> bool:
         importlib.import_module("flash_attn_2_cuda")
     except ImportError:
         print(
-            "flash-attn is not installed, or cannot be imported: platform=gpu_varlen (torch's own flash attention).",
+            "flash-attn cannot be imported, so torch's own flash attention is used: platform=gpu_varlen.",
             file=sys.stderr,
         )
         return False

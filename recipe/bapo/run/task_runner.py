@@ -21,7 +21,7 @@ class TaskRunner:
         os.environ.setdefault("TENSORBOARD_DIR", f"{config.run_dir}/tensorboard")
         claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
-            recipe.train(config)
+            recipe.run_trainer(config)
         finally:
             del claim  # this releases the cluster
             remove_on_every_node()  # before the workers end: their processes show which shared memory is theirs

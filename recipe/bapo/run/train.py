@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training process does: check, claim the folder and the machine, start Ray, and train.
+"""What the training process does: check, claim the machine, start Ray, and train.
 
-``recipe.bapo.main_bapo`` calls it, as a child of ``recipe.bapo.run`` or as a command of its own. verl's trainer runs in
-another process, the task runner.
+``recipe.bapo.main_bapo`` calls it, as a child of ``recipe.bapo.run`` or as a command of its own, which then claims the
+run's folder, too. verl's trainer runs in another process, the task runner.
 """
 
 import os
@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.config import joins_a_cluster
-from recipe.bapo.preflight import innermost
 from recipe.bapo.preflight.keys import explain
 from recipe.bapo.preflight.machine import cpu_demands
 from recipe.bapo.preflight.stages import prepare, run_stages, table
@@ -35,10 +34,9 @@ from verl.utils.config import validate_config
 def main(config):
     """Check the composed config and train; exit with code 1 if anything fails."""
     try:
-        # Workers may have another working directory. Other keys refer to this one, so change it before they are
-        # resolved.
         if not config.run_dir:
             give_up("run_dir (OUTPUT_DIR) is empty: set it to a folder.")
+        # Workers may have another working directory. Other keys contain run_dir, and ``prepare`` resolves them.
         config.run_dir = os.path.abspath(config.run_dir)
         if has_parent() and config.run_dir != os.path.abspath(os.environ["OUTPUT_DIR"]):
             give_up(
@@ -50,14 +48,14 @@ def main(config):
             validate_config(config, need_reference_policy(config), need_critic(config))
     except Exception as error:
         traceback.print_exc()
-        give_up(explain(error) or innermost(error))
+        give_up(explain(error))
     if config.preflight:
         check(config)
     try:
         # Held until this process ends. A run on a cluster claims it too, so that no run with its own Ray starts here.
         claim_machine()
-    except ValueError as error:  # another run was started at the same moment
-        if not joins_a_cluster(config):  # in a cluster two runs get different job numbers, so they may share a machine
+    except ValueError as error:
+        if not joins_a_cluster(config):  # for a run on a cluster, the task runner looks at all of its nodes
             give_up(str(error))
     run_dir = Path(config.run_dir)
     try:
@@ -67,9 +65,9 @@ def main(config):
         give_up(f"run_dir={run_dir} is not usable: {error}")
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
-    choose_cluster(config)
+    configure_ray(config)
     send("checked", joins_a_cluster(config))
-    train(config)
+    call_verl(config)
 
 
 def check(config) -> None:
@@ -91,7 +89,7 @@ def give_up(*errors: str) -> NoReturn:
     sys.exit(1)
 
 
-def choose_cluster(config) -> None:
+def configure_ray(config) -> None:
     """Set Ray to join a running cluster (``RAY_ADDRESS`` is set, or there are several nodes), or to start its own."""
     ray_init = config.ray_kwargs.ray_init
     with open_dict(config):
@@ -106,8 +104,8 @@ def choose_cluster(config) -> None:
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
-def train(config) -> None:
-    """Call verl's entry point with our task runner."""
+def call_verl(config) -> None:
+    """Call verl's entry point with our task runner, and return or exit when training has ended."""
     demands.follow(Path(config.run_dir) / METRICS)
     try:
         run_ppo(config, TaskRunner)
