@@ -222,6 +222,12 @@ def test_a_folder_of_groups_that_is_not_there_is_named():
     assert line.detail == "--config-dir=/nope is not usable: there is no such folder."
 
 
+def test_an_error_without_a_message_is_quoted_from_its_source():
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError
+    assert keys.explain(caught.value).startswith("AssertionError: raise AssertionError (")
+
+
 def test_an_unknown_key_in_a_yaml_file_is_a_warning(task, tmp_path, monkeypatch):
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))

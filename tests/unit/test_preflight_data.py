@@ -191,6 +191,7 @@ def test_a_data_set_of_ones_own_is_made_and_its_rows_are_its_own(task, tmp_path)
     assert check_files(composed(task, *own, "data.train_batch_size=3")) == "rows: 3 for training and 3 for validation"
     with pytest.raises(CheckWarning, match="has 3 usable rows, fewer than data.train_batch_size=4"):
         check_files(composed(task, *own, "data.train_batch_size=4"))
+    assert check_files(composed(task, *own, "data.train_batch_size=4", "trainer.val_only=true"))  # it draws no batch
 
 
 def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch):
