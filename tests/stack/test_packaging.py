@@ -2,6 +2,7 @@
 """Install the package with each of its extras in an empty environment, and run commands there. Minutes each."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,12 +28,17 @@ print("imported", len(names) - len(left_out))
 
 def install(folder, extra):
     """Install this package with one of its extras in an empty environment. Returns its Python."""
+    source = folder.with_name("source")  # without build/, of which setuptools also packs what earlier builds have left
+    for name in ("bapo", "recipe"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     # Install torch with pip, which finds a CPU build if there is one, and the rest with uv, as the set-up script does.
     subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", TORCH], check=True)
     uv = Path(sys.executable).with_name("uv")
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, f"{ROOT}{extra}"], check=True)
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, f"{source}{extra}"], check=True)
     return python
 
 
