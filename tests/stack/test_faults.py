@@ -257,7 +257,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_one_before(start, small_disk):
     with open(small_disk / "filler", "wb") as filler:
         filler.write(b"x" * (shutil.disk_usage(small_disk).free - (1 << 16)))
     last = ends_cleanly(run)
-    assert f"no space left: {small_disk}/run/checkpoints has 0." in last
+    assert f"no space left: {small_disk}/run has 0." in last
     (small_disk / "filler").unlink()
     can_go_on(last)
 
