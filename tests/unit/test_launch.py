@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,6 +250,20 @@ def test_training_tells_the_parent_when_its_config_is_there(task, tmp_path, sent
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}"))
     assert sent["checked"] is False and (tmp_path / "config.yaml").exists()
     assert not (tmp_path / "metrics.jsonl").exists()  # otherwise the console would show it
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_a_machine_that_another_run_has_ends_a_run_with_its_own_ray(task, tmp_path, sent, monkeypatch, cluster):
+    from recipe.bapo.run import train
+
+    def refuse():
+        raise ValueError("another run is on this machine")
+
+    monkeypatch.setattr(train, "claim_machine", refuse)
+    config = composed(task, f"run_dir={tmp_path}", f"trainer.nnodes={2 if cluster else 1}")
+    with nullcontext() if cluster else pytest.raises(SystemExit):
+        train.main(config)
+    assert sent == ({"checked": True} if cluster else {"error": "another run is on this machine"})
 
 
 @pytest.mark.parametrize("address, claimed", [("local", []), ("auto", ["claimed"])])
