@@ -30,6 +30,7 @@ def files(task):
     "gpus, given, message",
     [
         (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
+        (0, {"TEST_FILE": __file__}, "TEST_FILE is set, and TRAIN_FILE is not: give both"),
         (0, {"CONFIG": "../size/cpu"}, "CONFIG=../size/cpu is not usable: choose from evaluate example"),
         (
             8,

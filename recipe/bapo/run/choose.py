@@ -213,8 +213,8 @@ def _inputs(given, choice, config, cpu):
         files["TRAIN_FILE"] = files["TRAIN_FILE"] or files["TEST_FILE"]
     if cpu:
         if bool(files["TRAIN_FILE"]) != bool(files["TEST_FILE"]):
-            given_one, other = sorted(FILES.keys() - {"MODEL_PATH"}, key=lambda name: not files[name])
-            raise ValueError(f"{given_one} is set, and {other} is not: give both, or neither for the example's own.")
+            one, other = ("TRAIN_FILE", "TEST_FILE") if files["TRAIN_FILE"] else ("TEST_FILE", "TRAIN_FILE")
+            raise ValueError(f"{one} is set, and {other} is not: give both, or neither for the example's own.")
         if not all(files.values()):
             _check_example()
         files = {name: files[name] or str(EXAMPLE / FILES[name]) for name in INPUTS}
