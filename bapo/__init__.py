@@ -6,6 +6,8 @@ Read the modules in this order: ``config``, ``ratio``, ``entropy``, ``clip_stati
 import the names in ``__all__``; everything else may change.
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from bapo.bounds import find_clip_bounds, read_and_validate, read_scalars
 from bapo.clip_statistics import ClipStatistics, TokenSums, collect_clip_statistics, empty_clip_statistics
 from bapo.config import BAPOConfig, Range
@@ -16,7 +18,10 @@ from bapo.loss import SurrogateLoss, clipped_surrogate_loss
 from bapo.ratio import is_usable
 from bapo.search import ClipBounds, search_clip_bounds
 
-__version__ = "0.3.0"
+try:
+    __version__ = version("bapo-verl")  # with the commit it was installed from
+except PackageNotFoundError:
+    __version__ = "of a folder that is not installed"
 
 __all__ = [
     "BAPOConfig",

@@ -32,8 +32,10 @@ requirements=requirements.txt
 [ -z "$cuda" ] || { venv=.venv-cuda; requirements=requirements-cuda.txt; }
 log=$venv/setup.log
 wanted=$(cat $requirements pyproject.toml scripts/setup.sh | sha256sum)
+commit=$(git rev-parse HEAD 2>/dev/null || true)  # part of this package's version, which is written as it is installed
 pin() { grep "^$1==" $requirements; }
-is_complete() { [ "$(cat $venv/complete 2>/dev/null)" = "$wanted" ]; }
+has_packages() { [ "$(head -n 1 $venv/complete 2>/dev/null)" = "$wanted" ]; }
+is_complete() { has_packages && [ "$(tail -n +2 $venv/complete)" = "$commit" ]; }
 if is_complete; then exit 0; fi
 
 check_glibc() {  # vLLM needs llguidance, whose wheels require this version or a newer one
@@ -92,21 +94,26 @@ step() {  # step WHAT COMMAND...: run quietly; on failure show the end of the ou
     fi
 }
 
-echo "Setting up $venv (a minute or two)"
-if ! cmp -s $requirements $venv/requirements.txt; then  # no environment, an interrupted one, or one of another list
-    rm -rf $venv
-    "$python" -m venv $venv
-    cp $requirements $venv/requirements.txt
-fi
-rm -f $venv/complete
-: >"$log"
-pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
+install_packages() {
+    echo "Setting up $venv (a minute or two)"
+    if ! cmp -s $requirements $venv/requirements.txt; then  # no environment, an interrupted one, or one of another list
+        rm -rf $venv
+        "$python" -m venv $venv
+        cp $requirements $venv/requirements.txt
+    fi
+    rm -f $venv/complete
+    : >"$log"
+    local pip=($venv/bin/python -m pip install -q --disable-pip-version-check)
+    step "$(pin uv)" "${pip[@]}" "$(pin uv)"
+    step "$requirements" "${uv[@]}" --no-deps -r <(grep -v '^torch==' $requirements)
+    # Install torch with pip, which finds a local CPU build. (no-warn-conflicts: the CUDA build needs libraries that the
+    # CPU list does not have.)
+    step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
+    [ -z "$cuda" ] || BAPO_VENV=$PWD/$venv bash scripts/flash_attn.sh --ready ||
+        echo "  without flash-attn: runs use torch's attention"
+}
 uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
-step "$(pin uv)" "${pip[@]}" "$(pin uv)"
-step "$requirements" "${uv[@]}" --no-deps -r <(grep -v '^torch==' $requirements)
-# Install torch with pip, which finds a local CPU build. (no-warn-conflicts: the CUDA build needs libraries that the CPU
-# list does not have.)
-step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
-[ -z "$cuda" ] || BAPO_VENV=$PWD/$venv bash scripts/flash_attn.sh --ready || echo "  without flash-attn: runs use torch's attention"
-step "this package" "${uv[@]}" --no-deps -e .
-echo "$wanted" >$venv/complete
+has_packages || install_packages
+rm -rf bapo_verl.egg-info  # of an installation before 2026-11-28, whose version Python would find first in this folder
+step "this package${commit:+ at commit ${commit:0:7}}" "${uv[@]}" --no-deps --no-build-isolation -e .
+printf '%s\n' "$wanted" $commit >$venv/complete

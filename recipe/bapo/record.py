@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+import bapo
 from bapo import BAPOConfig, ClipStatistics, TokenSums, empty_clip_statistics
 from recipe.bapo.tell import tell
 
@@ -54,7 +55,8 @@ class Record:
     def __init__(self, folder: str | Path, config: BAPOConfig, about: Mapping):
         self.folder = Path(folder)
         options = {field.name: getattr(config, field.name) for field in fields(BAPOConfig)}
-        self.first_line = {"host": socket.gethostname(), "options": options, **_finite(dict(about))}
+        started = {"host": socket.gethostname(), "bapo": bapo.__version__}
+        self.first_line = {**started, "options": options, **_finite(dict(about))}
         self.path: Path | None = None  # set at the first update
         self.failed = False
 
@@ -66,7 +68,8 @@ class Record:
             values: its bounds and metrics by name, as ``bapo.read_and_validate`` returns them.
             numbers: where the update stands: ``call``, the number of the trainer's call of the worker, and ``update``,
                 the number of updates since the rollout servers got their weights, both from 0; ``step``, the trainer's
-                own number, which goes on where a run is resumed. Any of them may be missing.
+                own number, which goes on where a run is resumed; ``on_policy``, 1 where all ratios must be 1, because
+                the weights that are updated computed the old log-probs. Any of them may be missing.
         """
         if self.failed:
             return
