@@ -20,12 +20,14 @@ def figures_of(stats: ClipStatistics, config: BAPOConfig, own_clip: bool) -> dic
 
     Returns:
         By name, in the leading dimensions of ``stats``: ``response_tokens``, ``positive_tokens`` and
-        ``negative_tokens``; with ``own_clip`` also ``clipped_positive`` and ``clipped_negative``, the numbers of tokens
+        ``negative_tokens``; ``beyond_upper_start``, the number of tokens with A > 0 whose ratio is at or above the
+        start of ``c_high``; with ``own_clip`` also ``clipped_positive`` and ``clipped_negative``, the numbers of tokens
         that the run's loss clips; and ``<contribution>_start`` and ``<contribution>_highest``, rho at the start of the
         search and the highest on its path, for both measures.
     """
     positive, negative = stats.tokens_by_sign
     figures = {"response_tokens": stats.sums.tokens, "positive_tokens": positive, "negative_tokens": negative}
+    figures["beyond_upper_start"], _ = stats.clipped_tokens(config.lower.grid()[0], config.upper.grid()[0])
     if own_clip:
         figures |= {f"clipped_{sign}": getattr(stats.sums, f"own_clipped_{sign}") for sign in ("positive", "negative")}
     for contribution in CHOICES["contribution"]:

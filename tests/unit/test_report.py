@@ -237,17 +237,37 @@ def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypa
     assert (len(run.recorded), run.valid.tolist(), len(run.updates)) == (4, [True, False, True, True], 2)
     said = report_of(monkeypatch, capsys, tmp_path)
     assert "1 of the 4 updates could not be measured, because log-probs or advantages were not finite" in said
-    assert f"{int(run.recorded['invalid_tokens'][1])} log-probs or advantages in this run were not" in said
+    assert f"In this run {int(run.recorded['invalid_tokens'][1])} log-probs or advantages were not finite" in said
     assert "nan" not in said and "4 updates in 4 training steps (1 to 4)" in said
 
 
-def test_a_run_without_any_usable_update_gets_the_advice_alone(tmp_path, monkeypatch, capsys):
-    bad = make_tokens(2)
-    bad[1][0] = float("nan")
-    write_broken(tmp_path, [bad])
-    said = report_of(monkeypatch, capsys, tmp_path)
-    assert "4. What next?\n  In this run no update could be measured." in said and "1. Does" not in said
-    assert not (tmp_path / "report.png").exists()
+@pytest.mark.parametrize("fault", ["a log-prob is NaN", "no old log-prob is usable", "one sign", None])
+def test_a_run_with_broken_numbers_gets_no_figures_of_bounds(tmp_path, monkeypatch, capsys, fault):
+    old, log_prob, advantages, mask = make_tokens(2)
+    if fault == "a log-prob is NaN":
+        log_prob[0] = float("nan")
+    elif fault == "no old log-prob is usable":  # as a kernel that returns log-probs above 0 gives them
+        old = old + 4
+    elif fault == "one sign":
+        advantages = advantages.abs()
+    write_broken(tmp_path, [(old, log_prob, advantages, mask)] * 10)
+    said, broken = report_of(monkeypatch, capsys, tmp_path), fault is not None
+    assert ("before you look at any bound" in said) == broken == ("2. Does the run clip?" not in said)
+    assert (tmp_path / "report.png").exists() != broken and not (broken and "_target_=" in said)
+
+
+def test_ratios_that_should_be_1_are_shown_where_the_record_knows_them(tmp_path, monkeypatch, capsys):
+    said = {}
+    for name, spread in (("equal", 0.0), ("noise", 0.5)):
+        record = Record(tmp_path / name, BAPOConfig(), {"applied": False})
+        for step in range(10):
+            for update in range(2):
+                tokens = make_tokens(10 * step + update, spread=0.5 if update else spread)
+                record.write(*measure(tokens, BAPOConfig()), step=step, update=update, on_policy=1 - update)
+        said[name] = report_of(monkeypatch, capsys, tmp_path / name)
+    assert "Ratio in the 10 updates that must have 1: 1.2 or more on 0.0% of the tokens with A > 0." in said["equal"]
+    assert "the old log-probs of 10 updates were computed by the same weights" in said["noise"]
+    assert "What next?" not in said["noise"]
 
 
 def report_of(monkeypatch, capsys, *arguments):
@@ -257,7 +277,7 @@ def report_of(monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_the_command_answers_the_four_questions(tmp_path, monkeypatch, capsys):
+def test_the_command_answers_its_questions(tmp_path, monkeypatch, capsys):
     path, _ = write_start(tmp_path, steps=range(1, 11), updates=3)
     said = report_of(monkeypatch, capsys, path)
     assert said.startswith(
@@ -470,22 +490,23 @@ def test_tokens_without_an_advantage_are_told_also_of_updates_without_any(tmp_pa
     write_broken(tmp_path, [(old, log_prob, advantages, mask), (old, log_prob, torch.zeros_like(old), mask)])
     share = (mask[:4].sum() + mask.sum()) / (2 * mask.sum())
     said = report_of(monkeypatch, capsys, tmp_path)
-    assert f"  {100 * share:.1f}% of the response tokens had no advantage. They are in none of these shares.\n" in said
+    assert f", none on {100 * share:.1f}%.\n" in said
     assert f"In this run {share:.0%} of the response tokens had no advantage, because all" in said
 
 
 def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monkeypatch, capsys):
     record = Record(tmp_path, BAPOConfig(), {"own_clip": vars(OWN_CLIP)})
     old, _, advantages, mask = make_tokens(1)
-    stats, values = measure((old, old, advantages.abs(), mask), BAPOConfig())
-    record.write(stats, values)
-    said = report_of(monkeypatch, capsys, tmp_path)  # no token has A < 0
+    stats, values = measure((old, old, advantages, mask), BAPOConfig())
+    for _ in range(8):
+        record.write(stats, values)
+    said = report_of(monkeypatch, capsys, tmp_path)
     assert "In this run the loss clipped 0.00% of the tokens with A > 0" in said and "nan" not in said
     stats, values = measure(make_tokens(2), BAPOConfig())
     record.write(stats, values)
     (run,) = read_runs(tmp_path)
     positive, negative = stats.sums.own_clipped_positive.item(), stats.sums.own_clipped_negative.item()
-    (last,) = run.recorded.rows(torch.tensor([1])).dicts(["clipped_positive", "clipped_negative"])
+    (last,) = run.recorded.rows(torch.tensor([8])).dicts(["clipped_positive", "clipped_negative"])
     assert last == {"clipped_positive": positive, "clipped_negative": negative} and positive != negative
 
 

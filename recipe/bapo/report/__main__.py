@@ -11,15 +11,15 @@ the report.
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
 
 from bapo.clip_statistics import UNBOUNDED_RATIO
-from recipe.bapo.advice import OUTCOMES, advise, cost_of_bounds, idle_share
+from recipe.bapo.advice import OUTCOMES, cost_of_bounds, idle_share, percent
 from recipe.bapo.report.findings import (
     BOUNDS,
     CONTRIBUTIONS,
+    SIGNS,
     Run,
     clipped,
     ends_of_search,
@@ -45,14 +45,18 @@ def report(name: str, run: Run) -> Iterator[str]:
             f"  {invalid} of the {len(run.recorded)} updates could not be measured, because log-probs or "
             "advantages were not finite (or the log of the run says why not). They are left out of the figures."
         )
+    advice = f"  {run.advice.text[0].upper()}{run.advice.text[1:]}"
+    yield from ("", "1. Can these numbers be used?")
+    if run.advice.broken:
+        yield advice
+        return
     if run.updates:
-        yield from ("", "1. Does the run clip?", *_clipping(run), *_ratios(run))
-        yield from ("", f"2. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
-        yield from ("", "3. What would fixed bounds clip?", *_bounds(run))
-    named = [name for name, column in run.recorded.columns.items() if column.dim() == 1]
-    found = advise(run.recorded.dicts(named), asdict(run.config), run.about, "this run")
-    yield from ("", "4. What next?", f"  {found.text[0].upper()}{found.text[1:]}")
-    yield from (f"    {override}" for override in found.overrides)
+        yield from _tokens(run)
+        yield from ("", "2. Does the run clip?", *_clipping(run), *_ratios(run))
+        yield from ("", f"3. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
+        yield from ("", "4. What would fixed bounds clip?", *_bounds(run))
+    yield from ("", "5. What next?", advice)
+    yield from (f"    {override}" for override in run.advice.overrides)
 
 
 def _what_was_recorded(run):
@@ -73,11 +77,28 @@ def _what_was_recorded(run):
     return f"{_count(len(run.recorded), 'update')}{span}{starts}; {trained}."
 
 
+def _tokens(run):
+    """Answer question 1, where nothing speaks against it."""
+    measured = run.recorded.rows(run.valid)
+    masked = percent(measured["masked_token_fraction"].nan_to_num().mean().item())
+    yield f"  No usable old log-prob: {masked} of the response tokens."
+    counts = measured.dicts(["response_tokens", "positive_tokens", "negative_tokens"])
+    tokens, *signs = (sum(one[f"{name}_tokens"] for one in counts) for name in ("response", *SIGNS))
+    shares = [percent(number / max(1, tokens)) for number in signs]
+    idle = percent(idle_share(counts))
+    yield f"  Advantage: A > 0 on {shares[0]} of the response tokens, A < 0 on {shares[1]}, none on {idle}."
+    fresh = measured.rows(measured["on_policy"] == 1)
+    if fresh:
+        beyond = fresh["beyond_upper_start"].sum() / fresh["positive_tokens"].sum().clamp(min=1)
+        yield (
+            f"  Ratio in the {_count(len(fresh), 'update')} that must have 1: {run.config.ratio_upper_start:g} or more "
+            f"on {percent(beyond.item())} of the tokens with A > 0."
+        )
+
+
 def _clipping(run):
-    """Answer question 1."""
-    measured = run.recorded.rows(run.valid).dicts(["response_tokens", "positive_tokens", "negative_tokens"])
-    idle = _percent(idle_share(measured))
-    yield f"  {idle} of the response tokens had no advantage. They are in none of these shares."
+    """Answer question 2."""
+    yield "  As shares of the tokens with an advantage of that sign:"
     own = clipped(run, run.updates, by_bapo=False)
     if own is None:
         yield (
@@ -102,15 +123,15 @@ def _ratios(run):
         yield "  How far the ratios reach, as shares of the tokens of the sign:"
     for label, shares in tails.items():
         if shares:
-            yield from _table([(label, *(f"{ratio:g}" for ratio in shares)), ("", *map(_percent, shares.values()))])
+            yield from _table([(label, *(f"{ratio:g}" for ratio in shares)), ("", *map(percent, shares.values()))])
     gradient, unbounded = (run.updates[name].sum().item() for name in ("gradient", "unbounded_gradient"))
     yield (
         f"  Tokens with A < 0 and a ratio above {UNBOUNDED_RATIO:g}, which no bound limits but a dual clip does, made "
-        f"up {_percent(unbounded / gradient if gradient else 0.0)} of the gradient before clipping."
+        f"up {percent(unbounded / gradient if gradient else 0.0)} of the gradient before clipping."
     )
     covariance = [value for value in run.updates["entropy_covariance"].tolist() if not math.isnan(value)]
     if covariance:  # not in an older record, in a run with BAPO, or where the loss does not clip by the ratio
-        lowering = _percent(fmean(value > 0 for value in covariance))
+        lowering = percent(fmean(value > 0 for value in covariance))
         yield (
             f"  entropy_covariance was above 0 in {lowering} of the updates, which then tend to lower the entropy "
             f"(median {median(covariance):.2g} nats)."
@@ -118,12 +139,12 @@ def _ratios(run):
 
 
 def _searches(run):
-    """Answer question 2."""
+    """Answer question 3."""
     target = run.config.positive_contribution_target
     ends = [sum(run.updates[name].tolist()) / len(run.updates) for name in OUTCOMES]
     yield (
-        f"  Searching for the target {target:g}: met at the start in {_percent(ends[0])} of the updates, met by moving "
-        f"bounds in {_percent(ends[1])}, saturated in {_percent(ends[2])}."
+        f"  Searching for the target {target:g}: met at the start in {percent(ends[0])} of the updates, met by moving "
+        f"bounds in {percent(ends[1])}, saturated in {percent(ends[2])}."
     )
     yield from _cost(run)
     for name, key in (
@@ -137,7 +158,7 @@ def _searches(run):
         rows = [(f"contribution={contribution}", "met at the start", "met by moving", "saturated")]
         ends_of = ends_of_search(run, contribution)
         for one in sorted({*TARGETS, target}):
-            rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(_percent, ends_of[one])))
+            rows.append((f"target {one:g}{' (searched for)' if one == target else ''}", *map(percent, ends_of[one])))
         yield from _table(rows)
 
 
@@ -147,7 +168,7 @@ def _cost(run):
     if not known:  # a record of version 0.2, or of another trainer
         return
     names = ("extra_forward", "redone")
-    forwards, redone = (_percent(fmean(known[name].tolist())) for name in names)
+    forwards, redone = (percent(fmean(known[name].tolist())) for name in names)
     cost = cost_of_bounds(known.dicts(names))
     made = "made" if run.applied else "would have made"
     yield (
@@ -157,7 +178,7 @@ def _cost(run):
 
 
 def _bounds(run):
-    """Answer question 3."""
+    """Answer question 4."""
     rows = [("", "A > 0 clipped", "A < 0 clipped", *(f"rho ({contribution})" for contribution in CONTRIBUTIONS))]
     if run.own_clip is not None:
         low, high = run.own_clip["low"], run.own_clip["high"]
@@ -169,7 +190,7 @@ def _bounds(run):
     for low, high in BOUNDS:
         found = fixed_bounds(run, low, high)
         row = (
-            (_percent(found.positive), _percent(found.negative), *_rho(found.rho))
+            (percent(found.positive), percent(found.negative), *_rho(found.rho))
             if found
             else ("not on the run's grid",)
         )
@@ -185,16 +206,11 @@ def _bounds(run):
 
 
 def _shares(run, updates, by_bapo):
-    return tuple(map(_percent, clipped(run, updates, by_bapo)))
+    return tuple(map(percent, clipped(run, updates, by_bapo)))
 
 
 def _rho(rho: dict[str, float]) -> tuple[str, ...]:
     return tuple(f"{rho[contribution]:.3f}" if contribution in rho else "-" for contribution in CONTRIBUTIONS)
-
-
-def _percent(share: float) -> str:
-    """Format a share. Small shares keep two digits, so that 0.02% is not 0.0%."""
-    return f"{100 * share:{'.1f' if share == 0 or share >= 0.01 else '.2g'}}%"
 
 
 def _count(number: int, unit: str) -> str:
@@ -224,7 +240,7 @@ def main():
             print("\n".join(report(name, run)), end="\n\n")
         out = arguments.out or next(iter(runs.values())).starts[0].path.with_name("report.png")
         out = out / "report.png" if out.is_dir() else out
-        drawn = {name: run for name, run in runs.items() if run.updates}
+        drawn = {name: run for name, run in runs.items() if run.updates and not run.advice.broken}
         if drawn:
             picture(drawn).savefig(out, dpi=110)
             print(f"Picture: {out}")

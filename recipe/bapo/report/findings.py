@@ -6,7 +6,7 @@ what ``bound_scope=micro_batch`` clips is not: it is a mean over micro-batches, 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ from torch import Tensor
 from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
 from bapo.search import measure_search_path, reaches_target
+from recipe.bapo.advice import Advice, advise
 from recipe.bapo.figures import figures_of
 from recipe.bapo.record import Start, Updates, read_start
 from recipe.bapo.report.table import Table, join
@@ -26,7 +27,7 @@ SIGNS = ("positive", "negative")
 TARGETS = [k / 100 for k in range(10, 91)]  # that are searched for, besides the run's own
 BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]  # that are measured, besides those of the run's loss
 TAILS = {"above": (1.2, 1.5, 2.0, 3.0), "below": (0.9, 0.8, 0.7, 0.6)}  # ratios, of A > 0 and of A < 0
-NAMES_OF_A_PROCESS = ("utc", "host")  # what differs between two starts of one run
+NAMES_OF_A_START = ("utc", "host", "bapo", "verl")  # what may differ between two starts of one run
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Run:
         """The valid updates that have a token with an advantage. All figures are about these."""
         return self.recorded.rows(self.valid & (self.recorded["tokens"].sum(1) > 0))
 
+    @cached_property
+    def advice(self) -> Advice:
+        """What to do next."""
+        numbers = [name for name, column in self.recorded.columns.items() if column.dim() == 1]
+        return advise(self.recorded.dicts(numbers), asdict(self.config), self.about, "this run")
+
     def by_step(self, most: int) -> tuple[str, list[tuple[int, int, Table]]]:
         """Group the updates by the largest unit of training that the record knows. Returns its name too."""
         unit, labels = steps_of(self.updates)
@@ -95,7 +102,7 @@ def steps_of(updates: Table) -> tuple[str, list[int]]:
 def read_runs(path: Path) -> list[Run]:
     """Read the runs of a record or of a folder with records.
 
-    A start of a process resumes an earlier run if both have the same first line (but for the time and the host), both
+    A start of a process resumes an earlier run if both have the same first line (but for time, host and versions), both
     know the trainer's step, and it begins at a later step than that run. Its updates then replace those that the run
     had made from that step on.
 
@@ -256,7 +263,7 @@ def _tails(stats: ClipStatistics) -> dict[str, Tensor]:
 
 def _resumes(start: Start, recorded: Table, run: Run) -> bool:
     def same(about):
-        return {name: value for name, value in about.items() if name not in NAMES_OF_A_PROCESS}
+        return {name: value for name, value in about.items() if name not in NAMES_OF_A_START}
 
     steps, steps_before = recorded["step"], run.recorded["step"]
     know_steps = not (steps.isnan().any() or steps_before.isnan().any())
