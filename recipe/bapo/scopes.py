@@ -131,14 +131,17 @@ class BoundScope:
             run_pass: makes the forwards and backwards, and adds to the gradients.
 
         Raises:
-            ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step. With
-                ``on_policy`` the log-probs of the policy are not looked at.
+            ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step.
         """
         raise NotImplementedError
 
     def measure(self) -> Measured:
         """Return what was measured of the update whose ``update`` has returned."""
         return self.measured
+
+    def finish(self) -> None:
+        """Keep the bounds of the update as the latest ones, now that the optimizer's step was made."""
+        self.latest = self.measured.values["low"], self.measured.values["high"]
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
@@ -172,8 +175,12 @@ class BoundScope:
     def _search(self, stats: ClipStatistics, **costs: float) -> tuple[ClipBounds, Measured]:
         """Search on reduced sums, and validate them. ``costs`` are ``extra_forward`` and ``redone`` where not 0."""
         bounds = search_clip_bounds(stats, self.config)
+        return bounds, self._measure(stats, bounds, **costs)
+
+    def _measure(self, stats: ClipStatistics, bounds: ClipBounds, **costs: float) -> Measured:
+        """Measure what bounds do to the tokens of reduced sums, and validate these."""
         values = read_and_validate(bounds, diagnose(stats, bounds))
-        return bounds, Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
+        return Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
 
     def _trains_at_once(self, forecast: Forecast) -> bool:
         """Whether an update trains with a forecast at once. Otherwise a forward pass comes first.
@@ -214,13 +221,13 @@ class MiniBatch(BoundScope):
         if on_policy:
             # Every ratio is taken as 1, so no forward is needed. Its rounding would also differ for every way to split
             # the mini-batch and, where rho equals the target exactly, decide the bounds.
-            bounds, self.measured = self._search(self._reduce_at_ratio_1(data))
-            output = self._train(bounds, run_pass)
+            bounds, _ = self._search(self._reduce_at_ratio_1(data))
+            output = self._train(bounds, run_pass, sums_pass=True)
+            self.measured = self._measure(self._reduce(self.pass_sums), bounds)  # the ratios that the loss had
         elif self._is_one_micro_batch(data):
             output = self._train(None, run_pass)
         else:
             output = self._update_by_forecast(data, position == 0, run_pass)
-        self.latest = self.measured.values["low"], self.measured.values["high"]
         return output
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
@@ -297,13 +304,15 @@ class MicroBatch(BoundScope):
         self.measured = Measured(stats, means)
         return output
 
+    def finish(self) -> None:
+        self.latest = self.found[-1].values["low"], self.found[-1].values["high"]  # and no mean
+
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
         stats = self._reduce(self._sums_of(data, log_probs))
         bounds = search_clip_bounds(stats, self.config)
         values = read_and_validate(bounds, diagnose(stats, bounds), max_masked_fraction=1.0)
         self.found.append(Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0}))
-        self.latest = values["low"], values["high"]
-        return self.latest
+        return values["low"], values["high"]
 
 
 SCOPES = {"mini_batch": MiniBatch, "micro_batch": MicroBatch}

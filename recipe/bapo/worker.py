@@ -7,10 +7,11 @@ in any trainer and with any entry point. How the bounds are found is in ``scopes
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import bapo
 from bapo import BAPOConfig, EntropySums
 from recipe.bapo.advice import EVERY, advise
 from recipe.bapo.figures import figures_of
@@ -26,6 +28,7 @@ from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.monitor import Monitor
 from recipe.bapo.record import Record
 from recipe.bapo.scopes import ENTROPY_SUMS, SCOPES, BoundScope, Measured, bounds_metrics
+from recipe.bapo.sent_weights import SentWeights
 from recipe.bapo.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -33,18 +36,15 @@ from verl.workers.config import ActorConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
-# The methods by which verl's ``ActorRolloutRefWorker.update_weights`` takes the weights out of the engine.
-SENDING = ("get_per_tensor_param", "get_per_tensor_param_delta_shard")
-
 
 class BAPOTrainingWorker(TrainingWorker):
     """verl's training worker with a search for the clip bounds of each update.
 
     It does four things. It replaces one method of verl's engine, ``forward_backward_batch``, and changes what that does
     inside ``train_batch`` alone: there the scope of the run makes the update. It puts the bounds into the config from
-    which the loss reads them. It logs and records what was measured, and advises. And it notes when verl takes the
-    weights out of the engine to send them to the rollout servers, from which the position of an update on its rollout
-    batch follows: the forecast tells the first update on a batch from the others.
+    which the loss reads them. It logs and records what was measured, and advises. And it notes when verl sends weights
+    to the rollout servers (``sent_weights.py``), from which the position of an update on its rollout batch follows: the
+    forecast tells the first update on a batch from the others.
     """
 
     def __init__(self, config: TrainingWorkerConfig):
@@ -53,13 +53,13 @@ class BAPOTrainingWorker(TrainingWorker):
         self.scope: BoundScope | None = None  # None: nothing is searched
         self.guard = Guard()
         self.record: Record | None = None
+        self.sent_weights = SentWeights(self.engine, self.model_config)
         self.calls = 0  # of ``train_mini_batch``, since the loss was set
-        self.step: int | None = None  # the trainer's
+        self.steps = 0  # of a trainer that sets no mark: rollout batches so far, with those before a resume
+        self.step: int | None = None  # of the current call
         self.updates_since_sent = 0  # since the rollout servers got their weights, which is the position on a batch
-        self.sent = True  # whether they got weights after the latest call, as they do in every step of most trainers
-        for name in SENDING:
-            setattr(self.engine, name, self._note_sending(getattr(self.engine, name)))
-        self.on_policy = False  # whether every ratio of the next update is to be taken as 1
+        # Whether every ratio of the next update is to be taken as 1; None: the trainer does not say.
+        self.on_policy: bool | None = None
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
         self.since_advice: list[dict[str, float]] = []  # the figures of the updates since the last advice
@@ -85,23 +85,38 @@ class BAPOTrainingWorker(TrainingWorker):
         if self.scope is None:
             super().set_loss_fn(loss_fn)
             return
+        about = self.scope.about()
         if policy_loss.record_dir is not None:
             with self.guard("making the record"):
-                self.record = Record(policy_loss.record_dir, policy_loss, self.scope.about())
+                self.record = Record(policy_loss.record_dir, policy_loss, {"verl": version("verl"), **about})
+        with self.guard("saying what runs"):
+            if self._reports():
+                does = "trains with BAPO's bounds" if self.scope.applied else f"monitors loss_mode={about['loss_mode']}"
+                target = self.scope.config.positive_contribution_target
+                tell(f"bapo-verl {bapo.__version__} {does}, target {target:g}, in verl {version('verl')}.")
         engine.forward_backward_batch = partial(self._forward_backward_batch, self.scope)
         super().set_loss_fn(partial(self._compute_loss, self.scope, loss_fn, config))
 
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as verl does. The steps of a resumed run are counted from that of its checkpoint."""
+        steps = re.findall(r"global_step_(\d+)", str(local_path))
+        self.steps = int(steps[-1]) if steps else 0
+        return super().load_checkpoint(local_path, *args, **kwargs)
+
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
         """Make all updates on one rollout batch or, in ``separate_async``, on a part of one."""
-        if self.sent:
+        if self.sent_weights.begin_call():
             self.updates_since_sent = 0
-        self.on_policy, self.step, self.sent = False, None, False
+            self.steps += 1
         # With BAPO's loss a rank that goes on without the mark would make other collectives than the others.
         applied = self.scope is not None and self.scope.applied
-        with nullcontext() if applied else self.guard("reading what the trainer says of the batch"):
-            self.on_policy = pop_mark(data, ON_POLICY_FIRST_UPDATE, False)
-            self.step = pop_mark(data, STEP, None)
-        output = super().train_mini_batch(data)
+        try:
+            with nullcontext() if applied else self.guard("reading what the trainer says of the batch"):
+                self.on_policy = pop_mark(data, ON_POLICY_FIRST_UPDATE, None)
+                self.step = pop_mark(data, STEP, self.steps)
+            output = super().train_mini_batch(data)
+        finally:
+            self.on_policy = self.step = None
         self.calls += 1
         if self.scope is not None and self.calls % EVERY == 0 and self.since_advice:
             with self.guard("advising"):
@@ -118,26 +133,36 @@ class BAPOTrainingWorker(TrainingWorker):
             output = super().train_batch(data)
         finally:
             self.updating = False
-        self.on_policy = False
+            self.on_policy = None if self.on_policy is None else False
         self.updates_since_sent += 1
+        if self.scope is not None:
+            self.scope.finish()
         if self.scope is not None and output is not None:
             metrics = tu.get(output, "metrics")
             if ENTROPY_SUMS in metrics:
                 _add_entropy_covariance(metrics)
             with self.guard("looking at the gradient norm"):
-                # verl skips the step of an update whose gradient is not finite.
-                metrics["actor/bapo/skipped"] = float(not math.isfinite(metrics["grad_norm"]))
+                metrics["actor/bapo/skipped"] = float(self._is_skipped(self.scope, metrics["grad_norm"]))
         return output
 
-    def _note_sending(self, take_weights: Callable) -> Callable:
-        """Wrap a method by which verl takes the weights out of the engine."""
+    def _is_skipped(self, scope: BoundScope, grad_norm: float) -> bool:
+        """Whether verl has skipped the optimizer's step of an update with this gradient norm."""
+        if math.isfinite(grad_norm):
+            return False
+        if scope.strategy != "megatron":
+            return True
+        # Megatron skips only with a loss scaler, and then verl raises.
+        self.guard.tell_once(
+            "gradient norm",
+            f"the gradient norm of an update was {grad_norm}, and Megatron has made its step all the same, so weights "
+            "and optimizer are broken from here on. Stop the run, and resume from a checkpoint before this step "
+            "(docs/silent_faults.md).",
+        )
+        return False
 
-        @wraps(take_weights)
-        def take_and_note(*args: Any, **kwargs: Any) -> Any:
-            self.sent = True
-            return take_weights(*args, **kwargs)
-
-        return take_and_note
+    def _reports(self) -> bool:
+        """Whether this rank is the one of all that speaks for the run and records it."""
+        return self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs()
 
     def _make_scope(self, function: Callable, config: Any) -> BoundScope | None:
         """Make what measures the updates of a loss; None if it is to be monitored and cannot be."""
@@ -162,12 +187,12 @@ class BAPOTrainingWorker(TrainingWorker):
         if forward_only or not self.updating:
             return self.verl_forward_backward_batch(data, loss_function, forward_only)
         run_pass = partial(self.verl_forward_backward_batch, data, loss_function)
-        output = scope.update(data, self.updates_since_sent, self.on_policy, run_pass)
+        output = scope.update(data, self.updates_since_sent, bool(self.on_policy), run_pass)
         self.logged = {"actor/bapo/applied": float(scope.applied)}
         with self.guard("measuring an update"):
             measured = scope.measure()
             self.logged |= bounds_metrics(measured.values)  # on every rank the same keys
-            if self.engine.get_data_parallel_rank() == 0 and self.engine.is_mp_src_rank_with_outputs():
+            if self._reports():
                 self._keep(scope, measured)
         if self.engine.is_mp_src_rank_with_outputs():
             if scope.applied:
@@ -192,16 +217,19 @@ class BAPOTrainingWorker(TrainingWorker):
         if not scope.applied:
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
         config.policy_loss.current_bounds = bounds
-        loss = loss_fn(model_output=detach_unused_entropy(model_output, config), data=data, dp_group=dp_group)
-        config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
-        return loss
+        try:
+            return loss_fn(model_output=detach_unused_entropy(model_output, config), data=data, dp_group=dp_group)
+        finally:
+            config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
 
     def _keep(self, scope: BoundScope, measured: Measured) -> None:
         """Record an update, and keep its figures for the next advice."""
+        numbers = {"call": self.calls, "update": self.updates_since_sent}
+        known = {"step": self.step, "on_policy": self.on_policy}
+        numbers |= {name: int(number) for name, number in known.items() if number is not None}
         figures = figures_of(measured.stats, scope.config, scope.own_clip is not None)
-        self.since_advice.append(measured.values | {name: value.item() for name, value in figures.items()})
+        self.since_advice.append(numbers | measured.values | {name: value.item() for name, value in figures.items()})
         if self.record is not None:
-            numbers = {"call": self.calls, "update": self.updates_since_sent, "step": self.step}
             self.record.write(measured.stats, measured.values, **numbers)
 
 

@@ -79,6 +79,7 @@ MONITOR = {
     "2 stages, verl's loss": [],
     "2 stages, monitored": [f"{LOSS}._target_=recipe.bapo.policy_loss.MonitorConfig"],
 }
+SPOILED = "spoiled gradient"
 
 
 def loss_options(**options):
@@ -175,6 +176,22 @@ def make_with_verls_loss(rank, size, port, folder, name):
     overrides = [f"actor_rollout_ref.model.path={folder}/FSDP/model", *parallel(pipeline=2), *MONITOR[name]]
     actor = make_megatron_actor(overrides, rank, size, port)
     return {"updates": make_updates(actor, folder / "FSDP", folder / name)}
+
+
+def make_spoiled(rank, size, port, folder, name):
+    """Make a monitored update whose gradient is NaN. Returns what is logged of it, and whether weights are finite."""
+    from support.spoil import with_nan_gradient
+
+    from verl.utils import tensordict_utils as tu
+
+    monitor = MONITOR["2 stages, monitored"]
+    actor = make_megatron_actor([f"actor_rollout_ref.model.path={folder}/FSDP/model", *monitor], rank, size, port)
+    actor.loss_fn = with_nan_gradient(actor.loss_fn)
+    metrics = tu.get(actor.train_mini_batch(batch_of_rank(actor, folder / "FSDP", 0)), "metrics")
+    weights = [weight for chunk in actor.engine.module for weight in chunk.parameters()]
+    finite = all(weight.isfinite().all().item() for weight in weights)
+    logged = {"actor/grad_norm": metrics["grad_norm"][0], "actor/bapo/skipped": metrics["actor/bapo/skipped"][0]}
+    return {"logged": logged, "weights are finite": finite}
 
 
 def batch_of_rank(actor, folder, number):
@@ -327,6 +344,10 @@ def run_layouts(folder: Path, word: str = "") -> dict:
             ranks = run_ranks(make_with_verls_loss, folder, name, 2)
             results[name] = [rank["updates"] for rank in ranks]
             print(f"\n{name}: weights and optimizer {[rank[-1]['state'][:12] for rank in results[name]]}")
+    if word in SPOILED:
+        run_reference(SPOILED)
+        (results[SPOILED],) = run_ranks(make_spoiled, folder, SPOILED, 1)
+        print(f"\n{SPOILED}: {results[SPOILED]}")
     (folder / "results.json").write_text(json.dumps(results))
     return results
 

@@ -5,12 +5,14 @@
 """
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from engines.layouts import ALONE, BATCHES, KINDS, LAYOUTS, LOSS_OPTIONS, MONITOR, reference_of
+from engines.layouts import ALONE, BATCHES, KINDS, LAYOUTS, LOSS_OPTIONS, MONITOR, SPOILED, reference_of
 from support.capture import (
     assert_rounding_changes_no_bounds,
     bounds_of,
@@ -22,6 +24,7 @@ from support.megatron import install_packages
 from support.oracle import sequential_search
 
 from bapo import BAPOConfig
+from recipe.bapo.run.console import warnings_of
 
 pytestmark = pytest.mark.slow
 
@@ -112,3 +115,14 @@ def test_the_monitor_leaves_every_ranks_weights_and_sees_each_token_once(folder,
     for rank in range(2):  # the first stage never calls the loss
         assert [bounds_of(update) for update in read_updates(capture, rank)] == literal
     assert len(literal) == BATCHES
+
+
+def test_what_is_said_of_a_spoiled_gradient_is_what_became_of_the_weights(folder, results):
+    found = results[SPOILED]
+    logged = found["logged"]
+    assert not found["weights are finite"] and math.isnan(logged["actor/grad_norm"])
+    assert logged["actor/bapo/skipped"] == 0
+    (warning,) = warnings_of(logged).values()
+    assert "Megatron made the step all the same, so weights and optimizer are broken" in warning
+    of_worker = re.findall("^BAPO: the gradient norm .*$", (folder / SPOILED / "rank0.log").read_text(), re.M)
+    assert len(of_worker) == 1 and "Megatron has made its step all the same" in of_worker[0]

@@ -141,19 +141,27 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
     monkeypatch.setattr(TrainingWorker, "train_batch", train_batch)
     monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
-    # verl's loop over the updates on a rollout batch does nothing here, because tests make the updates one by one.
-    nothing = tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
-    monkeypatch.setattr(TrainingWorker, "train_mini_batch", lambda worker, data: nothing)
+
+    def train_mini_batch(worker, data):  # in place of verl's loop, which cuts a batch into mini-batches
+        worker.metrics_of_call = [update(worker, batch) for batch in worker.batches_of_call]
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
+
+    monkeypatch.setattr(TrainingWorker, "train_mini_batch", train_mini_batch)
     worker = BAPOTrainingWorker(None)
     worker.set_loss_fn(partial(ppo_loss, config=config))
     return worker
 
 
-def start_batch(worker, sent=True, **marks):
-    """Begin a call of verl's trainer, after sending weights to the rollout servers or not."""
+def train_call(worker, *batches, sent=True, **marks):
+    """Make a call of verl's trainer with an update on each padded batch, after sending weights or not.
+
+    Returns the metrics of each update.
+    """
     if sent:
         worker.engine.get_per_tensor_param()
+    worker.batches_of_call = batches
     worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
+    return worker.metrics_of_call
 
 
 def update(worker, batch):

@@ -161,22 +161,22 @@ def test_a_monitored_run_is_not_told_of_bounds_that_were_used(tmp_path):
     "data, said",
     [
         ({"actor/grad_norm": None, "actor/bapo/skipped": 0.25}, "verl skipped 25% of the updates"),
-        ({"actor/grad_norm": None}, "verl skipped an update"),  # a loss without BAPO and monitor
+        ({"actor/grad_norm": None, "actor/bapo/skipped": 0.0}, "Megatron made the step all the same, so weights and"),
+        ({"actor/grad_norm": None}, "FSDP skips such an update; Megatron makes its step, which breaks the weights"),
         ({"actor/grad_norm": 1.0, "actor/bapo/skipped": 0.25}, "verl skipped 25% of the updates"),
         ({"actor/grad_norm": 1.0, "actor/bapo/skipped": 0.0}, None),
     ],
 )
-def test_skipped_updates_are_warned_of_at_once_and_counted(tmp_path, capsys, data, said):
+def test_an_unusable_gradient_is_told_at_once_and_counted(tmp_path, capsys, data, said):
     printer = StepPrinter(tmp_path, tmp_path / "train.log", 3)
     (tmp_path / "train.log").touch()
     lines = [record(1, **step_data(1, 0.5)), *(record(step, **{**step_data(step, 0.5), **data}) for step in (2, 3))]
     for number in range(3):
         (tmp_path / "metrics.jsonl").write_text("".join(lines[: number + 1]))
         printer.print_new()
-    said_in_step = r"^Warning: in step (\d) (verl skipped .*), because the gradient norm"
-    warned = re.findall(said_in_step, capsys.readouterr().out, re.M)
-    assert warned == ([("2", said)] if said else [])
-    counted = re.search(r"steps with an update that verl skipped +(\d)  of 3$", summary(tmp_path), re.M)
+    told = re.findall(r"^Warning: in step (\d) the gradient norm was not finite. (.*)$", capsys.readouterr().out, re.M)
+    assert [step for step, _ in told] == (["2"] if said else []) and all(text.startswith(said) for _, text in told)
+    counted = re.search(r"steps with a gradient norm that is not finite +(\d)  of 3$", summary(tmp_path), re.M)
     assert (counted and counted[1]) == ("2" if said else None)
 
 

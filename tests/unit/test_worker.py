@@ -3,6 +3,8 @@
 
 import math
 from functools import partial
+from operator import attrgetter
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
-from support.stand_in import make_mini_batch, make_worker, start_batch, update
+from support.stand_in import make_mini_batch, make_worker, train_call, update
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
@@ -172,12 +174,13 @@ def test_only_the_forward_before_an_update_lacks_the_entropy(monkeypatch):
 def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch):
     worker, batch = worker_with(monkeypatch), batch_of_pairs(1)
     old, _, advantages, mask = batch
-    for mark, log_prob in ((True, old), (False, batch[1])):  # the mark holds for the first update alone
-        if mark:
-            start_batch(worker, bapo_on_policy_first_update=True)
-        worker.engine.passes.clear()
-        assert bounds_of(update(worker, batch)) == literal_bounds((old, log_prob, advantages, mask))
-        assert worker.engine.passes == (["train"] if mark else ["forward", "train"])
+    first, second = train_call(worker, batch, batch, bapo_on_policy_first_update=True)
+    assert bounds_of(first) == literal_bounds((old, old, advantages, mask)) != literal_bounds(batch)
+    assert bounds_of(second) == literal_bounds(batch)  # the mark holds for the first update alone
+    assert worker.engine.passes == ["train", "forward", "train"]
+    # What is said of its tokens is what the loss did to them.
+    expected = oracle.diagnostics(*batch, *bounds_of(first))
+    assert first["actor/bapo/clipfrac_positive"] == [pytest.approx(expected["clipfrac_positive"])] != [0]
 
 
 def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
@@ -188,8 +191,7 @@ def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
     )
     worker = worker_with(monkeypatch)
     for sent in (True, True, False, True):  # separate_async makes several calls before it sends weights
-        start_batch(worker, sent)
-        update(worker, batch_of_pairs(1)), update(worker, batch_of_pairs(2))
+        train_call(worker, batch_of_pairs(1), batch_of_pairs(2), sent=sent)
     assert told == [True, False, True, False, False, False, True, False]
 
 
@@ -217,13 +219,19 @@ def test_what_is_logged_describes_the_update(monkeypatch):
     assert metrics["actor/bapo/skipped"] == 0
 
 
-def test_a_step_that_verl_skips_is_logged(monkeypatch):
-    worker = worker_with(monkeypatch)
+@pytest.mark.parametrize("strategy, skipped", [("fsdp", 1), ("fsdp2", 1), ("megatron", 0)])
+def test_what_became_of_an_unusable_gradient_is_logged(monkeypatch, capsys, strategy, skipped):
+    """FSDP skips the step, and Megatron makes it; tests/engines looks at the weights."""
+    config = config_of()
+    object.__setattr__(config, "strategy", strategy)
+    object.__setattr__(config, "megatron", SimpleNamespace(dynamic_context_parallel=False))
+    worker = make_worker(config, monkeypatch, MODEL)
+    assert update(worker, batch_of_pairs(1))["actor/bapo/skipped"] == 0
     worker.engine.optimizer_step = lambda: math.nan
-    output = tu.get_tensordict({}, {"metrics": {"grad_norm": math.nan}})
-    monkeypatch.setattr("verl.workers.engine_workers.TrainingWorker.train_batch", lambda worker, data: output)
-    worker.train_batch(make_mini_batch(*batch_of_pairs(1)))
-    assert tu.get(output, "metrics")["actor/bapo/skipped"] == 1
+    for _ in range(2):
+        assert update(worker, batch_of_pairs(2))["actor/bapo/skipped"] == skipped
+    told = capsys.readouterr().err.count("the gradient norm of an update was nan, and Megatron has made its step")
+    assert told == (strategy == "megatron")
 
 
 def test_an_update_without_advantages_keeps_the_start(monkeypatch):
@@ -352,9 +360,8 @@ def test_one_unusable_old_log_prob_in_a_large_update_is_left_out(monkeypatch, wa
     assert 5e-4 < share < 1e-3
     worker = worker_with(monkeypatch, **WAYS[way])
     for _ in range(4):
-        if way == "on policy":
-            start_batch(worker, bapo_on_policy_first_update=True)
-        metrics = update(worker, (old, log_prob, advantages, mask))
+        marks = {"bapo_on_policy_first_update": True} if way == "on policy" else {}
+        (metrics,) = train_call(worker, (old, log_prob, advantages, mask), **marks)
         assert metrics["actor/bapo/masked_token_fraction"] == [pytest.approx(share, rel=0.2)]  # micro_batch: a mean
     assert worker.engine.steps == 4
     old[6, :3] = value
@@ -418,20 +425,82 @@ def test_a_call_outside_an_update_does_what_verls_does(monkeypatch):
     assert worker.engine.module.weight.grad == gradient != 0
 
 
-def test_an_exception_in_a_pass_leaves_nothing_behind(monkeypatch):
-    worker, other = (worker_with(monkeypatch, learning_rate=0.1, noise=0.1) for _ in range(2))
+def raise_in(patch, worker, place, call):
+    """Have a function raise in one of its calls, counted from 0: ``engine.x`` of the worker, or by its module."""
+    of_worker = place.split(".")[0] in ("engine", "scope")
+    original = attrgetter(place)(worker) if of_worker else resolve_name(place)
+    calls = []
+
+    def function(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > call:
+            raise ZeroDivisionError
+        return original(*args, **kwargs)
+
+    if of_worker:
+        owner, name = place.rsplit(".", 1)
+        patch.setattr(attrgetter(owner)(worker), name, function)
+    else:
+        patch.setattr(place, function)
+
+
+# The ways out of an update: the kind of update, what raises, and in which of its calls.
+WAYS_OUT = [
+    ("forecast", "engine.optimizer_zero_grad", 0),
+    ("forecast", "recipe.bapo.scopes.collect_clip_statistics", 0),
+    ("forecast", "torch.distributed.all_reduce", 0),
+    ("forecast", "scope.forecaster.forecast", 0),
+    ("forecast", "recipe.bapo.scopes.EngineState", 0),
+    ("forecast", "engine.module.forward", 1),
+    ("forecast", "recipe.bapo.scopes.collect_clip_statistics", 2),
+    ("forecast", "recipe.bapo.policy_loss.clipped_surrogate_loss", 1),
+    ("forecast", "recipe.bapo.policy_loss.agg_loss", 2),
+    ("forecast", "torch.Tensor.backward", 1),
+    ("forecast", "torch.distributed.all_reduce", 1),
+    ("forecast", "recipe.bapo.scopes.read_and_validate", 1),
+    ("forecast", "scope.forecaster.learn", 0),
+    ("forecast", "engine.optimizer_step", 0),
+    ("redone", "recipe.bapo.scopes.EngineState.restore", 0),
+    ("redone", "engine.optimizer_zero_grad", 1),
+    ("redone", "torch.Tensor.backward", 4),
+    ("forward", "engine.module.forward", 1),
+    ("forward", "recipe.bapo.scopes.EngineState.restore", 0),
+    ("forward", "recipe.bapo.policy_loss.clipped_surrogate_loss", 1),
+    ("on policy", "recipe.bapo.policy_loss.clipped_surrogate_loss", 0),
+    ("on policy", "recipe.bapo.worker.pop_mark", 1),
+    ("one micro-batch", "recipe.bapo.scopes.search_clip_bounds", 0),
+    ("one micro-batch", "torch.Tensor.backward", 0),
+    ("micro_batch", "recipe.bapo.scopes.search_clip_bounds", 1),
+    ("micro_batch", "recipe.bapo.policy_loss.clipped_surrogate_loss", 2),
+    ("monitored", "torch.Tensor.backward", 1),
+    ("monitored", "engine.optimizer_step", 0),
+]
+
+
+@pytest.mark.parametrize("kind, place, call", WAYS_OUT)
+def test_an_exception_in_an_update_leaves_nothing_behind(monkeypatch, kind, place, call):
+    """The next updates are those of a worker that never began that one."""
+    if kind in ("forecast", "forward", "redone"):
+        monkeypatch.setattr(BoundsForecaster, "forecast", always(kind != "forward"))
+    config = config_of(kind if kind == "micro_batch" else "mini_batch")
+    if kind == "monitored":
+        config = actor_config(MonitorConfig(positive_contribution_target=TARGET), clip_ratio_c=3.0)
+    rows = 12 if kind == "one micro-batch" else 4
+    worker, other = (make_worker(config, monkeypatch, MODEL, rows=rows, learning_rate=0.1) for _ in range(2))
+    marks = {"bapo_on_policy_first_update": True} if kind == "on policy" else {}
     for one in (worker, other):
-        torch.manual_seed(3)
-        update(one, batch_of_pairs(1))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(worker.engine.module), "forward", lambda module, log_prob: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            update(worker, batch_of_pairs(2))
-    assert not worker.updating
+        train_call(one, batch_of_pairs(1), **marks)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        raise_in(patch, worker, place, call)
+        train_call(worker, batch_of_pairs(2), sent=False, **marks)
     found = []
     for one in (worker, other):
-        torch.manual_seed(4)
-        found.append([update(one, batch_of_pairs(seed)) for seed in (3, 4)])
+        evaluated = one.engine.infer_batch(make_mini_batch(*batch_of_pairs(5)), loss_function=one.loss_fn)["metrics"]
+        evaluated = {name: metric.values for name, metric in evaluated.items()}
+        updates = [update(one, batch_of_pairs(seed)) for seed in (3, 4)]
+        for metrics in updates:  # the forecast may have learned from the update
+            metrics.pop("actor/bapo/extra_forward"), metrics.pop("actor/bapo/redone")
+        found.append((evaluated, updates, one.engine.module.weight.item(), one.updates_since_sent))
     assert found[0] == found[1]
 
 

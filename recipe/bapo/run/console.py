@@ -114,12 +114,17 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
             # Rounded down, because 511 of 512 are not 100%.
             f"{math.floor(1000 * arrived) / 10:g}% of the responses arrived; verl trained without the others."
         )
-    if skipped(data):
+    if has_unusable_gradient(data):
         share = data.get(recipe.SKIPPED)
-        of_updates = "an update" if share is None else f"{share:.0%} of the updates"
-        found["actor/grad_norm, not finite"] = (
-            f"verl skipped {of_updates}, because the gradient norm was not finite (docs/troubleshooting.md)."
+        done = (
+            "FSDP skips such an update; Megatron makes its step, which breaks the weights"
+            if share is None
+            else f"verl skipped {share:.0%} of the updates"
+            if share
+            else "Megatron made the step all the same, so weights and optimizer are broken: stop, and resume from a "
+            "checkpoint before this step"
         )
+        found["actor/grad_norm, not finite"] = f"the gradient norm was not finite. {done} (docs/troubleshooting.md)."
     advantages = [data.get(f"critic/advantages/{side}", 0.0) for side in ("min", "max")]
     if data.get("actor/grad_norm") == 0 and advantages != [0, 0]:
         found["actor/grad_norm"] = (
@@ -129,8 +134,8 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
     return found
 
 
-def skipped(data: dict[str, float]) -> bool:
-    """Whether verl skipped an update of a step, as it does where the gradient norm is not finite."""
+def has_unusable_gradient(data: dict[str, float]) -> bool:
+    """Whether the gradient norm of an update of a step was not finite."""
     return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get(recipe.SKIPPED, 0.0) > 0
 
 
@@ -169,9 +174,9 @@ def summary(run_dir: Path) -> str:
             values = [data[key] for data in steps if key in data]
             if values:
                 before_and_after(label, values, part)
-        lost = sum(map(skipped, steps))
-        if lost:
-            lines.append(f"  {'steps with an update that verl skipped':<46}{lost:>9}  of {len(steps)}")
+        unusable = sum(map(has_unusable_gradient, steps))
+        if unusable:
+            lines.append(f"  {'steps with a gradient norm that is not finite':<46}{unusable:>9}  of {len(steps)}")
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)

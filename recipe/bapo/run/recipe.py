@@ -9,7 +9,7 @@ from statistics import fmean
 NAME = "BAPO"  # the prefix of the worker's sentences in the log
 TRAINING = "recipe.bapo.main_bapo"  # the module of the training process
 CONFIG_NAME = "bapo_trainer"
-SKIPPED = "actor/bapo/skipped"  # share of the updates that verl skipped; logged with BAPO's loss or the monitor
+SKIPPED = "actor/bapo/skipped"  # share of the updates whose step verl skipped; with BAPO's loss or the monitor
 # What a step's line shows, by metric.
 IN_A_LINE = {
     "actor/bapo/positive_contribution_start": "  rho {:.3f}",
