@@ -135,13 +135,14 @@ class BAPOTrainingWorker(TrainingWorker):
             self.updating = False
             self.on_policy = None if self.on_policy is None else False
         self.updates_since_sent += 1
-        if self.scope is not None:
-            self.scope.finish()
-        if self.scope is not None and output is not None:
-            metrics = tu.get(output, "metrics")
-            if ENTROPY_SUMS in metrics:
-                _add_entropy_covariance(metrics)
-            with self.guard("looking at the gradient norm"):
+        if self.scope is None:
+            return output
+        self.scope.finish()
+        with self.guard("looking at the gradient norm"):
+            if output is not None:
+                metrics = tu.get(output, "metrics")
+                if ENTROPY_SUMS in metrics:
+                    _add_entropy_covariance(metrics)
                 metrics["actor/bapo/skipped"] = float(self._is_skipped(self.scope, metrics["grad_norm"]))
         return output
 
@@ -194,11 +195,12 @@ class BAPOTrainingWorker(TrainingWorker):
             self.logged |= bounds_metrics(measured.values)  # on every rank the same keys
             if self._reports():
                 self._keep(scope, measured)
-        if self.engine.is_mp_src_rank_with_outputs():
-            if scope.applied:
-                _add_up_entropy_sums(output["metrics"])
-            # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
-            output["metrics"] |= {name: [value] for name, value in self.logged.items()}
+        with self.guard("logging an update"):
+            if self.engine.is_mp_src_rank_with_outputs():
+                if scope.applied:
+                    _add_up_entropy_sums(output["metrics"])
+                # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
+                output["metrics"] |= {name: [value] for name, value in self.logged.items()}
         return output
 
     def _compute_loss(

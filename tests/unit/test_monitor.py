@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,17 +18,21 @@ from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
 from support.records import read_updates
-from support.stand_in import make_mini_batch, make_worker, train_call, update
+from support.stand_in import StandInEngine, make_mini_batch, make_worker, train_call, update
 
+import bapo
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, collect_clip_statistics
 from recipe.bapo.advice import EVERY
 from recipe.bapo.own_clip import own_clip_of
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.record import read_start
+from recipe.bapo.report.findings import read_runs
+from recipe.bapo.sent_weights import SENDING
 from recipe.bapo.worker import BAPOTrainingWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
+from verl.workers.engine.base import BaseEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
@@ -198,11 +203,11 @@ CALLS = {
 }
 
 
-def train(worker, calls=EVERY):
+def train(worker, calls=EVERY, sent=True):
     """Make an update in each of some calls of the trainer. Returns the weight after each, and verl's metrics."""
     found = []
     for number in range(calls):
-        (metrics,) = train_call(worker, batch_of_pairs(number))
+        (metrics,) = train_call(worker, batch_of_pairs(number), sent=sent)
         verls = {name: value for name, value in metrics.items() if not name.startswith("actor/bapo/")}
         found.append((worker.engine.module.weight.item(), verls))
     return found
@@ -227,6 +232,20 @@ def test_an_exception_in_the_monitor_becomes_one_warning(monkeypatch, capsys, tm
     assert train(worker) == expected and len({weight for weight, _ in expected}) == EVERY
     told = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
     assert len(told) == 1 and told[0].startswith("BAPO: ") and "Training goes on" in told[0]
+
+
+@pytest.mark.parametrize("names", [SENDING, ["get_data_parallel_rank"]])
+def test_an_engine_without_a_method_that_we_use_ends_no_run(monkeypatch, tmp_path, names):
+    """An engine of another version of verl, or of the user's own. Every call then counts as a new rollout batch."""
+    expected = train(worker_with(monkeypatch, PolicyLossConfig(), learning_rate=0.1))
+    for owner in (StandInEngine, BaseEngine):
+        for name in vars(owner).keys() & set(names):
+            monkeypatch.delattr(owner, name)
+    worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)), learning_rate=0.1)
+    assert train(worker, sent=False) == expected
+    if names == SENDING:
+        (path,) = tmp_path.iterdir()
+        assert {one.numbers["update"] for one in read_updates(path)} == {0}
 
 
 def test_no_memory_to_sum_tokens_with_ends_no_run(monkeypatch, capsys):
@@ -323,6 +342,35 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
     if config is MonitorConfig:
         assert start.about["own_clip"] == {"kind": "clip", "low": 0.8, "high": 1.2, "dual_clip": 3.0}
     json.loads(path.read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("calls_a_step", [1, 2])  # separate_async makes several before it sends weights
+def test_a_resumed_run_of_verls_own_trainer_is_one_run(monkeypatch, tmp_path, calls_a_step):
+    """It sets no mark, so the step is that of the checkpoint with the rollout batches since."""
+    monkeypatch.setattr(TrainingWorker, "load_checkpoint", lambda worker, path, *more: None)
+    for checkpoint, steps in ((None, 3), ("/runs/one/global_step_2/actor", 2), ("/runs/one/global_step_4/actor", 1)):
+        worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
+        if checkpoint:
+            worker.load_checkpoint(checkpoint, None)
+        for _ in range(steps):
+            for call in range(calls_a_step):
+                train_call(worker, batch_of_pairs(1), sent=call == 0)
+    (run,) = read_runs(tmp_path)
+    assert len(run.starts) == 3
+    assert run.recorded["step"].tolist() == [step for step in (1, 2, 3, 4, 5) for _ in range(calls_a_step)]
+
+
+def test_the_versions_are_told_and_recorded(monkeypatch, capsys, tmp_path):
+    worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
+    expected = (
+        f"BAPO: bapo-verl {bapo.__version__} monitors loss_mode=vanilla, target 0.4, in verl {version('verl')}.\n"
+    )
+    assert capsys.readouterr().err == expected
+    train_call(worker, batch_of_pairs(1))
+    about = read_start(next(tmp_path.iterdir())).about
+    assert (about["bapo"], about["verl"]) == (bapo.__version__, version("verl"))
+    worker_with(monkeypatch, BAPOPolicyLossConfig(), clip_ratio_c=3.0)
+    assert f"BAPO: bapo-verl {bapo.__version__} trains with BAPO's bounds, target 0.4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source, share", [(True, 1), (False, 0)])
