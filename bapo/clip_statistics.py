@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bapo.config import BAPOConfig
-from bapo.entropy import EntropySums, sum_for_entropy
+from bapo.entropy import EntropySums
 from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
 # A clip bound limits the gradient of a token with A < 0 only where its ratio is small. Above this ratio, a usual value
@@ -37,7 +38,7 @@ OwnClipFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class TokenSums(NamedTuple):
-    """Float64 sums over response tokens: the first six by bucket, the others 0-d.
+    """Float64 sums over response tokens: the first ten by bucket, the others 0-d.
 
     Bucket b of A > 0: exactly b candidates of ``c_high`` are at or below the ratio. Bucket b of A < 0: exactly b
     candidates of ``c_low`` are below the ratio, which is below the dual clip; ratios from the dual clip on are summed
@@ -48,12 +49,14 @@ class TokenSums(NamedTuple):
         positive_weight, negative_weight: w*|A|.
         positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
         positive_tokens, negative_tokens: 1 for each token.
+        positive_gradient, negative_gradient: r*|A|, the size of the gradient before clipping.
+        positive_gradient_log_prob, negative_gradient_log_prob: r*|A|*log_prob.
         dual_clipped_weight, dual_clipped_weighted_ratio, dual_clipped_tokens: the same of the tokens from the dual clip
             on.
         tokens: number of response tokens, without those that have no usable old log-prob.
         positive_responses, negative_responses: number of responses that have a token with this sign of A.
         ratio, ratio_squared: r and r^2.
-        gradient: r*|A|, the size of the gradient before clipping.
+        gradient: r*|A| of all tokens.
         unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
         ratio_log_prob: r*log_prob.
         own_gradient, own_gradient_log_prob: g*A and g*A*log_prob, where g is what ``own_clip`` leaves of the ratio;
@@ -74,6 +77,10 @@ class TokenSums(NamedTuple):
     negative_weight: Tensor
     negative_weighted_ratio: Tensor
     negative_tokens: Tensor
+    positive_gradient: Tensor
+    negative_gradient: Tensor
+    positive_gradient_log_prob: Tensor
+    negative_gradient_log_prob: Tensor
     dual_clipped_weight: Tensor
     dual_clipped_weighted_ratio: Tensor
     dual_clipped_tokens: Tensor
@@ -142,10 +149,25 @@ class ClipStatistics:
         return self.sums.positive_weight.sum(-1), self.sums.negative_weight.sum(-1) + self.sums.dual_clipped_weight
 
     @property
-    def entropy_sums(self) -> EntropySums:
+    def own_entropy_sums(self) -> EntropySums:
         """The sums from which follows what an update with the run's own loss does to the entropy."""
         sums = self.sums
         return EntropySums(sums.ratio, sums.ratio_log_prob, sums.own_gradient, sums.own_gradient_log_prob)
+
+    def entropy_sums(self, low: Tensor, high: Tensor) -> EntropySums:
+        """The sums from which follows what an update with these bounds does to the entropy.
+
+        Both bounds must be candidates, 0-d or ``(...)``. Factors on the loss of a token are left out.
+        """
+        sums = self.sums
+        above, below = self._clipped_buckets(low, high)
+
+        def of_both_signs(positive: Tensor, negative: Tensor) -> Tensor:
+            return torch.where(above, 0, positive).sum(-1) - torch.where(below, 0, negative).sum(-1)
+
+        gradient = of_both_signs(sums.positive_gradient, sums.negative_gradient)
+        gradient_log_prob = of_both_signs(sums.positive_gradient_log_prob, sums.negative_gradient_log_prob)
+        return EntropySums(sums.ratio, sums.ratio_log_prob, gradient, gradient_log_prob)
 
     def contributions(self, contribution: str) -> tuple[Tensor, Tensor]:
         """Compute P at each candidate of ``c_high`` and N at each of ``c_low``: float64, ``(..., candidates)``.
@@ -168,12 +190,17 @@ class ClipStatistics:
 
         Both bounds must be candidates, 0-d or ``(...)``; the counts are float64 ``(...)``.
         """
+        above, below = self._clipped_buckets(low, high)
+        sums = self.sums
+        return torch.where(above, sums.positive_tokens, 0).sum(-1), torch.where(below, sums.negative_tokens, 0).sum(-1)
+
+    def _clipped_buckets(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which buckets of A > 0 and of A < 0 two candidates clip, bool ``(..., buckets)``."""
         lower, upper = (bound.grid(low.device) for bound in (self.config.lower, self.config.upper))
-        # Entry k of the first counts ratios from candidate k of c_high up to the next candidate, entry k of the second
-        # those from the candidate before up to candidate k of c_low.
-        from_high, up_to_low = self.sums.positive_tokens[..., 1:], self.sums.negative_tokens[..., :-1]
+        # Bucket k of A > 0 has the ratios from candidate k - 1 of c_high on, and bucket k of A < 0 those up to
+        # candidate k of c_low. No bound clips the first bucket of the one, nor the last bucket of the other.
         above, below = upper >= high[..., None], lower <= low[..., None]
-        return torch.where(above, from_high, 0).sum(-1), torch.where(below, up_to_low, 0).sum(-1)
+        return functional.pad(above, (1, 0)), functional.pad(below, (0, 1))
 
     def _as_vector(self) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in self.sums])
@@ -247,9 +274,9 @@ def _sum_tokens(
     ratio = torch.where(mask, ratio.double(), 0)
     advantages = torch.where(mask, tokens.advantages.double(), 0)
     positive, negative = advantages > 0, advantages < 0
+    log_prob = torch.where(mask, tokens.log_prob, 0).double()
     size = advantages.abs()
-    own_gradient = torch.where(mask, own_ratio * advantages, 0)
-    entropy = sum_for_entropy(tokens.log_prob, ratio, own_gradient, mask)
+    gradient, own_gradient = ratio * size, torch.where(mask, own_ratio * advantages, 0)
     weight = size
     if config.token_weight == "rollout_prob":
         weight = size * torch.where(mask, tokens.old_log_prob, 0).double().exp()
@@ -259,6 +286,8 @@ def _sum_tokens(
     positive_tokens, negative_tokens, dual_clipped_tokens = buckets.sum_by_bucket(
         (positive | negative).double(), bucket
     )
+    positive_gradient, negative_gradient, _ = buckets.sum_by_bucket(gradient, bucket)
+    positive_log_prob, negative_log_prob, _ = buckets.sum_by_bucket(gradient * log_prob, bucket)
     return TokenSums(
         positive_weight=positive_weight,
         positive_weighted_ratio=positive_weighted_ratio,
@@ -266,19 +295,23 @@ def _sum_tokens(
         negative_weight=negative_weight,
         negative_weighted_ratio=negative_weighted_ratio,
         negative_tokens=negative_tokens,
+        positive_gradient=positive_gradient,
+        negative_gradient=negative_gradient,
+        positive_gradient_log_prob=positive_log_prob,
+        negative_gradient_log_prob=negative_log_prob,
         dual_clipped_weight=dual_clipped_weight,
         dual_clipped_weighted_ratio=dual_clipped_ratio,
         dual_clipped_tokens=dual_clipped_tokens,
         tokens=_count(mask),
         positive_responses=_count(positive.any(1)),
         negative_responses=_count(negative.any(1)),
-        ratio=entropy.ratio,
+        ratio=ratio.sum(),
         ratio_squared=torch.tensordot(ratio, ratio),  # the sum of the products, without a tensor of them
-        gradient=torch.tensordot(size, ratio),
-        unbounded_gradient=torch.tensordot(torch.where(negative & (ratio > UNBOUNDED_RATIO), size, 0), ratio),
-        ratio_log_prob=entropy.ratio_log_prob,
-        own_gradient=entropy.gradient,
-        own_gradient_log_prob=entropy.gradient_log_prob,
+        gradient=gradient.sum(),
+        unbounded_gradient=torch.where(negative & (ratio > UNBOUNDED_RATIO), gradient, 0).sum(),
+        ratio_log_prob=torch.tensordot(ratio, log_prob),
+        own_gradient=own_gradient.sum(),
+        own_gradient_log_prob=torch.tensordot(own_gradient, log_prob),
         invalid_old_log_probs=_count(response & ~usable),
         invalid_log_probs=_count(response & ~(tokens.log_prob.abs() < math.inf)),  # half of isfinite()'s time
         invalid_advantages=_count(~(size < math.inf)),

@@ -33,18 +33,3 @@ class EntropySums(NamedTuple):
         """
         total = self.ratio.clamp(min=torch.finfo(self.ratio.dtype).tiny)  # 0 if no token counts
         return (self.gradient_log_prob - self.gradient * (self.ratio_log_prob / total)) / total
-
-
-@torch.no_grad()
-def sum_for_entropy(log_prob: Tensor, ratio: Tensor, gradient: Tensor, mask: Tensor) -> EntropySums:
-    """Add up the tokens of a micro-batch. All tensors are ``(B, T)``; the sums have the type of ``ratio``.
-
-    Args:
-        log_prob: masked positions may hold anything.
-        ratio: finite.
-        gradient: g*A, 0 where masked.
-        mask: bool, true where a token counts.
-    """
-    log_prob, ratio = (torch.where(mask, values, 0).to(ratio.dtype).flatten() for values in (log_prob, ratio))
-    gradient = gradient.flatten()
-    return EntropySums(ratio.sum(), ratio.dot(log_prob), gradient.sum(), gradient.dot(log_prob))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapo.entropy import EntropySums, sum_for_entropy
 from bapo.ratio import check_inputs, is_usable, log_ratio_of
 
 
@@ -26,15 +25,12 @@ class SurrogateLoss:
             ``low``.
         ppo_kl: mean of ``old_log_prob - log_prob``.
         pg_clipfrac_lower: fraction of the tokens whose surrogate is clipped by the dual clip.
-        entropy_sums: those of micro-batches add up, and ``entropy_sums.covariance`` says what an update does to the
-            entropy. They leave out ``rollout_is_weights``.
     """
 
     loss: Tensor
     pg_clipfrac: Tensor
     ppo_kl: Tensor
     pg_clipfrac_lower: Tensor
-    entropy_sums: EntropySums
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -88,7 +84,6 @@ def clipped_surrogate_loss(
     is_clipped = below | above
     token_loss = -advantages * torch.where(below, floor, torch.where(above, ceiling, ratio))
     tokens = mask.count_nonzero().clamp(min=1)
-    entropy_sums = sum_for_entropy(log_prob, ratio, torch.where(is_clipped, 0, ratio.detach() * advantages), mask)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
@@ -99,5 +94,4 @@ def clipped_surrogate_loss(
         pg_clipfrac=(clipped - dual_clipped) / tokens,
         ppo_kl=-log_ratio.detach().sum() / tokens,
         pg_clipfrac_lower=dual_clipped / tokens,
-        entropy_sums=entropy_sums,
     )

@@ -101,7 +101,7 @@ class Monitor(BoundScope):
         return {
             f"{name}_positive": stats.sums.own_clipped_positive / positive,
             f"{name}_negative": stats.sums.own_clipped_negative / negative,
-            "entropy_covariance": stats.entropy_sums.covariance,
+            "entropy_covariance": stats.own_entropy_sums.covariance,
         }
 
     def _cost_with_bapo(self, stats: ClipStatistics, bounds: ClipBounds) -> dict[str, float]:

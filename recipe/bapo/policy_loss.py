@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss, read_scalars
 from recipe.bapo import worker
-from recipe.bapo.scopes import ENTROPY_SUMS, Bounds
+from recipe.bapo.scopes import Bounds
 from recipe.bapo.tell import tell
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -112,8 +112,7 @@ def compute_policy_loss_bapo(
         rollout_is_weights: verl's rollout correction, ``(B, T)`` or None.
 
     Returns:
-        The loss, and the metrics of this micro-batch. The worker adds those of the bounds once an update, and makes one
-        of ``ENTROPY_SUMS``, by adding them up.
+        The loss, and the metrics of this micro-batch. The worker adds those of the bounds once an update.
 
     Raises:
         ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, or the dual clip is
@@ -142,6 +141,5 @@ def compute_policy_loss_bapo(
         rollout_is_weights=rollout_is_weights,
         aggregate=partial(agg_loss, loss_agg_mode=loss_agg_mode, **config.global_batch_info),
     )
-    measured = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    measured |= {ENTROPY_SUMS + name: value for name, value in surrogate.entropy_sums._asdict().items()}
-    return surrogate.loss, read_scalars(measured)
+    metrics = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
+    return surrogate.loss, read_scalars(metrics)

@@ -36,8 +36,11 @@ TOGETHER = (
     + ("positive_contribution", "positive_contribution_start", "positive_contribution_highest"),
     ("redone", "extra_forward"),
 )
-# What null means as a limit of ``own_clip``, and of sums that records before this version do not have.
+# What null means as a limit of ``own_clip``.
 NO_LIMITS = {"low": -math.inf, "high": math.inf, "dual_clip": math.inf}
+# Sums of which the report needs nothing but ``entropy_covariance``, which is among the values.
+NOT_RECORDED = {f"{sign}_gradient{of}" for sign in ("positive", "negative") for of in ("", "_log_prob")}
+# What stands for sums that records of an earlier version do not have.
 NEW_SUMS = {"dual_clipped_weight": 0.0, "ratio_log_prob": None, "own_gradient": None, "own_gradient_log_prob": None}
 
 
@@ -73,7 +76,7 @@ class Record:
         """
         if self.failed:
             return
-        sums = {name: value.tolist() for name, value in stats.sums._asdict().items()}
+        sums = {name: value.tolist() for name, value in stats.sums._asdict().items() if name not in NOT_RECORDED}
         line = {**numbers, "time": round(time.time(), 3), "values": dict(values), "sums": sums}
         try:
             if self.path is None:
@@ -105,7 +108,8 @@ class Updates:
     Attributes:
         numbers: the ``call``, ``update``, ``step`` and ``time`` (seconds since 1970) of each, as in ``Record.write``.
         values: the bounds and metrics of each. What is null in the file is missing, as in ``numbers``.
-        stats: the sums, ``(updates, buckets)`` and ``(updates,)``; NaN where the file has null.
+        stats: the sums, ``(updates, buckets)`` and ``(updates,)``; NaN where the file has null, and for what is not
+            recorded.
     """
 
     numbers: list[dict[str, float]]
@@ -133,15 +137,17 @@ class Start:
         Raises:
             ValueError: a line is not an update of this version, or does not fit the options.
         """
-        shapes = {name: one.shape for name, one in empty_clip_statistics(self.config).sums._asdict().items()}
+        empty = empty_clip_statistics(self.config).sums._asdict()
+        shapes = {name: one.shape for name, one in empty.items() if name not in NOT_RECORDED}
         with open(self.path, "rb") as file:
             complete = enumerate(takewhile(lambda line: line.endswith(b"\n"), file), start=1)
             lines = islice(complete, 1, None)
             while chunk := list(islice(lines, at_once)):
                 numbers, values, sums = zip(*(self._read(line, number, shapes) for number, line in chunk), strict=True)
-                columns = zip(zip(*sums, strict=True), shapes.values(), strict=True)
-                stacked = (torch.tensor(column, dtype=torch.float64).view(-1, *shape) for column, shape in columns)
-                yield Updates(list(numbers), list(values), ClipStatistics(TokenSums(*stacked), self.config))
+                found = {name: one.new_full((len(chunk), *one.shape), math.nan) for name, one in empty.items()}
+                for (name, shape), column in zip(shapes.items(), zip(*sums, strict=True), strict=True):
+                    found[name] = torch.tensor(column, dtype=torch.float64).view(-1, *shape)
+                yield Updates(list(numbers), list(values), ClipStatistics(TokenSums(**found), self.config))
 
     def _read(self, line: bytes, number: int, shapes: Shapes) -> Parsed:
         try:

@@ -22,6 +22,7 @@ from bapo import (
     BoundsForecaster,
     ClipBounds,
     ClipStatistics,
+    EntropySums,
     Forecast,
     collect_clip_statistics,
     diagnose,
@@ -41,7 +42,6 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.utils.padding import no_padding_2_padding
 
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
-ENTROPY_SUMS = "actor/bapo/entropy_sums/"  # begins the names of the sums that our loss logs
 Bounds = tuple[float, float]  # c_low and c_high
 Pass = Callable[[], dict]  # verl's forwards and backwards of an update; returns the engine's output
 
@@ -52,9 +52,9 @@ class Measured:
 
     Attributes:
         stats: sums of the tokens, on the host.
-        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them, with ``extra_forward`` and
-            ``redone``: 1 if a forward pass was made to find the bounds, and if the forwards and backwards were made
-            twice, otherwise 0. With ``MicroBatch`` they are means over the micro-batches.
+        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them, with ``entropy_covariance``, and
+            with ``extra_forward`` and ``redone``: 1 if a forward pass was made to find the bounds, and if the forwards
+            and backwards were made twice, otherwise 0. With ``MicroBatch`` they are means over the micro-batches.
     """
 
     stats: ClipStatistics
@@ -180,6 +180,7 @@ class BoundScope:
     def _measure(self, stats: ClipStatistics, bounds: ClipBounds, **costs: float) -> Measured:
         """Measure what bounds do to the tokens of reduced sums, and validate these."""
         values = read_and_validate(bounds, diagnose(stats, bounds))
+        values["entropy_covariance"] = stats.entropy_sums(bounds.low, bounds.high).covariance.item()
         return Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
 
     def _trains_at_once(self, forecast: Forecast) -> bool:
@@ -296,12 +297,14 @@ class MicroBatch(BoundScope):
 
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         self.found: list[Measured] = []
+        self.entropy_sums: list[EntropySums] = []
         output = run_pass()
         first, *others = [one.stats for one in self.found]
         stats = sum(others, start=first)
         self._search(stats)  # raises if too many tokens of the update have no usable old log-prob
         means = {name: fmean(one.values[name] for one in self.found) for name in self.found[0].values}
-        self.measured = Measured(stats, means)
+        of_update = EntropySums(*(sum(parts) for parts in zip(*self.entropy_sums, strict=True)))
+        self.measured = Measured(stats, means | {"entropy_covariance": of_update.covariance.item()})
         return output
 
     def finish(self) -> None:
@@ -312,6 +315,7 @@ class MicroBatch(BoundScope):
         bounds = search_clip_bounds(stats, self.config)
         values = read_and_validate(bounds, diagnose(stats, bounds), max_masked_fraction=1.0)
         self.found.append(Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0}))
+        self.entropy_sums.append(stats.entropy_sums(bounds.low, bounds.high))
         return values["low"], values["high"]
 
 

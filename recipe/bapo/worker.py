@@ -15,19 +15,18 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import bapo
-from bapo import BAPOConfig, EntropySums
+from bapo import BAPOConfig
 from recipe.bapo.advice import EVERY, advise
 from recipe.bapo.figures import figures_of
 from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.monitor import Monitor
 from recipe.bapo.record import Record
-from recipe.bapo.scopes import ENTROPY_SUMS, SCOPES, BoundScope, Measured, bounds_metrics
+from recipe.bapo.scopes import SCOPES, BoundScope, Measured, bounds_metrics
 from recipe.bapo.sent_weights import SentWeights
 from recipe.bapo.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
@@ -141,8 +140,6 @@ class BAPOTrainingWorker(TrainingWorker):
         with self.guard("looking at the gradient norm"):
             if output is not None:
                 metrics = tu.get(output, "metrics")
-                if ENTROPY_SUMS in metrics:
-                    _add_entropy_covariance(metrics)
                 metrics["actor/bapo/skipped"] = float(self._is_skipped(self.scope, metrics["grad_norm"]))
         return output
 
@@ -197,8 +194,6 @@ class BAPOTrainingWorker(TrainingWorker):
                 self._keep(scope, measured)
         with self.guard("logging an update"):
             if self.engine.is_mp_src_rank_with_outputs():
-                if scope.applied:
-                    _add_up_entropy_sums(output["metrics"])
                 # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
                 output["metrics"] |= {name: [value] for name, value in self.logged.items()}
         return output
@@ -233,18 +228,6 @@ class BAPOTrainingWorker(TrainingWorker):
         self.since_advice.append(numbers | measured.values | {name: value.item() for name, value in figures.items()})
         if self.record is not None:
             self.record.write(measured.stats, measured.values, **numbers)
-
-
-def _add_up_entropy_sums(metrics: dict) -> None:
-    """Add up the sums that the loss has logged of each micro-batch of this rank."""
-    logged = [metrics.pop(ENTROPY_SUMS + name).values for name in EntropySums._fields]
-    metrics[ENTROPY_SUMS] = [sum(values) for values in logged]
-
-
-def _add_entropy_covariance(metrics: dict) -> None:
-    """Make the covariance of an update from the sums of the ranks, which verl has gathered."""
-    of_ranks = torch.tensor(metrics.pop(ENTROPY_SUMS), dtype=torch.float64).view(-1, len(EntropySums._fields))
-    metrics["actor/bapo/entropy_covariance"] = EntropySums(*of_ranks.sum(0)).covariance.item()
 
 
 def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict:

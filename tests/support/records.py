@@ -52,7 +52,7 @@ def measure(batch, config, own_clip=OWN_CLIP):
     """Return statistics and values of an update, as the monitor does."""
     stats = collect_clip_statistics(*batch, config, clip_ratio_c=3.0, own_clip=own_clip)
     bounds = search_clip_bounds(stats, config)
-    own = {"entropy_covariance": stats.entropy_sums.covariance} if own_clip else {}
+    own = {"entropy_covariance": stats.own_entropy_sums.covariance} if own_clip else {}
     values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | own)
     invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
     return stats, {"invalid_tokens": invalid} if invalid else values | {"invalid_tokens": 0.0}

@@ -34,26 +34,20 @@ def by_definition(batch, low, high, clip_ratio_c, weights):
     mask = batch[3]
     columns = [tensor.tolist() for tensor in (*oracle.response_tokens(*batch), weights[mask].double())]
     tokens, gradient = max(1, len(columns[0])), []
-    losses, kl, clipped, dual_clipped, weighted = [], [], 0, 0, []
-    for ratio, advantage, _, log_prob, weight in zip(*columns, strict=True):
+    losses, kl, clipped, dual_clipped = [], [], 0, 0
+    for ratio, advantage, _, _, weight in zip(*columns, strict=True):
         objective, derivative = oracle.surrogate(ratio, advantage, low, high, clip_ratio_c)
         is_dual = clip_ratio_c is not None and advantage < 0 and ratio >= clip_ratio_c
         dual_clipped += is_dual
         clipped += advantage != 0 and derivative == 0 and not is_dual
         losses.append(-weight * objective / tokens)
         kl.append(-math.log(ratio) / tokens)
-        weighted.append((ratio, ratio * derivative, log_prob))
         gradient.append(-weight * derivative * ratio / tokens if abs(math.log(ratio)) < 19.99 else 0.0)
-    total = sum(ratio for ratio, *_ in weighted) or 1.0
-    mean = sum(ratio * log_prob for ratio, _, log_prob in weighted) / total
-    covariances = [kept * (log_prob - mean) / total for _, kept, log_prob in weighted]
-    size = sum(abs(kept) * (abs(log_prob) + abs(mean)) / total for _, kept, log_prob in weighted)
     return {
         "loss": (sum(losses), sum(map(abs, losses))),
         "ppo_kl": (sum(kl), sum(map(abs, kl))),
         "pg_clipfrac": (clipped / tokens, 1.0),
         "pg_clipfrac_lower": (dual_clipped / tokens, 1.0),
-        "entropy_covariance": (sum(covariances), size),
     }, gradient
 
 
@@ -83,9 +77,8 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
     old.requires_grad_(), log_prob.requires_grad_(), advantages.requires_grad_()
     result = clipped_surrogate_loss(old, log_prob, advantages, mask, low, high, clip_ratio_c, weights, aggregate)
     expected, gradient = by_definition([t.detach() for t in batch], low, high, clip_ratio_c, weights)
-    found = vars(result) | {"entropy_covariance": result.entropy_sums.covariance}
     for name, (value, size) in expected.items():
-        assert found[name].item() == pytest.approx(value, rel=0, abs=1e-5 * size), name
+        assert getattr(result, name).item() == pytest.approx(value, rel=0, abs=1e-5 * size), name
 
     result.loss.backward()
     assert old.grad is None and advantages.grad is None and not log_prob.grad[~mask].any()
@@ -213,11 +206,14 @@ def test_the_entropy_covariance_predicts_the_change_of_entropy():
         log_prob = logits.log_softmax(0)
         batch = old[tokens], log_prob[tokens], advantages[tokens], torch.ones_like(tokens)
         found = clipped_surrogate_loss(*batch, low=0.8, high=1.2)
+        config = BAPOConfig(ratio_lower_start=0.8)  # whose search starts at these bounds
+        stats = collect_clip_statistics(*batch, config)
+        covariance = stats.entropy_sums(config.lower.grid()[0], config.upper.grid()[0]).covariance.item()
         ratio = (log_prob - old).exp()
         kept = torch.where((advantages > 0) & (ratio > 1.2) | (advantages < 0) & (ratio < 0.8), 0, advantages).detach()
         # Eq. 6 is about the natural policy gradient, whose step moves the logits by the advantage.
         by_natural_gradient = change_of_entropy(logits, kept)
-        assert by_natural_gradient == pytest.approx(-found.entropy_sums.covariance.item(), rel=1e-4, abs=1e-8)
+        assert by_natural_gradient == pytest.approx(-covariance, rel=1e-4, abs=1e-8)
         # The gradient of the loss has an additional factor pi, as in Proposition 1.
         (gradient,) = torch.autograd.grad(found.loss, logits)
         policy = log_prob.detach().exp()

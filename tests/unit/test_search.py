@@ -7,7 +7,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from support import oracle
 from support.batches import batches, configs, make_batch, searches, values_found
 
@@ -88,6 +88,21 @@ def test_the_search_is_algorithm_1_and_its_diagnostics_are_their_definitions(sea
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     for tensor, copy in zip(batch, before, strict=True):
         torch.testing.assert_close(tensor, copy, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=5 * settings.default.max_examples)
+@given(searches(), st.floats(0, 1), st.floats(0, 1))
+def test_the_entropy_covariance_at_any_bounds_is_its_definition(search, at_low, at_high):
+    batch, config, clip_ratio_c = search
+    lower, upper = config.lower.grid(), config.upper.grid()
+    low, high = lower[round(at_low * (len(lower) - 1))], upper[round(at_high * (len(upper) - 1))]
+    stats = collect_clip_statistics(*batch, config, clip_ratio_c)
+    ratio, advantages, _, log_prob = oracle.response_tokens(*batch)
+    assume(len(ratio) > 0)
+    limits = [oracle.rounded(limit, oracle.ratios(*batch[:2]).dtype) for limit in (low, high, clip_ratio_c)]
+    expected = oracle.entropy_covariance(*batch, *limits)
+    size = log_prob.abs().max() * (ratio * advantages.abs()).sum() / ratio.sum()
+    assert stats.entropy_sums(low, high).covariance.item() == pytest.approx(expected, abs=1e-9 * size.item())
 
 
 def test_the_tie_at_ratio_1_stays_at_the_start_whatever_the_rounding():
