@@ -214,7 +214,7 @@ ASYNCHRONOUS = {
         "trainer.v1.separate_async.parameter_sync_step=2",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        # Without it verl takes old log-probs from the wrong weights here (docs/dev/upstream/silent_faults.md).
+        # Without it verl takes old log-probs from the wrong weights here (docs/silent_faults.md).
         "algorithm.rollout_correction.bypass_mode=true",
     ],
 }
@@ -268,8 +268,20 @@ def test_one_line_monitors_a_run_of_verls(tmp_path):
     data = run_verls_own(tmp_path, SHIPPED, line, *options, SPOILING, steps=EVERY, SPOIL="old_log_prob")
     check_monitored(tmp_path, data, updates=4 * EVERY, positions=[0, 1, 2, 3])
     said = said_to_the_user(tmp_path)
-    assert said[0] == "the monitor leaves out 1 response tokens without a usable old log-prob."
-    assert f"the last {EVERY} training calls" in said[1] and len(said) == 2
+    assert said[0].startswith("bapo-verl ") and "monitors loss_mode=vanilla, target 0.4, in verl" in said[0]
+    assert said[1] == "the monitor leaves out 1 response tokens without a usable old log-prob."
+    assert f"the last {EVERY} training calls" in said[2] and len(said) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_adapter_that_the_servers_never_get_is_told(tmp_path, task, merged):
+    """In separate_async verl sends an adapter only merged. preflight refuses the run; verl alone trains it."""
+    lora = ["lora_rank=4", "lora_alpha=8", "target_modules=all-linear", f"lora.merge={str(merged).lower()}"]
+    overrides = [f"actor_rollout_ref.model.{one}" for one in lora]
+    run_verls_own(tmp_path, task, MONITOR, *ASYNCHRONOUS["separate_async"], *overrides, steps=2)
+    told = [line for line in said_to_the_user(tmp_path) if line.startswith("this run trains a LoRA adapter, but none")]
+    assert len(told) == (not merged)
 
 
 @pytest.mark.slow
