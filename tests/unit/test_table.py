@@ -59,10 +59,13 @@ def table_of(*runs, baseline=None):
 
 
 def test_mean_and_interval_over_seeds_at_the_last_and_the_best_step(tmp_path):
-    runs = [folder(tmp_path / f"bapo-{k}", values) for k, values in enumerate([[0, 0.5, 0.3], [0, 0.7, 0.4]])]
-    _, found = table_of(*runs)
+    """The best step is the first of equal ones. The reward has one of its own."""
+    rewards = {"val-core/aime/reward/mean@2": [0, 0.1, 0.2, 0.9]}
+    values = [[0, 0.5, 0.5, 0.3], [0, 0.7, 0.7, 0.4]]
+    _, found = table_of(*(folder(tmp_path / f"bapo-{k}", values[k], **rewards) for k in range(2)))
     last, best = found["bapo", AIME, "last"], found["bapo", AIME, "best"]
-    assert (last.step, last.runs, best.step) == (20, 2, 10)
+    assert (last.step, last.runs, best.step) == (30, 2, 10)
+    assert found["bapo", Measure("aime", "reward", "mean@2"), "best"].step == 30
     assert last.mean == pytest.approx(0.35) and best.mean == pytest.approx(0.6)
     # Student's t with one degree of freedom, times the standard error of 0.3 and 0.4.
     assert last.over_seeds == pytest.approx(12.706 * 0.05, rel=1e-4)
