@@ -48,15 +48,15 @@ class Model(torch.nn.Module):
 
     Attributes:
         noise: standard deviation of what a forward adds to each log-prob, as dropout would.
-        forwards: a buffer, the number of forwards. It moves the log-probs a little, as a router's bias
-            would.
+        forwards: a buffer, the number of forwards. It moves the log-probs a little, as a router's bias would. It is an
+            integer and no part of a checkpoint, as counts of tokens are.
     """
 
     def __init__(self, noise):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.noise = noise
-        self.register_buffer("forwards", torch.zeros(()))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, log_prob):
         signs = torch.where(torch.arange(len(log_prob)) % 2 == 0, 1.0, -1.0)[:, None]
