@@ -74,6 +74,8 @@ class StandInEngine(BaseEngine):
         rows: number of rows in a micro-batch.
         steps: number of optimizer steps made.
         passes: what was made so far, ``forward`` or ``train`` for each pass over a mini-batch.
+        batches: the padded batches of the updates in the trainer's next call.
+        found: the metrics of the updates in its latest call.
         source: whether the outputs of this rank count. In each parallel group those of one rank do.
         data_parallel_rank: number of this rank among the data-parallel ranks.
         calls_the_loss: false on an earlier stage of a pipeline.
@@ -83,6 +85,7 @@ class StandInEngine(BaseEngine):
         self.rows, self.learning_rate = rows, learning_rate
         self.module = Model(noise)
         self.steps, self.passes = 0, []
+        self.batches, self.found = [], []
         self.source, self.data_parallel_rank, self.calls_the_loss = True, 0, True
 
     def forward_backward_batch(self, data, loss_function, forward_only=False):
@@ -95,14 +98,21 @@ class StandInEngine(BaseEngine):
             shifted = torch.nn.functional.pad(log_prob, (1, 1))
             offsets = torch.arange(len(rows) + 1) * shifted.shape[1]
             model_output = {"log_probs": torch.nested.nested_tensor_from_jagged(shifted.flatten(), offsets)}
+            if tu.get_non_tensor_data(data, "calculate_entropy", default=False):
+                # Minus the log-prob is one sample's estimate of the entropy.
+                model_output["entropy"] = torch.nested.nested_tensor_from_jagged(-shifted.flatten(), offsets)
             loss, of_micro_batch = loss_function(model_output=model_output, data=micro_batch)
             if not forward_only:
                 loss.backward()
             append_to_dict(metrics, of_micro_batch)
         return {"metrics": metrics}
 
-    def get_per_tensor_param(self):
-        return iter(self.module.named_parameters()), None
+    def get_per_tensor_param(self, base_sync_done=False):
+        """Yield the weights; none of the model's own where verl asks for an adapter's alone."""
+        return iter([] if base_sync_done else self.module.named_parameters()), None
+
+    def get_per_tensor_param_delta_shard(self):
+        return iter([]), None
 
     def optimizer_zero_grad(self):
         self.module.zero_grad()
@@ -137,36 +147,39 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
         metrics = {name: getattr(value, "values", value) for name, value in output["metrics"].items()}
         return tu.get_tensordict({}, {"metrics": metrics}) if worker.engine.source else None
 
+    def train_mini_batch(worker, data):
+        worker.engine.found = [update(worker, batch) for batch in worker.engine.batches]
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
+
     monkeypatch.setattr(TrainingWorker, "__init__", init)
     monkeypatch.setattr(TrainingWorker, "train_batch", train_batch)
     monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
-
-    def train_mini_batch(worker, data):  # in place of verl's loop, which cuts a batch into mini-batches
-        worker.metrics_of_call = [update(worker, batch) for batch in worker.batches_of_call]
-        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": {}})
-
     monkeypatch.setattr(TrainingWorker, "train_mini_batch", train_mini_batch)
     worker = BAPOTrainingWorker(None)
     worker.set_loss_fn(partial(ppo_loss, config=config))
     return worker
 
 
-def train_call(worker, *batches, sent=True, **marks):
-    """Make a call of verl's trainer with an update on each padded batch, after sending weights or not.
+WHOLE, DELTA = "get_per_tensor_param", "get_per_tensor_param_delta_shard"  # by which verl takes weights to send
 
-    Returns the metrics of each update.
+
+def start_batch(worker, *batches, send=WHOLE, **marks):
+    """Make a call of verl's trainer with updates on padded batches. Returns the metrics of each.
+
+    Without batches the updates that a test makes next stand for those of the call. ``send``: the engine's method by
+    which weights are sent to the rollout servers before it, or None.
     """
-    if sent:
-        worker.engine.get_per_tensor_param()
-    worker.batches_of_call = batches
+    if send is not None:
+        getattr(worker.engine, send)()
+    worker.engine.batches = batches
     worker.train_mini_batch(tu.get_tensordict(tensor_dict={}, non_tensor_dict=marks))
-    return worker.metrics_of_call
+    return worker.engine.found
 
 
-def update(worker, batch):
+def update(worker, batch, **settings):
     """Make one update on a padded batch. Returns the metrics; None on a rank without outputs."""
     data = make_mini_batch(*batch)
-    tu.assign_non_tensor(data, micro_batch_size_per_gpu=worker.engine.rows)
+    tu.assign_non_tensor(data, micro_batch_size_per_gpu=worker.engine.rows, **settings)
     output = worker.train_batch(data)
     return None if output is None else tu.get(output, "metrics")

@@ -18,11 +18,12 @@ from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
 from support.records import read_updates
-from support.stand_in import StandInEngine, make_mini_batch, make_worker, train_call, update
+from support.stand_in import make_mini_batch, make_worker, start_batch, update
+from torch.distributed.fsdp import FSDPModule
 
 import bapo
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig, collect_clip_statistics
+from bapo import BAPOConfig, collect_clip_statistics, empty_clip_statistics
 from recipe.bapo.advice import EVERY
 from recipe.bapo.own_clip import own_clip_of
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
@@ -34,6 +35,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import ppo_loss
 
 MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 TARGET = 0.47
@@ -157,24 +159,47 @@ def test_old_log_probs_that_are_minus_infinity_are_left_out(monkeypatch, capsys)
     assert capsys.readouterr().err.count("the monitor leaves out 17 response tokens without a usable old log-prob") == 1
 
 
-@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {0, 1, 2}])
+@pytest.mark.parametrize("failing", [{0}, {1}, {2}, {0, 1, 2}, set()])
 def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys, failing):
+    """Another rank fails too, or, in the last case, two others do. The update after it is measured again."""
     worker = worker_with(monkeypatch)
-    groups, calls = [], itertools.count()
+    sums, calls = [], itertools.count()
+    nothing = empty_clip_statistics(BAPOConfig()).sums
+    of_a_failing_rank = torch.cat([tensor.flatten() for tensor in nothing._replace(uncollected=torch.ones(()))])
 
     def collect(*args):
         return fail() if next(calls) % 3 in failing else collect_clip_statistics(*args)  # of three micro-batches
 
-    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", collect)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(vector.sum().item()))
-    for _ in range(2):
-        metrics = update(worker, batch_of_pairs(1))
-        # It counts as not measured.
-        assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied", "actor/bapo/skipped"}
-    assert groups == [1, 1] and worker.engine.steps == 2  # one number says so to all ranks
-    assert (
-        capsys.readouterr().err.count("summing the tokens of a micro-batch failed (RuntimeError: boom). Training") == 1
-    )
+    def all_reduce(vector, group):
+        sums.append(vector.sum().item())
+        vector.add_(of_a_failing_rank, alpha=1 if failing else 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipe.bapo.scopes.collect_clip_statistics", collect)
+        patch.setattr(torch.distributed, "all_reduce", all_reduce)
+        for _ in range(2):
+            metrics = update(worker, batch_of_pairs(1))
+            # It counts as not measured.
+            assert {name for name in metrics if "bapo" in name} == {"actor/bapo/applied", "actor/bapo/skipped"}
+    assert sums == [1, 1] if failing else len(sums) == 2  # one number says so to all ranks
+    after, expected = update(worker, batch_of_pairs(2)), update(worker_with(monkeypatch), batch_of_pairs(2))
+    assert after["actor/bapo/clip_low"] == expected["actor/bapo/clip_low"] and worker.engine.steps == 3
+    told = capsys.readouterr().err.count("summing the tokens of a micro-batch failed (RuntimeError: boom). Training")
+    assert told == bool(failing)
+
+
+@pytest.mark.parametrize("ranks, trains, told", [(2, True, 1), (2, False, 0), (1, True, 0)])
+def test_a_wrong_gradient_of_a_head_that_is_trained_is_told(monkeypatch, capsys, ranks, trains, told):
+    """A LoRA run does not train its head, and one rank has nothing to add up."""
+    worker = worker_with(monkeypatch)
+    head = torch.nn.Linear(2, 3)
+    head.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as torch's fully_shard does
+    head.weight.requires_grad_(trains).device_mesh = SimpleNamespace(size=lambda: ranks)
+    model = torch.nn.ModuleDict({"lm_head": head})
+    model._verl_fused_kernels_backend = "torch"
+    worker.engine.module = torch.nn.Sequential(model)
+    worker.set_loss_fn(partial(ppo_loss, config=actor_config(MonitorConfig())))
+    assert capsys.readouterr().err.count("verl's own gradient of lm_head is wrong in this run") == told
 
 
 def fail(*args, **kwargs):
@@ -318,13 +343,18 @@ def test_it_has_verl_make_our_worker(monkeypatch):
     assert ActorRolloutRefWorker.actor_worker_cls is BAPOTrainingWorker
 
 
-@pytest.mark.parametrize("config", [MonitorConfig, BAPOPolicyLossConfig])
+@pytest.mark.parametrize(
+    "config", [MonitorConfig, BAPOPolicyLossConfig, partial(BAPOPolicyLossConfig, bound_scope="micro_batch")]
+)
 def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, config):
-    worker = worker_with(monkeypatch, config(record_dir=str(tmp_path)), clip_ratio_c=3.0)
-    logged = []
+    worker, logged = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path / "before"))), []
+    start_batch(worker, batch_of_pairs(1))
+    # Each loss that is set has a record of its own, in which calls are counted from 0.
+    loss = config(record_dir=str(tmp_path / "record"), positive_contribution_target=TARGET)
+    worker.set_loss_fn(partial(ppo_loss, config=actor_config(loss, clip_ratio_c=3.0)))
     for step in (7, 8):
-        logged += train_call(worker, *(batch_of_pairs(10 * step + k) for k in range(2)), bapo_step=step)
-    (path,) = tmp_path.iterdir()
+        logged += start_batch(worker, *(batch_of_pairs(10 * step + k) for k in range(2)), bapo_step=step)
+    (path,) = (tmp_path / "record").iterdir()
     start, updates = read_start(path), read_updates(path)
     assert [tuple(u.numbers[name] for name in ("call", "update", "step")) for u in updates] == [
         (0, 0, 7),
@@ -332,7 +362,7 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
         (1, 0, 8),
         (1, 1, 8),
     ]
-    assert start.about["applied"] == (config is BAPOPolicyLossConfig) and start.about["clip_ratio_c"] == 3.0
+    assert start.about["applied"] == (config is not MonitorConfig) and start.about["clip_ratio_c"] == 3.0
     for found, metrics, seed in zip(updates, logged, (70, 71, 80, 81), strict=True):
         assert found.values["low"] == metrics["actor/bapo/clip_low"][0]
         own = worker.scope.own_clip
@@ -387,14 +417,19 @@ def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsy
 
 
 def test_an_advice_is_about_the_calls_since_the_last_one(monkeypatch, capsys):
+    """The last one of this loss: a loss that is set later starts from nothing."""
     worker = worker_with(monkeypatch)
     old, log_prob, advantages, mask = batch_of_pairs(1)
+    start_batch(worker, (old, log_prob, advantages, mask))
+    worker.set_loss_fn(partial(ppo_loss, config=actor_config(MonitorConfig(positive_contribution_target=TARGET))))
     for window in ((old, log_prob, torch.zeros_like(advantages), mask), (old, log_prob, advantages, mask)):
+        told = []
         for _ in range(EVERY):
-            train_call(worker, window)
-    first, second = [line for line in capsys.readouterr().err.splitlines() if f"the last {EVERY} training" in line]
-    assert "no token had an advantage" in first
-    assert "in 100%" in second and "had no advantage" not in second
+            start_batch(worker, window)
+            told.append(capsys.readouterr().err)
+        assert [text.count(f"the last {EVERY} training") for text in told] == [0] * (EVERY - 1) + [1]
+        assert ("no token had an advantage" in told[-1]) == (window[2] is not advantages)
+    assert "in 100%" in told[-1] and "had no advantage" not in told[-1]
 
 
 LOSSES = ["vanilla", "clip_cov", "cispo", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "gpg", "dro"]
@@ -413,6 +448,7 @@ def test_bypass_mode_clips_unless_it_names_another_loss():
         {},
         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0},
         {"clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio": 0.3},  # null: verl takes clip_ratio
+        {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0},
     ],
 )
 def test_the_own_share_is_autograds_or_absent(loss_mode, settings):

@@ -13,7 +13,7 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
-from support.stand_in import make_mini_batch, make_worker, train_call, update
+from support.stand_in import DELTA, WHOLE, make_mini_batch, make_worker, start_batch, update
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
@@ -48,6 +48,13 @@ def wild_and_calm(updates):
 def config_of(scope="mini_batch", **options):
     loss = BAPOPolicyLossConfig(bound_scope=scope, positive_contribution_target=TARGET, **options)
     return actor_config(loss, clip_ratio_c=3.0)
+
+
+def on_megatron():
+    config = config_of()
+    object.__setattr__(config, "strategy", "megatron")
+    object.__setattr__(config, "megatron", SimpleNamespace(dynamic_context_parallel=False))
+    return config
 
 
 def worker_with(monkeypatch, scope="mini_batch", model=MODEL, **engine):
@@ -170,16 +177,16 @@ def test_only_the_forward_before_an_update_lacks_the_entropy(monkeypatch):
     assert asked == [False, True] and worker.engine.passes == ["forward", "train"]
 
 
-def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch):
-    worker, batch = worker_with(monkeypatch), batch_of_pairs(1)
+@pytest.mark.parametrize("rows", [4, 12])  # 12: a single micro-batch
+def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch, rows):
+    worker, batch = worker_with(monkeypatch, rows=rows), batch_of_pairs(1)
     old, _, advantages, mask = batch
-    first, second = train_call(worker, batch, batch, bapo_on_policy_first_update=True)
-    assert bounds_of(first) == literal_bounds((old, old, advantages, mask)) != literal_bounds(batch)
-    assert bounds_of(second) == literal_bounds(batch)  # the mark holds for the first update alone
-    assert worker.engine.passes == ["train", "forward", "train"]
-    # What is said of its tokens is what the loss did to them.
-    expected = oracle.diagnostics(*batch, *bounds_of(first))
-    assert first["actor/bapo/clipfrac_positive"] == [pytest.approx(expected["clipfrac_positive"])] != [0]
+    for mark, log_prob in ((True, old), (False, batch[1])):  # the mark holds for the first update alone
+        if mark:
+            start_batch(worker, bapo_on_policy_first_update=True)
+        worker.engine.passes.clear()
+        assert bounds_of(update(worker, batch)) == literal_bounds((old, log_prob, advantages, mask))
+        assert worker.engine.passes == (["train"] if mark or rows == 12 else ["forward", "train"])
 
 
 def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
@@ -189,9 +196,37 @@ def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
         BoundsForecaster, "forecast", lambda self, own, first: told.append(first) or forecast(self, own, first)
     )
     worker = worker_with(monkeypatch)
-    for sent in (True, True, False, True):  # separate_async makes several calls before it sends weights
-        train_call(worker, batch_of_pairs(1), batch_of_pairs(2), sent=sent)
+    for send in (WHOLE, DELTA, None, DELTA):  # separate_async makes several calls before it sends weights
+        start_batch(worker, batch_of_pairs(1), batch_of_pairs(2), send=send)
     assert told == [True, False, True, False, False, False, True, False]
+
+
+def test_the_rollout_servers_get_the_weights_that_verl_asks_for(monkeypatch):
+    engine = worker_with(monkeypatch).engine
+    assert [len([*engine.get_per_tensor_param(base_sync_done=done)[0]]) for done in (False, True)] == [1, 0]
+
+
+def test_a_mark_that_cannot_be_read_ends_a_run_with_bapo(monkeypatch):
+    """A rank that went on without it would make other collectives than the others, and all would wait."""
+    worker = worker_with(monkeypatch)
+    monkeypatch.setattr("recipe.bapo.worker.pop_mark", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start_batch(worker)
+
+
+@pytest.mark.parametrize("coefficient", [0.5, -0.5])
+def test_the_entropy_moves_the_weight_by_its_coefficient(monkeypatch, coefficient):
+    old, log_prob, advantages, mask = batch_of_pairs(1)
+    mask[1::4] = False  # else the log-probs that the weight moves up and down nearly cancel in the entropy
+    weights = []
+    for of_loss in (coefficient, 0):
+        config = actor_config(BAPOPolicyLossConfig(), entropy_coeff=of_loss)
+        worker = make_worker(config, monkeypatch, MODEL, learning_rate=0.1)
+        update(worker, (old, log_prob, advantages, mask), calculate_entropy=True)
+        weights.append(worker.engine.module.weight.item())
+    # The entropy is minus the mean log-prob of a response token, and the weight moves log-probs by the sign of A.
+    slope = -advantages[mask].mean().item()
+    assert weights[0] - weights[1] == pytest.approx(0.1 * coefficient * slope, rel=1e-3)
 
 
 def test_what_is_logged_describes_the_update(monkeypatch):
@@ -299,10 +334,7 @@ def test_a_rank_that_is_no_source_does_what_the_source_does(monkeypatch, calls_t
 
 def test_a_pipeline_with_one_micro_batch_searches_together(monkeypatch):
     """Its earlier stages never call the loss, so they could not join a search there."""
-    config = config_of()
-    object.__setattr__(config, "strategy", "megatron")
-    object.__setattr__(config, "megatron", SimpleNamespace(dynamic_context_parallel=False))
-    last, earlier = (make_worker(config, monkeypatch, MODEL, rows=12) for _ in range(2))
+    last, earlier = (make_worker(on_megatron(), monkeypatch, MODEL, rows=12) for _ in range(2))
     earlier.engine.source = earlier.engine.calls_the_loss = False
     world = TwoRanks(monkeypatch)
     for seed in (1, 3):
@@ -388,27 +420,34 @@ def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeyp
     assert worker.engine.steps == 0
 
 
-def test_an_evaluation_uses_the_latest_bounds_and_counts_nothing(monkeypatch):
-    worker, other = worker_with(monkeypatch), worker_with(monkeypatch)
-    scope, loss_fn, config = worker.loss_fn.args
-    seen = []
+def literal_loss(batch, low, high):
+    """Compute the mean of the clipped objective over response tokens, with its sign changed."""
+    ratios, advantages, *_ = (column.tolist() for column in oracle.response_tokens(*batch))
+    objectives = [oracle.surrogate(*token, low, high, 3.0)[0] for token in zip(ratios, advantages, strict=True)]
+    return -sum(objectives) / len(objectives)
 
-    def see_bounds(**arguments):
-        seen.append(config.policy_loss.current_bounds)
-        return loss_fn(**arguments)
+
+@pytest.mark.parametrize("scope, rows", [("mini_batch", slice(None)), ("micro_batch", slice(8, None))])
+def test_an_evaluation_uses_the_latest_bounds_and_counts_nothing(monkeypatch, scope, rows):
+    """With micro_batch the latest bounds are those of the last four rows."""
+    config = config_of(scope)
+    worker, other = make_worker(config, monkeypatch, MODEL), worker_with(monkeypatch, scope)
+    batch, expected = batch_of_pairs(5), [(0.6, 1.2)]
 
     def evaluate():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.distributed, "all_reduce", None)  # no collective: ranks may evaluate alone
-            loss = partial(worker._compute_loss, scope, see_bounds, config)
-            worker.engine.infer_batch(make_mini_batch(*make_batch(5)), loss_function=loss)
+            output = worker.engine.infer_batch(make_mini_batch(*batch), loss_function=worker.loss_fn)
         assert config.policy_loss.current_bounds is None  # so that no worker that finds no bounds trains with them
-        return seen[-1]
+        return sum(output["metrics"]["actor/pg_loss"].values)
 
-    assert evaluate() == (0.6, 1.2)
+    losses = [evaluate()]
     for seed in (2, 3):
         assert update(worker, batch_of_pairs(seed)) == update(other, batch_of_pairs(seed))
-        assert evaluate() == literal_bounds(batch_of_pairs(seed))
+        expected.append(literal_bounds([tensor[rows] for tensor in batch_of_pairs(seed)]))
+        losses.append(evaluate())
+    assert losses == pytest.approx([literal_loss(batch, *bounds) for bounds in expected], rel=1e-5)
+    assert len({f"{loss:.4f}" for loss in losses}) == 3
 
 
 def test_a_call_outside_an_update_does_what_verls_does(monkeypatch):
@@ -558,10 +597,12 @@ def test_fixed_bounds_need_neither_forward_nor_second_pass(monkeypatch):
     assert set(kinds) == {"forecast"} and set(found) == {(0.8, 1.3)}
 
 
-def test_where_a_pass_cannot_be_repeated_a_forward_comes_first(monkeypatch):
+@pytest.mark.parametrize("config, model", [(config_of(), MODEL), (on_megatron(), OFFLOAD)])
+def test_where_a_pass_cannot_be_repeated_a_forward_comes_first(monkeypatch, config, model):
+    """On Megatron activation offload allows a forward alone."""
     monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
     batches = wild_and_calm(32)
-    found, kinds, _ = make_updates(worker_with(monkeypatch), batches, position=1)
+    found, kinds, _ = make_updates(make_worker(config, monkeypatch, model), batches, position=1)
     assert found == [literal_bounds(batch) for batch in batches] and set(kinds) == {"forward"}
 
 
