@@ -164,7 +164,7 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
 WHOLE, DELTA = "get_per_tensor_param", "get_per_tensor_param_delta_shard"  # by which verl takes weights to send
 
 
-def start_batch(worker, *batches, send=WHOLE, **marks):
+def train_call(worker, *batches, send=WHOLE, **marks):
     """Make a call of verl's trainer with updates on padded batches. Returns the metrics of each.
 
     Without batches the updates that a test makes next stand for those of the call. ``send``: the engine's method by

@@ -18,7 +18,7 @@ from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
 from support.records import read_updates
-from support.stand_in import make_mini_batch, make_worker, start_batch, update
+from support.stand_in import WHOLE, StandInEngine, make_mini_batch, make_worker, train_call, update
 from torch.distributed.fsdp import FSDPModule
 
 import bapo
@@ -228,11 +228,11 @@ CALLS = {
 }
 
 
-def train(worker, calls=EVERY, sent=True):
+def train(worker, calls=EVERY, send=WHOLE):
     """Make an update in each of some calls of the trainer. Returns the weight after each, and verl's metrics."""
     found = []
     for number in range(calls):
-        (metrics,) = train_call(worker, batch_of_pairs(number), sent=sent)
+        (metrics,) = train_call(worker, batch_of_pairs(number), send=send)
         verls = {name: value for name, value in metrics.items() if not name.startswith("actor/bapo/")}
         found.append((worker.engine.module.weight.item(), verls))
     return found
@@ -267,7 +267,7 @@ def test_an_engine_without_a_method_that_we_use_ends_no_run(monkeypatch, tmp_pat
         for name in vars(owner).keys() & set(names):
             monkeypatch.delattr(owner, name)
     worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)), learning_rate=0.1)
-    assert train(worker, sent=False) == expected
+    assert train(worker, send=None) == expected
     if names == SENDING:
         (path,) = tmp_path.iterdir()
         assert {one.numbers["update"] for one in read_updates(path)} == {0}
@@ -348,12 +348,12 @@ def test_it_has_verl_make_our_worker(monkeypatch):
 )
 def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, config):
     worker, logged = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path / "before"))), []
-    start_batch(worker, batch_of_pairs(1))
+    train_call(worker, batch_of_pairs(1))
     # Each loss that is set has a record of its own, in which calls are counted from 0.
     loss = config(record_dir=str(tmp_path / "record"), positive_contribution_target=TARGET)
     worker.set_loss_fn(partial(ppo_loss, config=actor_config(loss, clip_ratio_c=3.0)))
     for step in (7, 8):
-        logged += start_batch(worker, *(batch_of_pairs(10 * step + k) for k in range(2)), bapo_step=step)
+        logged += train_call(worker, *(batch_of_pairs(10 * step + k) for k in range(2)), bapo_step=step)
     (path,) = (tmp_path / "record").iterdir()
     start, updates = read_start(path), read_updates(path)
     assert [tuple(u.numbers[name] for name in ("call", "update", "step")) for u in updates] == [
@@ -386,7 +386,7 @@ def test_a_resumed_run_of_verls_own_trainer_is_one_run(monkeypatch, tmp_path, ca
             worker.load_checkpoint(checkpoint, None)
         for _ in range(steps):
             for call in range(calls_a_step):
-                train_call(worker, batch_of_pairs(1), sent=call == 0)
+                train_call(worker, batch_of_pairs(1), send=WHOLE if call == 0 else None)
     (run,) = read_runs(tmp_path)
     assert len(run.starts) == 3
     assert run.recorded["step"].tolist() == [step for step in (1, 2, 3, 4, 5) for _ in range(calls_a_step)]
@@ -420,12 +420,12 @@ def test_an_advice_is_about_the_calls_since_the_last_one(monkeypatch, capsys):
     """The last one of this loss: a loss that is set later starts from nothing."""
     worker = worker_with(monkeypatch)
     old, log_prob, advantages, mask = batch_of_pairs(1)
-    start_batch(worker, (old, log_prob, advantages, mask))
+    train_call(worker, (old, log_prob, advantages, mask))
     worker.set_loss_fn(partial(ppo_loss, config=actor_config(MonitorConfig(positive_contribution_target=TARGET))))
     for window in ((old, log_prob, torch.zeros_like(advantages), mask), (old, log_prob, advantages, mask)):
         told = []
         for _ in range(EVERY):
-            start_batch(worker, window)
+            train_call(worker, window)
             told.append(capsys.readouterr().err)
         assert [text.count(f"the last {EVERY} training") for text in told] == [0] * (EVERY - 1) + [1]
         assert ("no token had an advantage" in told[-1]) == (window[2] is not advantages)

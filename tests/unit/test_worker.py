@@ -13,7 +13,7 @@ from support import oracle
 from support.actor import actor_config
 from support.batches import make_batch
 from support.metrics import METRICS
-from support.stand_in import DELTA, WHOLE, make_mini_batch, make_worker, start_batch, update
+from support.stand_in import DELTA, WHOLE, make_mini_batch, make_worker, train_call, update
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
@@ -181,12 +181,13 @@ def test_only_the_forward_before_an_update_lacks_the_entropy(monkeypatch):
 def test_an_on_policy_update_takes_every_ratio_as_1(monkeypatch, rows):
     worker, batch = worker_with(monkeypatch, rows=rows), batch_of_pairs(1)
     old, _, advantages, mask = batch
-    for mark, log_prob in ((True, old), (False, batch[1])):  # the mark holds for the first update alone
-        if mark:
-            start_batch(worker, bapo_on_policy_first_update=True)
-        worker.engine.passes.clear()
-        assert bounds_of(update(worker, batch)) == literal_bounds((old, log_prob, advantages, mask))
-        assert worker.engine.passes == (["train"] if mark or rows == 12 else ["forward", "train"])
+    first, second = train_call(worker, batch, batch, bapo_on_policy_first_update=True)
+    assert bounds_of(first) == literal_bounds((old, old, advantages, mask)) != literal_bounds(batch)
+    assert bounds_of(second) == literal_bounds(batch)  # the mark holds for the first update alone
+    assert worker.engine.passes == ["train", *(["train"] if rows == 12 else ["forward", "train"])]
+    # What is said of its tokens is what the loss did to them.
+    expected = oracle.diagnostics(*batch, *bounds_of(first))
+    assert first["actor/bapo/clipfrac_positive"] == [pytest.approx(expected["clipfrac_positive"])] != [0]
 
 
 def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
@@ -197,7 +198,7 @@ def test_first_updates_on_a_batch_are_told_to_the_forecaster(monkeypatch):
     )
     worker = worker_with(monkeypatch)
     for send in (WHOLE, DELTA, None, DELTA):  # separate_async makes several calls before it sends weights
-        start_batch(worker, batch_of_pairs(1), batch_of_pairs(2), send=send)
+        train_call(worker, batch_of_pairs(1), batch_of_pairs(2), send=send)
     assert told == [True, False, True, False, False, False, True, False]
 
 
@@ -211,7 +212,7 @@ def test_a_mark_that_cannot_be_read_ends_a_run_with_bapo(monkeypatch):
     worker = worker_with(monkeypatch)
     monkeypatch.setattr("recipe.bapo.worker.pop_mark", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        start_batch(worker)
+        train_call(worker)
 
 
 @pytest.mark.parametrize("coefficient", [0.5, -0.5])
@@ -530,7 +531,7 @@ def test_an_exception_in_an_update_leaves_nothing_behind(monkeypatch, kind, plac
         train_call(one, batch_of_pairs(1), **marks)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         raise_in(patch, worker, place, call)
-        train_call(worker, batch_of_pairs(2), sent=False, **marks)
+        train_call(worker, batch_of_pairs(2), send=None, **marks)
     found = []
     for one in (worker, other):
         evaluated = one.engine.infer_batch(make_mini_batch(*batch_of_pairs(5)), loss_function=one.loss_fn)["metrics"]
