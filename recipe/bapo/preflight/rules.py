@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
+from torch import nn
 
 from recipe.bapo.preflight import CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
-from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.utils import need_critic, need_reward_model
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 COUNTS = (
@@ -60,6 +61,20 @@ def _log_probs_are_of_all_tokens(rollout):
     return whole or rollout.name != "vllm" or rollout.logprobs_mode != "processed_logprobs"
 
 
+def _finds_wrapped_adapters():
+    """Whether the installed peft finds LoRA's tensors in a layer that FSDP1 wraps, as verl's collect_lora_params asks.
+
+    FSDP1 puts ``_fsdp_wrapped_module`` into the names of modules and leaves it out of those of their tensors. peft
+    below 0.21 looks at the tensors' names, and later versions match them with the modules' names.
+    """
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    layer = nn.ModuleDict({"_fsdp_wrapped_module": nn.ModuleDict({"projection": nn.Linear(1, 1)})})
+    model = get_peft_model(nn.ModuleDict({"layer": layer}), LoraConfig(target_modules=["projection"]))
+    tensors = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in model.state_dict().items()}
+    return bool(get_peft_model_state_dict(model, state_dict=tensors))
+
+
 def _corrects(correction):
     """Whether verl's rollout correction is to weigh or drop tokens, or to use another loss."""
     return correction.get("rollout_is") or correction.get("rollout_rs") or correction.get("loss_type") == "reinforce"
@@ -98,6 +113,21 @@ REFUSED = (
         ROLLOUT + ".top_p={s.rollout.top_p}, top_k={s.rollout.top_k} is not usable with bypass_mode=true: the rollout "
         "engine's log-probs are those of the truncated distribution and the trainer's are not, so ratios differ from 1 "
         "on fresh data. Set top_p=1 and top_k=-1, or bypass_mode=false.",
+    ),
+    Rule(
+        lambda s: s.mode != "separate_async" or not s.adapter,
+        "actor_rollout_ref.model.lora.merge=false is not usable with LoRA and trainer.v1.trainer_mode=separate_async: "
+        "verl 0.9.1 sends the frozen weights alone, so the rollout servers sample without the adapter. Set merge=true, "
+        "with another rollout.checkpoint_engine.backend than delta_sharded.",
+    ),
+    Rule(
+        lambda s: (
+            s.actor.strategy != "fsdp" or s.mode == "separate_async" or not s.adapter or _finds_wrapped_adapters()
+        ),
+        "actor_rollout_ref.model.lora_rank={s.config.actor_rollout_ref.model.lora_rank} is not usable with "
+        "strategy=fsdp and the installed peft, which finds no adapter in the layers that FSDP1 wraps, so the rollout "
+        "servers sample without it. Set " + ACTOR + ".strategy=fsdp2 or actor_rollout_ref.model.lora.merge=true, or "
+        "install peft<0.21.",
     ),
     # Options that are asked for and would have no effect.
     Rule(
@@ -168,6 +198,13 @@ DOUBTED = (
         "algorithm.rollout_correction.bypass_mode=false in an asynchronous mode: the ratio, hence the positive "
         "contribution, is measured against the recomputed policy, not the one that sampled.",
     ),
+    Rule(
+        lambda s: not s.our_lines or s.bypass or s.updates > 1,
+        ACTOR
+        + ".ppo_mini_batch_size={s.actor.ppo_mini_batch_size} gives one update on each batch, whose log-probs are "
+        "computed just before it, so every ratio is 1 and no bound has an effect: set a smaller one, set ppo_epochs=2, "
+        "or leave out the lines of BAPO and its monitor.",
+    ),
     # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
         lambda s: not need_critic(s.config) or not s.fsdp or _attention(s.config) == "flash_attention_2",
@@ -179,6 +216,16 @@ DOUBTED = (
         "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
         + ROLLOUT
         + ".calculate_log_probs=true.",
+    ),
+    Rule(  # a KeyError at the first score (verl #7368)
+        lambda s: (
+            not need_reward_model(s.config)
+            or not s.config.reward.reward_model.enable_resource_pool
+            or s.config.reward.custom_reward_function.path
+        ),
+        "reward.reward_model.enable_resource_pool=true ends the run at the first score of a discriminative reward "
+        "model (verl 0.9.1: KeyError 'reward_extra_info'): set it to false, or set reward.custom_reward_function.path "
+        "to a function that asks the model.",
     ),
     Rule(  # at the first sequence that is too long, perhaps after hours
         lambda s: not (s.fsdp and s.actor.use_dynamic_bsz) or s.longest <= s.micro_batch_tokens,
@@ -219,11 +266,10 @@ def check_rules(config) -> str:
     ]
     if doubted:
         raise CheckWarning(" ".join(doubted))
-    batch, mini, epochs = config.data.train_batch_size, settings.actor.ppo_mini_batch_size, settings.actor.ppo_epochs
     against = "the policy that sampled" if settings.bypass else "the policy before the updates of each step"
     return (
-        f"{batch} prompts of {settings.rollout.n} responses, {-(-batch // mini) * epochs} updates on each batch; the "
-        f"ratio is against {against}"
+        f"{config.data.train_batch_size} prompts of {settings.rollout.n} responses, {settings.updates} updates on each "
+        f"batch; the ratio is against {against}"
     )
 
 

@@ -63,6 +63,24 @@ class Settings:
         return bool(self.correction.get("bypass_mode"))
 
     @property
+    def our_lines(self) -> bool:
+        """Whether BAPO's loss or its monitor is in the config."""
+        return str(self.loss.get("_target_")).startswith("recipe.bapo.")
+
+    @property
+    def updates(self) -> int:
+        """The number of updates on each batch of rollouts."""
+        return -(-self.config.data.train_batch_size // self.actor.ppo_mini_batch_size) * self.actor.ppo_epochs
+
+    @property
+    def adapter(self) -> bool:
+        """Whether LoRA's parameters are sent to the rollout servers by themselves, not merged into the weights."""
+        model = self.config.actor_rollout_ref.model
+        lora = model.get("lora") or {}
+        rank = model.lora_rank if self.fsdp else lora.get("rank")
+        return (rank or 0) > 0 and not lora.get("merge")
+
+    @property
     def old_reward_keys(self) -> str:
         """The keys of verl's older reward config that are set, if they change the reward; ours moves them."""
         if self.ours or "reward_model" not in self.config:

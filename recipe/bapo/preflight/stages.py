@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import compose_config, is_of_our_trainer
 from recipe.bapo.preflight import CheckWarning, blame, data, innermost, machine, model
+from recipe.bapo.preflight.advantages import check_advantages
 from recipe.bapo.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
 from recipe.bapo.preflight.rules import check_counts, check_rules
@@ -65,39 +64,6 @@ def check_verls_config(config) -> str:
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
         get_policy_loss_fn(loss_mode)
     return check_loss(built[ACTOR], config.actor_rollout_ref.model)
-
-
-def check_advantages(config) -> str:
-    """Call the advantage function of verl's V1 trainer on two prompts with two responses of three tokens.
-
-    Raises:
-        CheckWarning: it fails. One of the user's own may want fields that only a run has.
-    """
-    from verl import DataProto
-    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
-
-    name = config.algorithm.adv_estimator
-    if not config.trainer.use_v1:
-        return f"{name}, which verl's older trainer (trainer.use_v1=false) computes"
-    names = ["response_mask", "token_level_scores", "token_level_rewards", "rollout_log_probs", "old_log_probs"]
-    names += ["ref_log_prob"] * need_reference_policy(config) + ["values"] * need_critic(config)
-    tensors = {name: torch.ones(4, 3) for name in names}
-    tensors["token_level_rewards"] = torch.tensor([[0.0, 0.0, right] for right in (0.0, 1.0, 1.0, 0.0)])
-    prompts = ["a", "a", "b", "b"]
-    rows = DataProto.from_dict(tensors, non_tensors={"uid": np.array(prompts, dtype=object)})
-    fix = "use grpo, or another that verl's V1 trainer has the fields for"
-    with blame("algorithm.adv_estimator", name, fix, CheckWarning):
-        found = compute_advantage_for_multi_trajectories(
-            rows,
-            batch_keys=[f"{prompt}_{number % 2}_0" for number, prompt in enumerate(prompts)],
-            adv_estimator=name,
-            gamma=config.algorithm.gamma,
-            lam=config.algorithm.lam,
-            num_repeat=2,
-            norm_adv_by_std_in_grpo=config.algorithm.get("norm_adv_by_std_in_grpo", True),
-            config=config.algorithm,
-        )
-    return f"{name}, {found.batch['advantages'].abs().max():.3g} at most for rewards of 0 and 1"
 
 
 def check_loggers(config) -> str:
