@@ -148,7 +148,7 @@ NO_REWARD_FUNCTION = f" {OWN_REWARD}=null"  # the example has one
 @pytest.mark.parametrize("overrides, message, fixes", REFUSED)
 def test_what_trains_wrong_in_silence_is_refused(overrides, message, fixes, said):
     (failed,), _ = said(overrides)
-    assert message in failed and "\n" not in failed
+    assert message in failed and failed.count("is not usable") <= 1 and "\n" not in failed
     for fix in fixes:
         assert fix.rpartition(".")[2].partition("=")[2] in failed
         assert not said(f"{overrides} {fix}")[0]
