@@ -91,7 +91,7 @@ REFUSED = (
         ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
         "optimizer and extra.",
     ),
-    # Wrong training of verl 0.9.1 that nothing reports: docs/dev/upstream/silent_faults.md
+    # Wrong training of verl 0.9.1 that nothing reports: docs/silent_faults.md
     Rule(
         lambda s: s.actor.strategy != "fsdp" or s.actor.fsdp_config.fsdp_size != 1 or s.gpus == 1,
         ACTOR + ".fsdp_config.fsdp_size=1 on {s.gpus} GPUs is not usable with strategy=fsdp: verl 0.9.1 then trains "
