@@ -99,13 +99,13 @@ def _advantages(rows, prompts, settings):
 
 def _explain(settings, given):
     """Say which setting takes the advantages from the rewards."""
-    name, rejection = settings.config.algorithm.adv_estimator, settings.correction.get("rollout_rs")
+    name, rejection = settings.config.algorithm.adv_estimator, settings.correction.get("rollout_rs") or ""
     if name == "gae" and settings.config.algorithm.get("use_pf_ppo"):
         return (
             f"algorithm.use_pf_ppo=true with adv_estimator=gae gives {given}, because verl's V1 trainer gives a "
             "response the advantage of another one: set use_pf_ppo=false."
         )
-    if rejection:
+    if "token_" in rejection:
         return (
             f"algorithm.rollout_correction.rollout_rs={rejection} with adv_estimator={name} gives {given}, because a "
             f"rejected last token takes the reward of its response with it: set rollout_rs="
