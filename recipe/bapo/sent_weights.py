@@ -80,8 +80,8 @@ def trains_adapter(model_config: Any) -> bool:
     """Whether a run trains a LoRA adapter that verl sends as such, and not merged into the model's weights.
 
     Args:
-        model_config: verl's ``HFModelConfig``. FSDP reads ``lora_rank`` and ``lora_adapter_path``, Megatron ``lora``.
+        model_config: verl's ``HFModelConfig``. FSDP reads ``lora_rank``, Megatron ``lora.rank``; verl ignores
+            ``lora_adapter_path`` without a rank.
     """
     lora = getattr(model_config, "lora", None) or {}
-    has_adapter = max(getattr(model_config, "lora_rank", 0), lora.get("rank", 0)) > 0
-    return (has_adapter or bool(getattr(model_config, "lora_adapter_path", None))) and not lora.get("merge", False)
+    return max(getattr(model_config, "lora_rank", 0), lora.get("rank", 0)) > 0 and not lora.get("merge", False)

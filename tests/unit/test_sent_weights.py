@@ -70,7 +70,7 @@ def test_an_adapter_that_is_never_sent_is_told_once(capsys, sends, missing):
 @pytest.mark.parametrize(
     "model_config",
     [
-        SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path=None),
+        SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path="/an/adapter"),  # verl then trains all weights
         SimpleNamespace(lora_rank=8, lora={"merge": True}, lora_adapter_path=None),
         SimpleNamespace(),
         None,
@@ -89,7 +89,6 @@ def test_without_an_adapter_of_its_own_nothing_is_told(capsys, model_config):
     [
         LORA,
         SimpleNamespace(lora_rank=0, lora={"rank": 4}, lora_adapter_path=None),  # Megatron
-        SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path="/an/adapter"),
     ],
 )
 def test_every_kind_of_adapter_is_watched(capsys, model_config):
