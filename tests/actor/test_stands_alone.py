@@ -23,6 +23,7 @@ HOOK = (
     "figures",
     "record",
     "own_clip",
+    "sent_weights",
 )
 UPDATE = """
 import sys
