@@ -281,7 +281,7 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
 def test_preflight_takes_the_lines_that_the_advice_has_a_user_paste(task, clip_ratio_c):
     update = dict(met_at_start=0, met_by_moving=1, saturated=0, positive_tokens=1, negative_tokens=1, response_tokens=2)
     about = {"applied": False, "clip_ratio_c": clip_ratio_c}
-    lines = advise([update], BAPOConfig().__dict__, about, "this run").overrides
+    lines = advise(20 * [update], BAPOConfig().__dict__, about, "this run").overrides
     assert "actor_rollout_ref.actor.policy_loss.loss_mode=bapo" in lines
     assert check_verls_config(composed(task, *lines)).startswith("c_low [0.6, 0.9], c_high [1.2, 3]")
 
