@@ -93,4 +93,4 @@ def test_a_run_with_bapo_gets_the_gradient_of_the_logits(run, family, engine, ke
         found = of_rank["metrics"]["grad_norm"]
         assert found == pytest.approx(expected["metrics"]["grad_norm"], rel=1e-5) and min(found) > 0.05
         told = [line for line in of_rank["told"] if "lm_head is kept in FSDP2's unit of the whole model" in line]
-        assert len(told) == 1 and not expected["told"]
+        assert len(told) == 1 and not [line for line in expected["told"] if "lm_head" in line]
