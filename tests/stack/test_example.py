@@ -38,8 +38,10 @@ def test_the_bounds_stay_in_their_ranges_and_move(example):
     updates = updates_of(output)
     assert [update.numbers["step"] for update in updates] == [step for step in range(1, 11) for _ in range(24)]
     assert [update.numbers["update"] for update in updates] == 10 * list(range(24))  # 24 updates per rollout batch
-    # The worker gets the trainer's mark, by which every ratio of the first update is taken as 1.
-    assert {update.values["effective_sample_size"] for update in updates[::24]} == {1}
+    # The worker gets the trainer's mark, by which the first update takes every ratio as 1. What it logs is of its
+    # training forward, whose log-probs may differ from the old ones in their last bits.
+    first = [update.values["effective_sample_size"] for update in updates[::24]]
+    assert first == pytest.approx([1] * 10, abs=1e-6)
     low, high = ([update.values[side] for update in updates] for side in ("low", "high"))
     assert min(low) >= 0.6 and max(low) <= 0.9 and min(high) >= 1.2 and max(high) <= 3.0
     assert len(set(high)) > 1 and len(set(low)) > 1
