@@ -2,9 +2,9 @@
 """The bounds of one optimizer update from its tokens, and the one transfer of the results to the host.
 
 ``find_clip_bounds`` is for callers that hold the whole mini-batch at once. A verl run collects its statistics
-micro-batch by micro-batch and takes the same steps one by one (``recipe.bapo.scopes``). ``read_and_validate`` is the
-only place in ``bapo`` that raises for non-finite input. It raises on every rank alike, because it looks at counts that
-were added over all ranks.
+micro-batch by micro-batch and takes the same steps one by one (``recipe.bapo.hook.scopes``). ``read_and_validate`` is
+the only place in ``bapo`` that raises for non-finite input. It raises on every rank alike, because it looks at counts
+that were added over all ranks.
 """
 
 import torch

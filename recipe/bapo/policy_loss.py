@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss, read_scalars
-from recipe.bapo import worker
-from recipe.bapo.scopes import Bounds
-from recipe.bapo.tell import tell
+from recipe.bapo.hook import worker
+from recipe.bapo.hook.scopes import Bounds
+from recipe.bapo.hook.tell import tell
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
@@ -53,7 +53,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
-        from recipe.bapo import verl_fixes  # noqa: F401  importing it changes verl, which a monitored run must not
+        import recipe.bapo.verl_patches.fused_heads  # noqa: F401  it changes verl, which a monitored run must not
 
         worker.replace_actor_worker_class()
 
@@ -126,7 +126,7 @@ def compute_policy_loss_bapo(
         )
     if config.policy_loss.current_bounds is None:
         raise ValueError(
-            "loss_mode=bapo was called without clip bounds: recipe.bapo.worker.BAPOTrainingWorker finds them, but "
+            "loss_mode=bapo was called without clip bounds: recipe.bapo.hook.worker.BAPOTrainingWorker finds them, but "
             "another worker trains here. Use verl's ActorRolloutRefWorker, or derive your worker from ours."
         )
     low, high = config.policy_loss.current_bounds

@@ -52,7 +52,7 @@ def compute_reference_log_probs(rank, ports, model, folder):
     os.environ.update(cpu_environment())  # before verl is imported
     engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # pinned memory needs a GPU
-    libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.verl_fixes"]]
+    libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.verl_patches.fused_heads"]]
     for port, name, setting in zip(ports, ("logits", "fused"), libraries, strict=True):
         rows = [f"{MODEL}.path={model}", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", *setting]
         reference = make_actor(rows, port=port, role="ref")

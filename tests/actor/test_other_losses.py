@@ -34,7 +34,7 @@ def train(overrides, task, stock=True, **settings):
 
 
 def runs_of_a_loss(rank, loss_mode, task, folder):
-    from recipe.bapo.worker import BAPOTrainingWorker, replace_actor_worker_class
+    from recipe.bapo.hook.worker import BAPOTrainingWorker, replace_actor_worker_class
 
     chosen = [f"{LOSS}.loss_mode={loss_mode}"]
     runs = {"verl": train(chosen, task)}

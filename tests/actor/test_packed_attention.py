@@ -7,7 +7,7 @@ from support.families import BAPO, ENGINES, FUSED, train_ranks, write_model
 MODEL = "actor_rollout_ref.model"
 PACKED = [f"{MODEL}.use_remove_padding=true"]
 VARLEN = [  # as platform=gpu_varlen sets them
-    f"{MODEL}.external_lib=[recipe.bapo.attention,recipe.bapo.verl_fixes]",
+    f"{MODEL}.external_lib=[recipe.bapo.verl_patches.attention,recipe.bapo.verl_patches.fused_heads]",
     f"{MODEL}.override_config.attn_implementation=torch_varlen",
 ]
 COMMON = [*BAPO, *PACKED, FUSED, "++actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45"]

@@ -93,7 +93,7 @@ def marked_updates(rank, size, port, task, folder):
 
 def updates_with_tool_tokens(rank, size, port, task):
     """Make updates on multi-turn responses. Two tokens of each come from a tool and differ between the updates."""
-    from recipe.bapo.scopes import SEARCH_FIELDS
+    from recipe.bapo.hook.scopes import SEARCH_FIELDS
 
     found = []
     for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):

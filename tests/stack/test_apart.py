@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.stack_runs import ROOT, SHORT_STEPS, updates_of
 
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.host.metrics import read_metrics
 
 APART = ["bash", ROOT / "scripts" / "apart.sh"]
 FILES = ROOT / "recipe" / "bapo" / "example" / "files"

@@ -21,7 +21,7 @@ from support.stack_runs import (
     updates_of,
 )
 
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.host.metrics import read_metrics
 
 NODES = ("127.0.0.1", "127.0.0.2")
 
@@ -151,8 +151,8 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
 CLAIMING = """
 import os, subprocess, time
 import ray
-from recipe.bapo.run.cleanup import vllm_processes
-from recipe.bapo.run.locks import claim_cluster
+from recipe.bapo.host.cleanup import vllm_processes
+from recipe.bapo.host.locks import claim_cluster
 
 ray.init()
 job = ray.get_runtime_context().get_job_id()

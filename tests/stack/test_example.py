@@ -8,7 +8,7 @@ import pytest
 from support.metrics import METRICS
 from support.stack_runs import explain, run_example, updates_of
 
-from recipe.bapo.run.metrics import read_metrics, validation_reward
+from recipe.bapo.host.metrics import read_metrics, validation_reward
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.stack_runs import ROOT, SCRIPT, SHORT_STEPS, Started, environment_of, updates_of
 
-from recipe.bapo.run.cleanup import vllm_processes
+from recipe.bapo.host.cleanup import vllm_processes
 
 LIMIT = 300  # seconds from the fault to the end of the run, on any machine: a run that hangs takes longer
 SHORT = (
@@ -24,7 +24,7 @@ SHORT = (
     "watchdog.grace_s=10",
 )
 BROKEN_SYNCHRONISATION = """
-from recipe.bapo.cpu.vllm import CPUWorkerExtension
+from recipe.bapo.verl_patches.cpu.vllm import CPUWorkerExtension
 
 class BrokenExtension(CPUWorkerExtension):
     received = 0

@@ -6,7 +6,7 @@ import re
 import pytest
 from support.stack_runs import ROOT, explain, run_example
 
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.host.metrics import read_metrics
 
 SMALL = (
     "data.train_batch_size=8",

@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TORCH = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
 
-# recipe.bapo.cpu.vllm is left out: it imports vLLM, which is not in verl's extra because its build depends on the
-# machine.
+# recipe.bapo.verl_patches.cpu.vllm is left out: it imports vLLM, which is not in verl's extra because its build depends
+# on the machine.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 
 package = importlib.import_module(sys.argv[1])
 names = [m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-left_out = {"recipe.bapo.cpu.vllm"} | {name for name in names if name.endswith("__main__")}
+left_out = {"recipe.bapo.verl_patches.cpu.vllm"} | {name for name in names if name.endswith("__main__")}
 for name in sorted(set(names) - left_out):
     importlib.import_module(name)
 print("imported", len(names) - len(left_out))

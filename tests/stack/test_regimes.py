@@ -21,9 +21,9 @@ from support.oracle import sequential_search
 from support.stack_runs import ROOT, SHORT_STEPS, explain, removing_what_others_leave, run_example, updates_of
 
 from bapo import BAPOConfig
-from recipe.bapo.advice import EVERY
 from recipe.bapo.config import cpu_environment
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.hook.advice import EVERY
+from recipe.bapo.host.metrics import read_metrics
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 README, MONITOR_PAGE = ((ROOT / page).read_text() for page in ("README.md", "docs/monitor.md"))

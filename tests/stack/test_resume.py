@@ -15,8 +15,8 @@ from support.configs import composed
 from support.stack_runs import ROOT, Started, log_of, removing_what_others_leave
 
 from recipe.bapo.config import cpu_environment
+from recipe.bapo.host.metrics import read_metrics
 from recipe.bapo.report.findings import read_runs
-from recipe.bapo.run.metrics import read_metrics
 
 STEPS = 4
 

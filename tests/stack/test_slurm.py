@@ -22,7 +22,7 @@ from support.stack_runs import (
     temporary_files,
 )
 
-from recipe.bapo.run.metrics import read_metrics
+from recipe.bapo.host.metrics import read_metrics
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "sinfo", "scontrol")
 MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")]

@@ -15,14 +15,14 @@ from bapo import (
     read_scalars,
     search_clip_bounds,
 )
-from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import Record, read_start
+from recipe.bapo.hook.own_clip import OwnClip
+from recipe.bapo.hook.record import Record, read_start
 
 OWN_CLIP = OwnClip("clip", 0.8, 1.2, 3.0)
 
 
 class Update(NamedTuple):
-    """An update in a record: what ``recipe.bapo.record.Updates`` has of one update."""
+    """An update in a record: what ``recipe.bapo.hook.record.Updates`` has of one update."""
 
     numbers: dict
     values: dict

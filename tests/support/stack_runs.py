@@ -16,7 +16,7 @@ import psutil
 from support.ports import free_ports as free_ports
 from support.records import read_updates
 
-from recipe.bapo.run.cleanup import remove
+from recipe.bapo.host.cleanup import remove
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a-planted-secret"

@@ -136,7 +136,7 @@ class StandInEngine(BaseEngine):
 
 def make_worker(config, monkeypatch, model_config=None, **engine):
     """Make a ``BAPOTrainingWorker`` on a stand-in engine, and set verl's loss with an ``ActorConfig``."""
-    from recipe.bapo.worker import BAPOTrainingWorker
+    from recipe.bapo.hook.worker import BAPOTrainingWorker
     from verl.workers.engine_workers import TrainingWorker
 
     def init(worker, _):
@@ -153,7 +153,7 @@ def make_worker(config, monkeypatch, model_config=None, **engine):
 
     monkeypatch.setattr(TrainingWorker, "__init__", init)
     monkeypatch.setattr(TrainingWorker, "train_batch", train_batch)
-    monkeypatch.setattr("recipe.bapo.worker.get_device_id", lambda: "cpu")
+    monkeypatch.setattr("recipe.bapo.hook.worker.get_device_id", lambda: "cpu")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: None)  # the only rank
     monkeypatch.setattr(TrainingWorker, "train_mini_batch", train_mini_batch)
     worker = BAPOTrainingWorker(None)

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from recipe.bapo.run import cleanup, locks
+from recipe.bapo.host import cleanup, locks
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from support.batches import make_batch
 from bapo import BAPOConfig, collect_clip_statistics, search_clip_bounds
 from bapo.bounds import MAX_MASKED_FRACTION
 from bapo.search import measure_search_path
-from recipe.bapo.advice import (
+from recipe.bapo.hook.advice import (
     IDLE,
     LEAST_UPDATES,
     LOSS,
@@ -22,7 +22,7 @@ from recipe.bapo.advice import (
     clipped_shares,
     find_stable_target,
 )
-from recipe.bapo.figures import figures_of
+from recipe.bapo.hook.advice_inputs import figures_of
 
 OPTIONS = asdict(BAPOConfig())
 HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"

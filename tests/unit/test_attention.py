@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from recipe.bapo import attention
+from recipe.bapo.verl_patches import attention
 
 LENGTHS = {"several sequences": [5, 1, 9, 12], "one long sequence": [400]}
 

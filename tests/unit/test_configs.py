@@ -11,12 +11,12 @@ from support.configs import ROOT, compose_in_groups, composed
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
-from recipe.bapo import attention
-from recipe.bapo.advice import advise
+from recipe.bapo.hook.advice import advise
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.preflight.rules import check_rules
 from recipe.bapo.preflight.settings import Settings
 from recipe.bapo.preflight.stages import check_verls_config
+from recipe.bapo.verl_patches import attention
 from scripts.cluster.job import is_forwarded
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -200,7 +200,8 @@ def test_packed_sequences_without_flash_attn_keep_the_experiments_micro_batches(
         assert limits["gpu_varlen"] == (6144, 12288) and limits["gpu_without_flash_attn"] == (1536, 1536)
     model = chosen["gpu_varlen"].actor_rollout_ref.model
     assert model.override_config.attn_implementation == attention.NAME
-    fixes = "recipe.bapo.verl_fixes"  # without it fused kernels fail with untied embeddings, in monitored runs too
+    # Without it fused kernels fail with untied embeddings, in monitored runs too.
+    fixes = "recipe.bapo.verl_patches.fused_heads"
     assert list(model.external_lib) == [attention.__name__, fixes]
     assert chosen["gpu_without_flash_attn"].actor_rollout_ref.model.external_lib == fixes
     assert model.use_remove_padding and model.use_fused_kernels

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from recipe.bapo.host.files import keep_earlier
+from recipe.bapo.host.metrics import read_metrics
 from recipe.bapo.run.console import StepPrinter, first_error, step_line, summary
-from recipe.bapo.run.files import keep_earlier
-from recipe.bapo.run.metrics import read_metrics
 
 
 def record(step, **data):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.commands import LIMIT
 
-from recipe.bapo.cpu import checkpoint_engine
+from recipe.bapo.verl_patches.cpu import checkpoint_engine
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 WEIGHTS = {

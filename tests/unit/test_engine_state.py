@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.stand_in import Model
 
-from recipe.bapo import engine_state
-from recipe.bapo.engine_state import EngineState, can_be_restored
+from recipe.bapo.hook import engine_state
+from recipe.bapo.hook.engine_state import EngineState, can_be_restored
 
 
 class Tracker:

@@ -18,14 +18,15 @@ from omegaconf import OmegaConf
 from support.commands import LIMIT, until
 from support.configs import composed
 
-from recipe.bapo.run import cleanup
+from recipe.bapo.host import cleanup
 from recipe.bapo.run.__main__ import MAX_TEMP_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import os, sys, time
 from pathlib import Path
-from recipe.bapo.run import __main__ as launch, cleanup
+from recipe.bapo.host import cleanup
+from recipe.bapo.run import __main__ as launch
 folder = Path(os.environ["OUTPUT_DIR"])
 launch.TRAINING = (sys.executable, "-u", "-c", sys.argv[1])
 launch.PATIENCE, cleanup.kill_descendants.__defaults__ = {limit}, ({limit},)  # a busy machine may need it

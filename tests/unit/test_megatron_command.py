@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.compatibility import refuse_unusable_settings
+from recipe.bapo.hook.compatibility import refuse_unusable_settings
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig

@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 import bapo
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, collect_clip_statistics, empty_clip_statistics
-from recipe.bapo.advice import EVERY
-from recipe.bapo.own_clip import own_clip_of
+from recipe.bapo.hook.advice import EVERY
+from recipe.bapo.hook.own_clip import own_clip_of
+from recipe.bapo.hook.record import NOT_RECORDED, read_start
+from recipe.bapo.hook.sent_weights import SENDING
+from recipe.bapo.hook.worker import BAPOTrainingWorker
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
-from recipe.bapo.record import NOT_RECORDED, read_start
 from recipe.bapo.report.findings import read_runs
-from recipe.bapo.sent_weights import SENDING
-from recipe.bapo.worker import BAPOTrainingWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine.base import BaseEngine
@@ -112,7 +112,7 @@ def test_it_says_what_each_update_would_have_cost_with_bapo(monkeypatch, rows, k
 
 def test_an_evaluation_is_not_measured(monkeypatch):
     worker = worker_with(monkeypatch)
-    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", None)
+    monkeypatch.setattr("recipe.bapo.hook.scopes.collect_clip_statistics", None)
     worker.engine.infer_batch(make_mini_batch(*batch_of_pairs(5)), loss_function=worker.loss_fn)
     assert worker.scope.pass_sums is None
 
@@ -175,7 +175,7 @@ def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys, f
         vector.add_(of_a_failing_rank, alpha=1 if failing else 2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe.bapo.scopes.collect_clip_statistics", collect)
+        patch.setattr("recipe.bapo.hook.scopes.collect_clip_statistics", collect)
         patch.setattr(torch.distributed, "all_reduce", all_reduce)
         for _ in range(2):
             metrics = update(worker, batch_of_pairs(1))
@@ -208,23 +208,23 @@ def fail(*args, **kwargs):
 
 # What the monitor calls in an update, after it, and in every tenth call of the trainer.
 CALLS = {
-    "search": "recipe.bapo.monitor.search_clip_bounds",
-    "diagnostics": "recipe.bapo.monitor.diagnose",
-    "read": "recipe.bapo.monitor.read_scalars",
-    "forecast": "recipe.bapo.scopes.BoundsForecaster.forecast",
-    "learning": "recipe.bapo.scopes.BoundsForecaster.learn",
-    "comparison": "recipe.bapo.monitor.same_tokens_are_clipped",
-    "tokens": "recipe.bapo.scopes.no_padding_2_padding",
-    "sums": "recipe.bapo.scopes.collect_clip_statistics",
-    "one micro-batch": "recipe.bapo.monitor.Monitor._is_one_micro_batch",
-    "output layer": "recipe.bapo.monitor.head_gradient_is_wrong",
-    "gradient norm": "recipe.bapo.worker.math",  # whose attribute is then missing
-    "metrics": "recipe.bapo.worker.bounds_metrics",
-    "making the record": "recipe.bapo.worker.Record",
-    "writing the record": "recipe.bapo.record.Record.write",
+    "search": "recipe.bapo.hook.monitor.search_clip_bounds",
+    "diagnostics": "recipe.bapo.hook.monitor.diagnose",
+    "read": "recipe.bapo.hook.monitor.read_scalars",
+    "forecast": "recipe.bapo.hook.scopes.BoundsForecaster.forecast",
+    "learning": "recipe.bapo.hook.scopes.BoundsForecaster.learn",
+    "comparison": "recipe.bapo.hook.monitor.same_tokens_are_clipped",
+    "tokens": "recipe.bapo.hook.scopes.no_padding_2_padding",
+    "sums": "recipe.bapo.hook.scopes.collect_clip_statistics",
+    "one micro-batch": "recipe.bapo.hook.monitor.Monitor._is_one_micro_batch",
+    "output layer": "recipe.bapo.hook.monitor.head_gradient_is_wrong",
+    "gradient norm": "recipe.bapo.hook.worker.math",  # whose attribute is then missing
+    "metrics": "recipe.bapo.hook.worker.bounds_metrics",
+    "making the record": "recipe.bapo.hook.worker.Record",
+    "writing the record": "recipe.bapo.hook.record.Record.write",
     "a value that json cannot write": None,
-    "advice": "recipe.bapo.worker.advise",
-    "marks": "recipe.bapo.worker.pop_mark",
+    "advice": "recipe.bapo.hook.worker.advise",
+    "marks": "recipe.bapo.hook.worker.pop_mark",
 }
 
 
@@ -245,7 +245,7 @@ def test_an_exception_in_the_monitor_becomes_one_warning(monkeypatch, capsys, tm
         monkeypatch.setattr(CALLS[name], fail)
     worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)), learning_rate=0.1)
     if CALLS[name] is None:
-        bounds_metrics = "recipe.bapo.worker.BAPOTrainingWorker._keep"
+        bounds_metrics = "recipe.bapo.hook.worker.BAPOTrainingWorker._keep"
         keep = type(worker)._keep
 
         def keep_a_set(worker, measured):
@@ -275,8 +275,8 @@ def test_an_engine_without_a_method_that_we_use_ends_no_run(monkeypatch, tmp_pat
 
 def test_no_memory_to_sum_tokens_with_ends_no_run(monkeypatch, capsys):
     worker = worker_with(monkeypatch)
-    monkeypatch.setattr("recipe.bapo.scopes.collect_clip_statistics", fail)
-    monkeypatch.setattr("recipe.bapo.scopes.empty_clip_statistics", fail)  # it needs memory, too
+    monkeypatch.setattr("recipe.bapo.hook.scopes.collect_clip_statistics", fail)
+    monkeypatch.setattr("recipe.bapo.hook.scopes.empty_clip_statistics", fail)  # it needs memory, too
     assert "actor/bapo/clip_low" not in update(worker, batch_of_pairs(1))
     assert worker.engine.steps == 1 and capsys.readouterr().err.count("failed (RuntimeError") == 1
 

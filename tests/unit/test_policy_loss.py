@@ -15,9 +15,9 @@ from support.batches import make_batch
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
-from recipe.bapo.compatibility import refuse_unusable_settings
+from recipe.bapo.hook.compatibility import refuse_unusable_settings
+from recipe.bapo.hook.worker import BAPOTrainingWorker
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig, compute_policy_loss_bapo
-from recipe.bapo.worker import BAPOTrainingWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.workers.config import PolicyLossConfig
@@ -160,7 +160,8 @@ def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform
     code = "import sys, verl; print(sorted(m for m in sys.modules if m.split('.')[0] in ('recipe', 'bapo')))"
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "['recipe', 'recipe.bapo', 'recipe.bapo.cpu']", done.stderr[-2000:]
+    expected = ["recipe", "recipe.bapo", "recipe.bapo.verl_patches", "recipe.bapo.verl_patches.cpu"]
+    assert done.stdout.splitlines()[-1] == str(expected), done.stderr[-2000:]
 
 
 def test_the_cpu_platform_keeps_a_variable_that_is_set():

@@ -71,7 +71,7 @@ def test_a_command_of_verls_entry_point_passes(stock, lines):
 ALONE = """
 import sys
 from pathlib import Path
-from recipe.bapo.run import locks
+from recipe.bapo.host import locks
 locks.SOCKETS, locks.FIRST_JOB = Path(sys.argv.pop(1)), "no job"
 from recipe.bapo.preflight.__main__ import main
 sys.exit(main())

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf, open_dict
 from support.configs import ROOT, compose_in_groups, composed
 from support.gpus import SHAPES, pretend_gpus, write_model
 
-from recipe.bapo import attention
-from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
+from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.preflight import CheckWarning, machine, model, rules, stages
+from recipe.bapo.verl_patches import attention
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -265,13 +265,13 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
         (
             "7B",
             {**FUSED, **REFERENCE},
-            "=true is not usable with a reference model .*=\\[recipe.bapo.verl_fixes\\], or",
+            "=true is not usable with a reference model .*=\\[recipe.bapo.verl_patches.fused_heads\\], or",
         ),
-        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_fixes"}, None),
+        ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_patches.fused_heads"}, None),
         (
             "7B",
             {**FUSED, **REFERENCE, f"{MODEL}.external_lib": attention.__name__},
-            "external_lib=\\[recipe.bapo.attention,recipe.bapo.verl_fixes\\], or",
+            "external_lib=\\[recipe.bapo.verl_patches.attention,recipe.bapo.verl_patches.fused_heads\\], or",
         ),
         ("1.5B", {**FUSED, **REFERENCE}, None),  # its embeddings are tied
         (

@@ -11,9 +11,9 @@ import torch
 from support.records import make_tokens, measure, read_updates, write_start
 
 from bapo import BAPOConfig
-from recipe.bapo import record as record_module
-from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import NOT_RECORDED, Record, read_start
+from recipe.bapo.hook import record as record_module
+from recipe.bapo.hook.own_clip import OwnClip
+from recipe.bapo.hook.record import NOT_RECORDED, Record, read_start
 
 CONFIG = BAPOConfig(0.45, ratio_upper_max=2.0, contribution="gradient", token_weight="uniform")
 

@@ -16,13 +16,13 @@ from support.oracle import contribution, ratios, response_tokens, sequential_sea
 from support.records import OWN_CLIP, make_tokens, measure, read_updates, write_start
 
 from bapo import BAPOConfig, find_clip_bounds
-from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.record import Record, Start
-from recipe.bapo.report import picture as picture_module
+from recipe.bapo.hook.own_clip import OwnClip
+from recipe.bapo.hook.record import Record, Start
+from recipe.bapo.report import panels as picture_module
 from recipe.bapo.report.__main__ import TARGETS, main
+from recipe.bapo.report.columns import Table, join
 from recipe.bapo.report.findings import BOUNDS, clipped, ends_of_search, fixed_bounds, read_runs, tail
-from recipe.bapo.report.picture import picture
-from recipe.bapo.report.table import Table, join
+from recipe.bapo.report.panels import picture
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [
@@ -510,7 +510,9 @@ def test_the_advice_knows_what_the_loss_of_another_trainer_clips(tmp_path, monke
     assert last == {"clipped_positive": positive, "clipped_negative": negative} and positive != negative
 
 
-@pytest.mark.parametrize("module", ["recipe.bapo.report.__main__", "recipe.bapo.record", "recipe.bapo.own_clip"])
+@pytest.mark.parametrize(
+    "module", ["recipe.bapo.report.__main__", "recipe.bapo.hook.record", "recipe.bapo.hook.own_clip"]
+)
 def test_report_and_record_need_no_framework(module):
     code = f"import sys, {module}; print([m for m in ('verl', 'ray', 'hydra', 'tensordict') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import json
 import pytest
 from matplotlib import image
 
-from recipe.bapo.run.picture import PANELS, main, picture
+from recipe.bapo.run.dynamics import PANELS, main, picture
 
 
 def rewards(folder, *values):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.bapo.sent_weights import SentWeights
+from recipe.bapo.hook.sent_weights import SentWeights
 
 BASE = {"model.embed_tokens.weight": torch.ones(2), "model.layers.0.q_proj.weight": torch.ones(3)}
 ADAPTER = {

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from support.commands import LIMIT, ROOT
 
+from recipe.bapo.host.files import output_folder
 from recipe.bapo.language_model import __main__ as language_model
 from recipe.bapo.run import choose as choices
 from recipe.bapo.run import start
 from recipe.bapo.run.choose import choose
-from recipe.bapo.run.files import output_folder
 
 ASYNC = {"CONFIG": "separate_async"}
 MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"

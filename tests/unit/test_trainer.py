@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP
-from recipe.bapo.trainer import _BAPOTrainer
+from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP
+from recipe.bapo.run.trainer import _BAPOTrainer
 
 
 class Parent:

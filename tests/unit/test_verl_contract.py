@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import verl
-from recipe.bapo import policy_loss, trainer, verl_fixes
-from recipe.bapo.compatibility import UNSUPPORTED_STRATEGIES
+from recipe.bapo import policy_loss
+from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.preflight.machine import VERL
+from recipe.bapo.run import trainer
+from recipe.bapo.verl_patches import fused_heads
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.utils import fsdp_utils
@@ -58,7 +60,7 @@ def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, vocab_size=16, **sizes))
     model._verl_fused_kernels_backend = backend
-    selected = verl_fixes._select_of_verl(model, model._no_split_modules)
+    selected = fused_heads._select_of_verl(model, model._no_split_modules)
     assert any(module is model.lm_head for module in selected)
     ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 calls it by this name
     assert any(module is model.lm_head for module in ours) == is_a_unit

@@ -14,8 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 from support.commands import LIMIT, until
 
+from recipe.bapo.host import cleanup, locks
 from recipe.bapo.preflight.machine import check_other_runs
-from recipe.bapo.run import cleanup, locks, watchdog
+from recipe.bapo.run import watchdog
 from recipe.bapo.run.watchdog import Watchdog
 
 

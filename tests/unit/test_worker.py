@@ -17,7 +17,7 @@ from support.stand_in import DELTA, WHOLE, make_mini_batch, make_worker, train_c
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
-from recipe.bapo.marks import STEP, pop_mark
+from recipe.bapo.hook.marks import STEP, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
@@ -210,7 +210,7 @@ def test_the_rollout_servers_get_the_weights_that_verl_asks_for(monkeypatch):
 def test_a_mark_that_cannot_be_read_ends_a_run_with_bapo(monkeypatch):
     """A rank that went on without it would make other collectives than the others, and all would wait."""
     worker = worker_with(monkeypatch)
-    monkeypatch.setattr("recipe.bapo.worker.pop_mark", lambda *args: 1 / 0)
+    monkeypatch.setattr("recipe.bapo.hook.worker.pop_mark", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_call(worker)
 
@@ -486,30 +486,30 @@ def raise_in(patch, worker, place, call):
 # The ways out of an update: the kind of update, what raises, and in which of its calls.
 WAYS_OUT = [
     ("forecast", "engine.optimizer_zero_grad", 0),
-    ("forecast", "recipe.bapo.scopes.collect_clip_statistics", 0),
+    ("forecast", "recipe.bapo.hook.scopes.collect_clip_statistics", 0),
     ("forecast", "torch.distributed.all_reduce", 0),
     ("forecast", "scope.forecaster.forecast", 0),
-    ("forecast", "recipe.bapo.scopes.EngineState", 0),
+    ("forecast", "recipe.bapo.hook.scopes.EngineState", 0),
     ("forecast", "engine.module.forward", 1),
-    ("forecast", "recipe.bapo.scopes.collect_clip_statistics", 2),
+    ("forecast", "recipe.bapo.hook.scopes.collect_clip_statistics", 2),
     ("forecast", "recipe.bapo.policy_loss.clipped_surrogate_loss", 1),
     ("forecast", "recipe.bapo.policy_loss.agg_loss", 2),
     ("forecast", "torch.Tensor.backward", 1),
     ("forecast", "torch.distributed.all_reduce", 1),
-    ("forecast", "recipe.bapo.scopes.read_and_validate", 1),
+    ("forecast", "recipe.bapo.hook.scopes.read_and_validate", 1),
     ("forecast", "scope.forecaster.learn", 0),
     ("forecast", "engine.optimizer_step", 0),
-    ("redone", "recipe.bapo.scopes.EngineState.restore", 0),
+    ("redone", "recipe.bapo.hook.scopes.EngineState.restore", 0),
     ("redone", "engine.optimizer_zero_grad", 1),
     ("redone", "torch.Tensor.backward", 4),
     ("forward", "engine.module.forward", 1),
-    ("forward", "recipe.bapo.scopes.EngineState.restore", 0),
+    ("forward", "recipe.bapo.hook.scopes.EngineState.restore", 0),
     ("forward", "recipe.bapo.policy_loss.clipped_surrogate_loss", 1),
     ("on policy", "recipe.bapo.policy_loss.clipped_surrogate_loss", 0),
-    ("on policy", "recipe.bapo.worker.pop_mark", 1),
-    ("one micro-batch", "recipe.bapo.scopes.search_clip_bounds", 0),
+    ("on policy", "recipe.bapo.hook.worker.pop_mark", 1),
+    ("one micro-batch", "recipe.bapo.hook.scopes.search_clip_bounds", 0),
     ("one micro-batch", "torch.Tensor.backward", 0),
-    ("micro_batch", "recipe.bapo.scopes.search_clip_bounds", 1),
+    ("micro_batch", "recipe.bapo.hook.scopes.search_clip_bounds", 1),
     ("micro_batch", "recipe.bapo.policy_loss.clipped_surrogate_loss", 2),
     ("monitored", "torch.Tensor.backward", 1),
     ("monitored", "engine.optimizer_step", 0),
@@ -576,7 +576,7 @@ def costs_of(worker, batches):
 @pytest.mark.parametrize("case", ["FSDP", "no forward alone", "no second pass", "one sign only"])
 def test_the_monitor_says_what_bapo_would_cost(monkeypatch, case):
     if case == "no second pass":
-        monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+        monkeypatch.setattr("recipe.bapo.hook.scopes.can_be_restored", lambda engine: False)
     model = OFFLOAD if case == "no forward alone" else MODEL
     batches = wild_and_calm(60)
     if case == "one sign only":  # some updates have no token with A < 0
@@ -591,7 +591,7 @@ def test_the_monitor_says_what_bapo_would_cost(monkeypatch, case):
 
 
 def test_fixed_bounds_need_neither_forward_nor_second_pass(monkeypatch):
-    monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+    monkeypatch.setattr("recipe.bapo.hook.scopes.can_be_restored", lambda engine: False)
     fixed = dict(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.3, ratio_upper_max=1.3)
     worker = make_worker(config_of(**fixed), monkeypatch, MODEL)
     found, kinds, _ = make_updates(worker, wild_and_calm(12), position=1)
@@ -601,7 +601,7 @@ def test_fixed_bounds_need_neither_forward_nor_second_pass(monkeypatch):
 @pytest.mark.parametrize("config, model", [(config_of(), MODEL), (on_megatron(), OFFLOAD)])
 def test_where_a_pass_cannot_be_repeated_a_forward_comes_first(monkeypatch, config, model):
     """On Megatron activation offload allows a forward alone."""
-    monkeypatch.setattr("recipe.bapo.scopes.can_be_restored", lambda engine: False)
+    monkeypatch.setattr("recipe.bapo.hook.scopes.can_be_restored", lambda engine: False)
     batches = wild_and_calm(32)
     found, kinds, _ = make_updates(make_worker(config, monkeypatch, model), batches, position=1)
     assert found == [literal_bounds(batch) for batch in batches] and set(kinds) == {"forward"}

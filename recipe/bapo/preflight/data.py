@@ -11,9 +11,9 @@ from pathlib import Path
 import datasets
 from omegaconf import OmegaConf
 
+from recipe.bapo.host.files import latest_checkpoint
 from recipe.bapo.preflight import CheckWarning, blame, innermost
 from recipe.bapo.preflight.model import model_of
-from recipe.bapo.run.files import latest_checkpoint
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
 from verl.utils.reward_score import default_compute_score

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that BAPO's loss, or its monitor, can work in a run."""
 
-from recipe.bapo.compatibility import refuse_to_monitor, refuse_unusable_settings
+from recipe.bapo.hook.compatibility import refuse_to_monitor, refuse_unusable_settings
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.preflight import CheckWarning
 

@@ -16,9 +16,9 @@ from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
 from recipe.bapo.config.memory import BESIDE, GIB, read_needs
+from recipe.bapo.host.locks import check_ray_address, claim_machine
 from recipe.bapo.preflight import CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
-from recipe.bapo.run.locks import check_ray_address, claim_machine
 from verl.single_controller.ray.base import ResourcePoolManager
 
 VERL = "0.9.1"

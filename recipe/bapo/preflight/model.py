@@ -92,7 +92,9 @@ def _check_weights(model):
     path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")
     capped = getattr(model.hf_config.get_text_config(), "attn_logit_softcapping", None)
     if attention == "torch_varlen":
-        from recipe.bapo.attention import refuse_model  # it imports a module that older versions of torch do not have
+        from recipe.bapo.verl_patches.attention import (
+            refuse_model,  # it imports a module that older versions of torch do not have
+        )
 
         refuse_model(model.hf_config, model.use_remove_padding)
     if attention == "sdpa" and capped is not None:
@@ -143,9 +145,10 @@ def _check_fused_kernels(config, model):
     libraries = [model.external_lib] if isinstance(model.external_lib, str) else model.external_lib or []
     reference = need_reference_policy(config) and (model.lora_rank or 0) <= 0  # LoRA needs none
     sharded = config.actor_rollout_ref.ref.strategy == "fsdp2" and not model.hf_config.tie_word_embeddings
-    if reference and sharded and "recipe.bapo.verl_fixes" not in libraries:
+    if reference and sharded and "recipe.bapo.verl_patches.fused_heads" not in libraries:
         raise CheckWarning(
             f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
-            f"external_lib=[{','.join([*libraries, 'recipe.bapo.verl_fixes'])}], or use_fused_kernels=false."
+            f"external_lib=[{','.join([*libraries, 'recipe.bapo.verl_patches.fused_heads'])}], or use_fused_kernels="
+            "false."
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bapo.clip_statistics import UNBOUNDED_RATIO
-from recipe.bapo.advice import OUTCOMES, cost_of_bounds, idle_share, percent
+from recipe.bapo.hook.advice import OUTCOMES, cost_of_bounds, idle_share, percent
 from recipe.bapo.report.findings import (
     BOUNDS,
     CONTRIBUTIONS,
@@ -28,7 +28,7 @@ from recipe.bapo.report.findings import (
     steps_of,
     tail,
 )
-from recipe.bapo.report.picture import picture
+from recipe.bapo.report.panels import picture
 
 TARGETS = [k / 100 for k in range(30, 61, 5)]
 # What is clipped is reported in at most this many rows for stretches of training, and for updates on a rollout batch.

@@ -17,10 +17,10 @@ from torch import Tensor
 from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
 from bapo.search import measure_search_path, reaches_target
-from recipe.bapo.advice import Advice, advise
-from recipe.bapo.figures import figures_of
-from recipe.bapo.record import Start, Updates, read_start
-from recipe.bapo.report.table import Table, join
+from recipe.bapo.hook.advice import Advice, advise
+from recipe.bapo.hook.advice_inputs import figures_of
+from recipe.bapo.hook.record import Start, Updates, read_start
+from recipe.bapo.report.columns import Table, join
 
 CONTRIBUTIONS = CHOICES["contribution"]
 SIGNS = ("positive", "negative")

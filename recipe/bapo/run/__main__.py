@@ -23,14 +23,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.run import cleanup, console, recipe
-from recipe.bapo.run.files import CONFIG, LOG, RAY_LOGS, keep_earlier, latest_checkpoint, output_folder
-from recipe.bapo.run.locks import claim_folder
+from recipe.bapo.host import cleanup
+from recipe.bapo.host.files import CONFIG, LOG, RAY_LOGS, keep_earlier, latest_checkpoint, output_folder
+from recipe.bapo.host.locks import claim_folder
+from recipe.bapo.run import bapo_run, console
 from recipe.bapo.run.messages import PIPE
 from recipe.bapo.run.watchdog import Watchdog
 
 # Unbuffered (-u), so that the log has the last lines of a killed process.
-TRAINING = (sys.executable, "-u", "-m", recipe.TRAINING)
+TRAINING = (sys.executable, "-u", "-m", bapo_run.TRAINING)
 # The longest TMPDIR, in characters: Ray makes sockets below it, and Unix limits the path of a socket to 107.
 MAX_TEMP_LENGTH = 25
 PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and to clean up on the other nodes
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
     if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
         print(
-            f"Error: --config-name is not usable: a run always has {recipe.CONFIG_NAME}, which extends verl's "
+            f"Error: --config-name is not usable: a run always has {bapo_run.CONFIG_NAME}, which extends verl's "
             "ppo_trainer. For Megatron's config give model_engine=megatron.",
             file=sys.stderr,
         )
@@ -88,7 +89,7 @@ def main(arguments: list[str]) -> int:
         else:
             run.show(lambda: print(console.summary(run_dir)))
             if not run.config.trainer.val_only:
-                subprocess.run([sys.executable, "-m", "recipe.bapo.run.picture", run_dir], stderr=subprocess.STDOUT)
+                subprocess.run([sys.executable, "-m", "recipe.bapo.run.dynamics", run_dir], stderr=subprocess.STDOUT)
     claim.close()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipe.bapo.run.files import output_folder
+from recipe.bapo.host.files import output_folder
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"

@@ -15,15 +15,15 @@ from statistics import fmean
 
 from tqdm import tqdm
 
-from recipe.bapo.run import recipe
-from recipe.bapo.run.files import ANSWERS, METRICS
-from recipe.bapo.run.metrics import parse_lines, read_file, read_metrics, validation_reward
+from recipe.bapo.host.files import ANSWERS, METRICS
+from recipe.bapo.host.metrics import parse_lines, read_file, read_metrics, validation_reward
+from recipe.bapo.run import bapo_run
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
 IN_A_LINE = {
     "critic/rewards/mean": "  reward {:.3f}",
     "actor/entropy": "  entropy {:.3f}",
-    **recipe.IN_A_LINE,
+    **bapo_run.IN_A_LINE,
     "actor/grad_norm": "  grad norm {:.3f}",
     "response_length/mean": "  length {:.0f}",
     "timing_s/step": "  {:.1f} s",
@@ -63,7 +63,7 @@ class StepPrinter:
         added = self.read_new(self.log)
         # The error itself is some lines further down, which may not be written yet.
         self.response_failed = self.response_failed or "Error in _run_prompt" in added
-        for said in re.findall(rf"\b{recipe.NAME}: .+", added):
+        for said in re.findall(rf"\b{bapo_run.NAME}: .+", added):
             tqdm.write(said)
 
     def warn(self, about: str, text: str) -> None:
@@ -96,7 +96,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-    line += recipe.relabel("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
+    line += bapo_run.relabel("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
     validation = validation_reward(data)
     if validation is not None:
         line += f"  validation {validation:.3f}"
@@ -115,7 +115,7 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
             f"{math.floor(1000 * arrived) / 10:g}% of the responses arrived; verl trained without the others."
         )
     if has_unusable_gradient(data):
-        share = data.get(recipe.SKIPPED)
+        share = data.get(bapo_run.SKIPPED)
         done = (
             "FSDP skips such an update; Megatron makes its step, which breaks the weights"
             if share is None
@@ -136,7 +136,7 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
 
 def has_unusable_gradient(data: dict[str, float]) -> bool:
     """Whether the gradient norm of an update of a step was not finite."""
-    return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get(recipe.SKIPPED, 0.0) > 0
+    return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get(bapo_run.SKIPPED, 0.0) > 0
 
 
 def first_error(log: str) -> str | None:
@@ -182,7 +182,7 @@ def summary(run_dir: Path) -> str:
             before_and_after("validation reward, first and last", validations, 1)
         for label, values in several_responses(records).items():
             before_and_after(label, values, 1)
-        lines += recipe.summary_lines(steps)
+        lines += bapo_run.summary_lines(steps)
         lines += answer_lines(run_dir / ANSWERS)
     else:
         lines.append("No training step was recorded. verl's figures of n responses to each problem:")

@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipe.bapo.run import recipe
+from recipe.bapo.host.files import names_folder
+from recipe.bapo.run import bapo_run
 from recipe.bapo.run.choose import FILES, INPUTS, ROOT, choose
-from recipe.bapo.run.files import names_folder
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
             os.environ[name] = value
     # OUTPUT_DIR has replaced run_dir=, which was relative to the folder that has just been left.
     given = [*choice.arguments, *(one for one in arguments if one != "--preflight" and not names_folder(one))]
-    checks = [sys.executable, "-m", "recipe.bapo.preflight", "--config-name", recipe.CONFIG_NAME, *given]
+    checks = [sys.executable, "-m", "recipe.bapo.preflight", "--config-name", bapo_run.CONFIG_NAME, *given]
     if choice.language_model and not _use_language_model(checks, "--preflight" in arguments):
         return 1
     if "--preflight" in arguments:

@@ -5,10 +5,10 @@ import os
 
 import ray
 
-from recipe.bapo.run import recipe
-from recipe.bapo.run.cleanup import remove_on_every_node
-from recipe.bapo.run.files import METRICS
-from recipe.bapo.run.locks import claim_cluster
+from recipe.bapo.host.cleanup import remove_on_every_node
+from recipe.bapo.host.files import METRICS
+from recipe.bapo.host.locks import claim_cluster
+from recipe.bapo.run import bapo_run
 
 
 @ray.remote
@@ -21,7 +21,7 @@ class TaskRunner:
         os.environ.setdefault("TENSORBOARD_DIR", f"{config.run_dir}/tensorboard")
         claim = claim_cluster() if config.ray_kwargs.ray_init.get("address") != "local" else None
         try:
-            recipe.run_trainer(config)
+            bapo_run.run_trainer(config)
         finally:
             del claim  # this releases the cluster
             remove_on_every_node()  # before the workers end: their processes show which shared memory is theirs

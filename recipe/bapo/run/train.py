@@ -17,13 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from recipe.bapo.config import joins_a_cluster
+from recipe.bapo.host.cleanup import remove_on_every_node
+from recipe.bapo.host.files import CONFIG, METRICS, keep_earlier
+from recipe.bapo.host.locks import claim_folder, claim_machine
 from recipe.bapo.preflight.keys import explain
 from recipe.bapo.preflight.machine import cpu_demands
 from recipe.bapo.preflight.stages import prepare, run_stages, table
 from recipe.bapo.run import demands
-from recipe.bapo.run.cleanup import remove_on_every_node
-from recipe.bapo.run.files import CONFIG, METRICS, keep_earlier
-from recipe.bapo.run.locks import claim_folder, claim_machine
 from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
 from recipe.bapo.run.task_runner import TaskRunner
 from verl.trainer.main_ppo import run_ppo

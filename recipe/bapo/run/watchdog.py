@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from recipe.bapo.run import cleanup
-from recipe.bapo.run.files import METRICS, STACKS
+from recipe.bapo.host import cleanup
+from recipe.bapo.host.files import METRICS, STACKS
 
 INTERVAL = 2.0  # seconds between two checks
 

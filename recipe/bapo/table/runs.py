@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from recipe.bapo.run.files import ANSWERS, CONFIG, METRICS
-from recipe.bapo.run.metrics import read_file, read_metrics
+from recipe.bapo.host.files import ANSWERS, CONFIG, METRICS
+from recipe.bapo.host.metrics import read_file, read_metrics
 
 CURVES = {"critic/rewards/mean": "training reward", "actor/entropy": "entropy, nats a token"}
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<measure>mean@\d+|(?:best|maj)@\d+/mean)")

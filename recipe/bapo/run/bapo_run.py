@@ -35,7 +35,7 @@ PANELS = {
 
 def run_trainer(config) -> None:
     """Train, in the process of the task runner. ``config`` is the composed config."""
-    from recipe.bapo.trainer import BAPOTaskRunner
+    from recipe.bapo.run.trainer import BAPOTaskRunner
 
     BAPOTaskRunner().run(config)
 

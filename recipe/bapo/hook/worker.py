@@ -21,14 +21,14 @@ from torch.distributed import ProcessGroup
 
 import bapo
 from bapo import BAPOConfig
-from recipe.bapo.advice import EVERY, advise
-from recipe.bapo.figures import figures_of
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
-from recipe.bapo.monitor import Monitor
-from recipe.bapo.record import Record
-from recipe.bapo.scopes import SCOPES, BoundScope, Measured, bounds_metrics
-from recipe.bapo.sent_weights import SentWeights
-from recipe.bapo.tell import Guard, tell
+from recipe.bapo.hook.advice import EVERY, advise
+from recipe.bapo.hook.advice_inputs import figures_of
+from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
+from recipe.bapo.hook.monitor import Monitor
+from recipe.bapo.hook.record import Record
+from recipe.bapo.hook.scopes import SCOPES, BoundScope, Measured, bounds_metrics
+from recipe.bapo.hook.sent_weights import SentWeights
+from recipe.bapo.hook.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, TrainingWorkerConfig
@@ -265,7 +265,7 @@ def replace_actor_worker_class() -> None:
         if not issubclass(own, BAPOTrainingWorker) and not subclass.__module__.startswith("verl."):
             raise TypeError(
                 f"{subclass.__qualname__} has actor_worker_cls={own.__qualname__}, which does not find clip bounds: "
-                "derive that class from recipe.bapo.worker.BAPOTrainingWorker."
+                "derive that class from recipe.bapo.hook.worker.BAPOTrainingWorker."
             )
     ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
 

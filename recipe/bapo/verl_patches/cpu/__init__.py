@@ -8,6 +8,6 @@ The entry point ``verl.plugins`` names this package, so every process that impor
 import os
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    from recipe.bapo.cpu import platform
+    from recipe.bapo.verl_patches.cpu import platform
 
     platform.install()

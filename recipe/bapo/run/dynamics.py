@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the dynamics of one run, or of several in the same panels.
 
-    .venv/bin/python -m recipe.bapo.run.picture runs/a                              # runs/a/dynamics.png
-    .venv/bin/python -m recipe.bapo.run.picture runs/grpo runs/bapo --out compare.png
+    .venv/bin/python -m recipe.bapo.run.dynamics runs/a                              # runs/a/dynamics.png
+    .venv/bin/python -m recipe.bapo.run.dynamics runs/grpo runs/bapo --out compare.png
 
 The parent of a run draws its picture when it ends, in a process of its own. To change the panels, change ``PANELS``.
 """
@@ -19,9 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from recipe.bapo.run import recipe
-from recipe.bapo.run.files import PICTURE
-from recipe.bapo.run.metrics import read_metrics, validation_reward
+from recipe.bapo.host.files import PICTURE
+from recipe.bapo.host.metrics import read_metrics, validation_reward
+from recipe.bapo.run import bapo_run
 
 STYLES: Any = ("-", "--")  # of the curves of a panel
 VALIDATION = "validation"  # the mean over the data sources, which has no key of its own
@@ -30,7 +30,7 @@ PANELS = {
     "Reward": {"critic/rewards/mean": "training, mean of the step", VALIDATION: "validation"},
     "Entropy, nats a token": {"actor/entropy": ""},
     "Gradient norm before clipping": {"actor/grad_norm": ""},
-    **recipe.PANELS,
+    **bapo_run.PANELS,
     "Staleness": {
         "training/off_policy/trajectory_staleness/mean": "versions behind",
         "training/off_policy/trajectory_spans/mean": "versions in a response",

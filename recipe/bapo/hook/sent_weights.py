@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
-from recipe.bapo.tell import Guard
+from recipe.bapo.hook.tell import Guard
 
 # The methods by which verl's ``ActorRolloutRefWorker.update_weights`` takes the weights out of the engine.
 SENDING = ("get_per_tensor_param", "get_per_tensor_param_delta_shard")

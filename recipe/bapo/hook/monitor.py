@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bapo import ClipBounds, ClipStatistics, diagnose, read_scalars, same_tokens_are_clipped, search_clip_bounds
-from recipe.bapo.compatibility import refuse_to_monitor
-from recipe.bapo.own_clip import own_clip_of
-from recipe.bapo.scopes import BoundScope, Measured, Pass
-from recipe.bapo.tell import Guard, tell
+from recipe.bapo.hook.compatibility import refuse_to_monitor
+from recipe.bapo.hook.own_clip import own_clip_of
+from recipe.bapo.hook.scopes import BoundScope, Measured, Pass
+from recipe.bapo.hook.tell import Guard, tell
 from verl.workers.config import ActorConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine
 
@@ -118,7 +118,7 @@ class Monitor(BoundScope):
 def head_gradient_is_wrong(module: Any) -> bool:
     """Whether verl's forward of this model leaves the gradient of ``lm_head`` unreduced over the ranks, or fails.
 
-    ``recipe/bapo/verl_fixes.py`` says why. A run with BAPO's loss has the fix; a monitor changes nothing.
+    ``recipe/bapo/verl_patches/fused_heads.py`` says why. A run with BAPO's loss has the fix; a monitor changes nothing.
 
     Args:
         module: the engine's module, after FSDP has wrapped it.

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from recipe.bapo.run.cleanup import SOCKETS, on_every_node, vllm_processes
-from recipe.bapo.run.files import LOCK
+from recipe.bapo.host.cleanup import SOCKETS, on_every_node, vllm_processes
+from recipe.bapo.host.files import LOCK
 
 FIRST_JOB = "01000000"  # every Ray gives its first job this number
 

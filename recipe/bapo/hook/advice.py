@@ -4,7 +4,7 @@
 The worker and the report print it, in the order of docs/monitor.md: first whether the numbers can be used at all, then
 whether the loss clips, then what BAPO's bounds would do. All thresholds are here, and you may change them and the
 texts. A search ends in one of three ways: the target is *met at the start* (no bound has to move), *met by moving* the
-bounds, or the search is *saturated*: no pair of bounds on its path reaches the target. ``figures.py`` makes the
+bounds, or the search is *saturated*: no pair of bounds on its path reaches the target. ``advice_inputs.py`` makes the
 figures. This module imports neither verl nor torch.
 """
 

@@ -5,7 +5,7 @@ The worker calls ``update`` in place of verl's forwards and backwards of an opti
 calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for its bounds.
 
 Three words: *sums* are those of an update's tokens (``bapo.ClipStatistics``); *values* follow from them and are logged
-and recorded; *figures* follow from them too, and are for the advice alone (``figures.py``).
+and recorded; *figures* follow from them too, and are for the advice alone (``advice_inputs.py``).
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ from bapo import (
     same_tokens_are_clipped,
     search_clip_bounds,
 )
-from recipe.bapo.compatibility import refuse_unusable_settings
-from recipe.bapo.engine_state import EngineState, can_be_restored
-from recipe.bapo.own_clip import OwnClip
-from recipe.bapo.tell import Guard
+from recipe.bapo.hook.compatibility import refuse_unusable_settings
+from recipe.bapo.hook.engine_state import EngineState, can_be_restored
+from recipe.bapo.hook.own_clip import OwnClip
+from recipe.bapo.hook.tell import Guard
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine

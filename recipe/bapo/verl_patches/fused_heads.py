@@ -11,11 +11,11 @@ does with tied embeddings. Without fused kernels nothing changes. A similar chan
 #7427, ``docs/dev/upstream/fused_lm_head.md``).
 
 ``BAPOPolicyLossConfig`` imports this module. A monitored run does not, because a monitor changes nothing. A reference
-model, which verl builds before the actor's config, needs ``model.external_lib=recipe.bapo.verl_fixes`` too. Our
-platforms without flash-attn set that in every run, because they need fused kernels.
+model, which verl builds before the actor's config, needs ``model.external_lib=recipe.bapo.verl_patches.fused_heads``
+too. Our platforms without flash-attn set that in every run, because they need fused kernels.
 """
 
-from recipe.bapo.tell import tell
+from recipe.bapo.hook.tell import tell
 from verl.utils import fsdp_utils
 
 # A private name of verl, which another version may not have. Fused kernels then do what verl does.
@@ -32,7 +32,7 @@ def select_fsdp2_wrap_targets(model, layer_classes):
     if len(kept) < len(modules):
         tell(
             "use_fused_kernels=true: lm_head is kept in FSDP2's unit of the whole model. As a unit of its own, as in "
-            "verl 0.9.1, its weight or its gradient would be wrong (recipe/bapo/verl_fixes.py)."
+            "verl 0.9.1, its weight or its gradient would be wrong (recipe/bapo/verl_patches/fused_heads.py)."
         )
     return kept
 

@@ -7,7 +7,7 @@ Console, pictures and scripts read metrics only through these functions.
 import json
 from pathlib import Path
 
-from recipe.bapo.run.files import METRICS
+from recipe.bapo.host.files import METRICS
 
 
 def read_metrics(run_dir: Path) -> list[tuple[int, dict[str, float]]]:

@@ -25,7 +25,7 @@ import torch
 
 import bapo
 from bapo import BAPOConfig, ClipStatistics, TokenSums, empty_clip_statistics
-from recipe.bapo.tell import tell
+from recipe.bapo.hook.tell import tell
 
 Shapes = dict[str, torch.Size]  # of each sum
 Parsed = tuple[dict[str, float], dict[str, float], list[list[float]]]  # an update's numbers, values and sums

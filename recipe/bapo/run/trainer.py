@@ -9,7 +9,7 @@ does that.
 
 from typing import Any
 
-from recipe.bapo.marks import ON_POLICY_FIRST_UPDATE, STEP
+from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP
 from verl.trainer.main_ppo import TaskRunnerV1
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

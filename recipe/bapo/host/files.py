@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.run.metrics reads it
+METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.host.metrics reads it
 LOG = "train.log"  # everything that verl, Ray and vLLM print
 CONFIG = "config.yaml"  # the whole config of the run
 LOCK = "run.lock"  # locked by the run that writes to the folder

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of verl loads with the two lines of BAPO, or with the monitor's line, and nothing else.
+
+``worker`` wraps verl's engine, ``scopes`` and ``monitor`` find the bounds of an update, ``record``, ``advice`` and
+``tell`` say what was found. ``recipe.bapo.policy_loss`` holds what a user's command names.
+"""
