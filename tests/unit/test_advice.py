@@ -19,7 +19,8 @@ from recipe.bapo.hook.advice import (
     NEARLY_NOTHING,
     RARELY,
     advise,
-    clipped_shares,
+    clipped_by_bounds,
+    clipped_by_own_loss,
     find_stable_target,
 )
 from recipe.bapo.hook.advice_inputs import figures_of
@@ -264,10 +265,10 @@ def test_clipped_shares_are_of_all_tokens_and_no_mean_of_updates():
         update(None, clipped=(10, 0), tokens=(100, 50, 200)),
         update(None, clipped=(0, 5), tokens=(900, 50, 999)),
     ]
-    assert clipped_shares(updates, applied=False) == (0.01, 0.05)
-    assert clipped_shares([update(None)], applied=False) is None
+    assert clipped_by_own_loss(updates) == (0.01, 0.05)
+    assert clipped_by_own_loss([update(None)]) is None
     fractions = dict(clipfrac_positive=0.5, clipfrac_negative=0.1)  # what BAPO's bounds clip
-    assert clipped_shares([update(None, **fractions, tokens=(100, 0, 200))], applied=True) == (0.5, 0.0)
+    assert clipped_by_bounds([update(None, **fractions, tokens=(100, 0, 200))]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("positive, told", [(71, False), (20, True)])

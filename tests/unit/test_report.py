@@ -21,7 +21,15 @@ from recipe.bapo.hook.record import Record, Start
 from recipe.bapo.report import panels as picture_module
 from recipe.bapo.report.__main__ import TARGETS, main
 from recipe.bapo.report.columns import Table, join
-from recipe.bapo.report.findings import BOUNDS, clipped, ends_of_search, fixed_bounds, read_runs, tail
+from recipe.bapo.report.findings import (
+    BOUNDS,
+    clipped_by_bounds,
+    clipped_by_loss,
+    ends_of_search,
+    fixed_bounds,
+    read_runs,
+    tail,
+)
 from recipe.bapo.report.panels import picture
 
 ROOT = Path(__file__).parents[2]
@@ -101,16 +109,16 @@ def test_what_the_runs_loss_clips_is_counted_by_sign_and_position(tmp_path):
     def rule(r, a):
         return r > OWN_CLIP.high if a > 0 else r < OWN_CLIP.low or r > OWN_CLIP.dual_clip
 
-    assert clipped(run, run.updates, by_bapo=False) == pytest.approx(clipped_by(batches, rule))
+    assert clipped_by_loss(run, run.updates) == pytest.approx(clipped_by(batches, rule))
     (first, _, at_first), (second, _, at_second) = run.by_position(8)
-    assert (first, second) == (1, 2) and clipped(run, at_first, by_bapo=False) == (0, 0)
-    assert clipped(run, at_second, by_bapo=False) == pytest.approx(clipped_by(batches[1::2], rule))
+    assert (first, second) == (1, 2) and clipped_by_loss(run, at_first) == (0, 0)
+    assert clipped_by_loss(run, at_second) == pytest.approx(clipped_by(batches[1::2], rule))
     unit, steps = run.by_step(4)
     assert unit == "training step" and [(first, last) for first, last, _ in steps] == [(k, k) for k in range(1, 5)]
-    assert clipped(run, steps[2][-1], by_bapo=False) == pytest.approx(clipped_by(batches[4:6], rule))
+    assert clipped_by_loss(run, steps[2][-1]) == pytest.approx(clipped_by(batches[4:6], rule))
     _, halves = run.by_step(2)
     assert [(first, last) for first, last, _ in halves] == [(1, 2), (3, 4)]
-    assert clipped(run, halves[1][-1], by_bapo=False) == pytest.approx(clipped_by(batches[4:], rule))
+    assert clipped_by_loss(run, halves[1][-1]) == pytest.approx(clipped_by(batches[4:], rule))
 
 
 @pytest.mark.parametrize("config", CONFIGS[::2], ids=["default", "other ranges"])
@@ -137,7 +145,7 @@ def test_in_a_bapo_run_the_loss_clips_by_the_bounds_it_used(tmp_path):
             counts[positive][0] += int((hit & of_sign).sum())
             counts[positive][1] += int(of_sign.sum())
     expected = [share(*counts[positive]) for positive in (True, False)]
-    assert clipped(run, run.updates, by_bapo=False) == pytest.approx(expected)
+    assert clipped_by_loss(run, run.updates) == pytest.approx(expected)
 
 
 def test_a_resumed_start_replaces_the_updates_from_its_step_on(tmp_path):
@@ -285,7 +293,7 @@ def test_the_command_answers_its_questions(tmp_path, monkeypatch, capsys):
         "BAPO only monitored.\n"
     )
     (run,) = read_runs(path)
-    positive, negative = clipped(run, run.updates, by_bapo=False)
+    positive, negative = clipped_by_loss(run, run.updates)
     assert re.search(rf"all updates +{100 * positive:.1f}% +{100 * negative:.1f}%\n", said)
     assert re.search(r"update 1 on a rollout batch +0.0% +0.0%\n", said) and "training steps 10 to 10" not in said
     assert "training steps 1 to 3 " in said and "training step 10 " in said
@@ -358,7 +366,7 @@ def test_every_curve_shows_what_its_panel_says(tmp_path):
         return [fmean(updates[name].tolist()) for updates in of_steps]
 
     def shares(groups, sign, by_bapo=False):
-        return [clipped(run, updates, by_bapo)[sign] for updates in groups]
+        return [(clipped_by_bounds(updates) if by_bapo else clipped_by_loss(run, updates))[sign] for updates in groups]
 
     found = ends_of_search(run, "value")
     for axis, expected in (
@@ -388,7 +396,7 @@ def test_curves_of_many_steps_show_means_of_neighbors(tmp_path, monkeypatch):
         assert list(every.get_xdata()) == list(range(11, 18)) and list(means.get_xdata()) == [12, 15, 17]
         values = list(every.get_ydata())
         assert list(means.get_ydata()) == pytest.approx([fmean(values[:3]), fmean(values[3:6]), values[6]])
-    shares = [clipped(run, some, by_bapo=False)[1] for *_, some in run.by_step(3)[1]]
+    shares = [clipped_by_loss(run, some)[1] for *_, some in run.by_step(3)[1]]
     assert list(in_short[1].lines[0].get_ydata()) == shares
 
 

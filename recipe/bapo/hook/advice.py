@@ -78,27 +78,32 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
     return Advice(" ".join([advice.text, *_masked_tokens(measured, window)]), advice.overrides)
 
 
-def clipped_shares(updates: Sequence[Mapping[str, float]], applied: bool) -> tuple[float, float] | None:
-    """Return the share of all tokens with A > 0 and of all with A < 0 that the run's loss clips (or caps).
+def clipped_by_own_loss(updates: Sequence[Mapping[str, float]]) -> tuple[float, float] | None:
+    """Return the share of all tokens with A > 0 and of all with A < 0 that a loss other than BAPO's clips (or caps).
 
-    None if the loss does not clip by the ratio of a token.
+    None if it does not clip by the ratio of a token.
 
     Args:
         updates: as in ``advise``, each with an advantage.
-        applied: whether the loss uses BAPO's bounds.
     """
-    if not applied and "clipped_positive" not in updates[0]:
+    if "clipped_positive" not in updates[0]:
         return None
-    shares = []
-    for sign in ("positive", "negative"):
-        tokens = [update[f"{sign}_tokens"] for update in updates]
-        clipped = (
-            [update[f"clipped_{sign}"] for update in updates]
-            if not applied
-            else [update[f"clipfrac_{sign}"] * count for update, count in zip(updates, tokens, strict=True)]
-        )
-        shares.append(sum(clipped) / max(1, sum(tokens)))
-    return shares[0], shares[1]
+    return _shares(updates, [[update[f"clipped_{sign}"] for update in updates] for sign in SIGNS.values()])
+
+
+def clipped_by_bounds(updates: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Return the same shares for the bounds that the search found."""
+    clipped = [[one[f"clipfrac_{sign}"] * one[f"{sign}_tokens"] for one in updates] for sign in SIGNS.values()]
+    return _shares(updates, clipped)
+
+
+def _shares(updates: Sequence[Mapping[str, float]], clipped: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Divide the clipped tokens of each sign by all tokens of that sign."""
+    positive, negative = (
+        sum(counts) / max(1, sum(update[f"{sign}_tokens"] for update in updates))
+        for sign, counts in zip(SIGNS.values(), clipped, strict=True)
+    )
+    return positive, negative
 
 
 def idle_share(updates: Sequence[Mapping[str, float]]) -> float:
@@ -181,7 +186,7 @@ def _judge(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
     if all(options[f"ratio_{side}_start"] == options[f"ratio_{side}_max"] for side in ("lower", "upper")):
         return Advice(f"in {window} there was nothing to search, because both bounds are fixed.", [])
     at_start, moved, saturated = (fmean(update[name] for update in updates) for name in OUTCOMES)
-    clipped = clipped_shares(updates, applied)
+    clipped = clipped_by_bounds(updates) if applied else clipped_by_own_loss(updates)
     if clipped and max(clipped) < NEARLY_NOTHING:
         return Advice(
             f"in {window} the loss clipped {clipped[0]:.2%} of the tokens with A > 0 and {clipped[1]:.2%} of those "

@@ -21,7 +21,8 @@ from recipe.bapo.report.findings import (
     CONTRIBUTIONS,
     SIGNS,
     Run,
-    clipped,
+    clipped_by_bounds,
+    clipped_by_loss,
     ends_of_search,
     fixed_bounds,
     read_runs,
@@ -99,20 +100,18 @@ def _tokens(run):
 def _clipping(run):
     """Answer question 2."""
     yield "  As shares of the tokens with an advantage of that sign:"
-    own = clipped(run, run.updates, by_bapo=False)
-    if own is None:
+    if clipped_by_loss(run, run.updates) is None:
         yield (
             "  The run's loss does not clip by the ratio of a token, or the record does not know its limits. What "
             "BAPO's bounds would clip:"
         )
-    by_bapo = own is None
     verb = "capped" if run.own_clip and run.own_clip["kind"] == "cap" else "clipped"
-    rows = [("", f"A > 0 {verb}", f"A < 0 {verb}"), ("all updates", *_shares(run, run.updates, by_bapo))]
+    rows = [("", f"A > 0 {verb}", f"A < 0 {verb}"), ("all updates", *_clipped(run, run.updates))]
     unit, stretches = run.by_step(STRETCHES)
     for one, after, groups in (("update", " on a rollout batch", run.by_position(POSITIONS)), (unit, "", stretches)):
         for first, last, updates in groups if len(groups) > 1 else ():
             label = f"{one} {first}" if first == last else f"{one}s {first} to {last}"
-            rows.append((f"{label}{after}", *_shares(run, updates, by_bapo)))
+            rows.append((f"{label}{after}", *_clipped(run, updates)))
     yield from _table(rows)
 
 
@@ -184,9 +183,9 @@ def _bounds(run):
         low, high = run.own_clip["low"], run.own_clip["high"]
         found = fixed_bounds(run, low, high)
         rho = ("-", "-") if found is None else _rho(found.rho)
-        rows.append((f"the run's loss, [{low:g}, {high:g}]", *_shares(run, run.updates, by_bapo=False), *rho))
+        rows.append((f"the run's loss, [{low:g}, {high:g}]", *_clipped(run, run.updates), *rho))
     rho = {run.config.contribution: median(run.updates["positive_contribution"].tolist())}
-    rows.append(("the bounds that BAPO's search finds", *_shares(run, run.updates, by_bapo=True), *_rho(rho)))
+    rows.append(("the bounds that BAPO's search finds", *map(percent, clipped_by_bounds(run.updates)), *_rho(rho)))
     for low, high in BOUNDS:
         found = fixed_bounds(run, low, high)
         row = (
@@ -205,8 +204,9 @@ def _bounds(run):
     )
 
 
-def _shares(run, updates, by_bapo):
-    return tuple(map(percent, clipped(run, updates, by_bapo)))
+def _clipped(run, updates):
+    """Format what the run's loss clips or, if it does not clip by the ratio, what BAPO's bounds would."""
+    return map(percent, clipped_by_loss(run, updates) or clipped_by_bounds(updates))
 
 
 def _rho(rho: dict[str, float]) -> tuple[str, ...]:

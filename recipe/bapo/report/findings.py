@@ -130,22 +130,20 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
-def clipped(run: Run, updates: Table, by_bapo: bool) -> tuple[float, float] | None:
-    """Return the share of the tokens with A > 0 and with A < 0 that these updates clipped (or capped).
+def clipped_by_loss(run: Run, updates: Table) -> tuple[float, float] | None:
+    """Return the share of the tokens with A > 0 and with A < 0 that the run's loss clipped (or capped) in some updates.
 
-    Args:
-        run: of these updates.
-        updates: some of its updates.
-        by_bapo: count what BAPO's bounds would clip. Otherwise count what the run's own loss clipped, and return None
-            if it does not clip by the ratio.
+    None if it does not clip by the ratio.
     """
+    if run.applied:
+        return clipped_by_bounds(updates)
+    return None if run.own_clip is None else _shares(updates["own_clipped"].sum(0), updates["tokens"].sum(0))
+
+
+def clipped_by_bounds(updates: Table) -> tuple[float, float]:
+    """Return the same shares for the bounds that BAPO's search found."""
     tokens = updates["tokens"]
-    if by_bapo or run.applied:
-        counts = tokens * torch.stack([updates[f"clipfrac_{sign}"] for sign in SIGNS], dim=1)
-    elif run.own_clip is not None:
-        counts = updates["own_clipped"]
-    else:
-        return None
+    counts = tokens * torch.stack([updates[f"clipfrac_{sign}"] for sign in SIGNS], dim=1)
     return _shares(counts.sum(0), tokens.sum(0))
 
 

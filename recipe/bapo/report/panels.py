@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from recipe.bapo.report.findings import TARGETS, Run, clipped, ends_of_search, steps_of
+from recipe.bapo.report.findings import TARGETS, Run, clipped_by_bounds, clipped_by_loss, ends_of_search, steps_of
 
 POINTS = 500  # of a curve at most; where there are more steps, a point is a mean over neighboring ones
 
@@ -32,15 +32,16 @@ def _draw(run, panels, color):
     positive, negative, position, rho, ends, targets = panels
     target = run.config.positive_contribution_target
     numbers, steps = _stretches(run.by_step(POINTS)[1])
-    for by_bapo, style in ((False, "-"), (True, "--")):
-        shares = [clipped(run, updates, by_bapo) for updates in steps]
-        if shares[0] is not None and not (by_bapo and run.applied):
-            positive.plot(numbers, [share[0] for share in shares], style, color=color)
-            negative.plot(numbers, [share[1] for share in shares], style, color=color)
+    clipped = [([clipped_by_bounds(updates) for updates in steps], "-" if run.applied else "--")]
+    if not run.applied and run.own_clip is not None:
+        clipped = [([clipped_by_loss(run, updates) for updates in steps], "-"), *clipped]
+    for shares, style in clipped:
+        positive.plot(numbers, [share[0] for share in shares], style, color=color)
+        negative.plot(numbers, [share[1] for share in shares], style, color=color)
     places, by_place = _stretches(run.by_position(POINTS))
-    by_bapo = clipped(run, run.updates, by_bapo=False) is None
+    of_places = [clipped_by_loss(run, updates) or clipped_by_bounds(updates) for updates in by_place]
     for sign, style in enumerate(("o-", "o--")):
-        position.plot(places, [clipped(run, updates, by_bapo)[sign] for updates in by_place], style, color=color)
+        position.plot(places, [shares[sign] for shares in of_places], style, color=color)
     for axis, name, style in (
         (rho, "positive_contribution_start", "-"),
         (rho, "positive_contribution_highest", "--"),
