@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of methods: which runs are one row, its numbers, what it says of runs that do not fit, and its picture."""
 
-import csv
 import json
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,14 +12,14 @@ from matplotlib import image
 from scipy import stats
 
 from recipe.bapo.table.__main__ import main
-from recipe.bapo.table.picture import picture
-from recipe.bapo.table.runs import Measure, by_method, read_runs
-from recipe.bapo.table.statistics import cells, half_width
+from recipe.bapo.table.curves import draw_curves
+from recipe.bapo.table.runs import read_methods
+from recipe.bapo.table.scores import average, compare, half_width
 from recipe.bapo.table.tables import doubts, markdown
 
 MEAN = "val-core/aime/acc/mean@2"
 BEST = "val-core/aime/acc/best@2/mean"
-AIME = Measure("aime", "acc", "mean@2")
+RECORDS = Path(__file__).parents[2] / "docs/examples"
 
 
 def lines(values, key=MEAN, **more):
@@ -28,7 +28,7 @@ def lines(values, key=MEAN, **more):
     for number, value in enumerate(values):
         data = {key: value, **{name: series[number] for name, series in more.items()}}
         if number:
-            data |= {"training/global_step": 10 * number, "critic/rewards/mean": value / 2, "actor/entropy": 1.0}
+            data |= {"training/global_step": 10 * number, "critic/rewards/mean": 0.5, "actor/entropy": 1.0}
         records.append({"step": 10 * number, "data": data})
     return "".join(json.dumps(record) + "\n" for record in records)
 
@@ -37,35 +37,39 @@ def folder(path, values, config=None, **more):
     """Make a folder of a run of ours."""
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text(lines(values, **more))
-    if config is not None:
-        (path / "config.yaml").write_text(yaml.safe_dump(config))
+    (path / "config.yaml").write_text(yaml.safe_dump(config or {}))
     return path
 
 
-def answers(run, step, scores, variable="acc"):
-    """Write the responses of a validation as verl does: ``scores`` has those of each prompt."""
+def answers(run, step, scores):
+    """Write the responses of a validation as verl does: ``scores`` has the acc of those to each prompt."""
     (run / "validation").mkdir(exist_ok=True)
-    rows = [
-        {"input": f"user\n{prompt}\nassistant\n", "output": "x", "score": 2 * score - 1, variable: score}
-        for prompt, values in scores.items()
-        for score in values
-    ]
-    (run / "validation" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(run / "validation" / f"{step}.jsonl", "w") as file:
+        for prompt, of in scores.items():
+            for acc in of:
+                row = {"input": f"user\n{prompt}\nassistant\n", "output": "x", "score": 2 * (acc or 0) - 1, "acc": acc}
+                file.write(json.dumps(row) + "\n")
 
 
 def table_of(*runs, baseline=None):
-    methods = by_method(read_runs([str(run) for run in runs]))
-    return methods, {(cell.method, cell.measure, cell.at): cell for cell in cells(methods, baseline)}
+    methods = read_methods([str(run) for run in runs])
+    return methods, compare(methods, average(methods), baseline)
 
 
-def test_mean_and_interval_over_seeds_at_the_last_and_the_best_step(tmp_path):
+def cell(scores, method="bapo", at="last", data_set="aime", measure="mean@2", variable="acc"):
+    wanted = {"method": method, "at": at, "data_set": data_set, "variable": variable, "measure": measure}
+    (row,) = scores[(scores[list(wanted)] == list(wanted.values())).all(axis=1)].itertuples()
+    return row
+
+
+def test_mean_and_interval_over_seeds_at_last_and_best_step(tmp_path):
     """The best step is the first of equal ones. The reward has one of its own."""
     rewards = {"val-core/aime/reward/mean@2": [0, 0.1, 0.2, 0.9]}
     values = [[0, 0.5, 0.5, 0.3], [0, 0.7, 0.7, 0.4]]
-    _, found = table_of(*(folder(tmp_path / f"bapo-{k}", values[k], **rewards) for k in range(2)))
-    last, best = found["bapo", AIME, "last"], found["bapo", AIME, "best"]
+    scores = table_of(*(folder(tmp_path / f"bapo-seed{k}", values[k], **rewards) for k in range(2)))[1]
+    last, best = cell(scores), cell(scores, at="best")
     assert (last.step, last.runs, best.step) == (30, 2, 10)
-    assert found["bapo", Measure("aime", "reward", "mean@2"), "best"].step == 30
+    assert cell(scores, at="best", variable="reward").step == 30
     assert last.mean == pytest.approx(0.35) and best.mean == pytest.approx(0.6)
     # Student's t with one degree of freedom, times the standard error of 0.3 and 0.4.
     assert last.over_seeds == pytest.approx(12.706 * 0.05, rel=1e-4)
@@ -73,78 +77,94 @@ def test_mean_and_interval_over_seeds_at_the_last_and_the_best_step(tmp_path):
 
 
 def test_one_run_has_no_interval_over_seeds(tmp_path):
-    methods, found = table_of(folder(tmp_path / "bapo-1", [0.1, 0.2]))
-    assert math.isnan(found["bapo", AIME, "last"].over_seeds)
-    assert list(doubts(methods)) == ["bapo: one run, so there is no interval over seeds."]
+    methods, scores = table_of(folder(tmp_path / "bapo", [0.1, 0.2]))
+    (doubt,) = doubts(methods, scores)
+    assert math.isnan(cell(scores).over_seeds) and doubt == "bapo: one run, so there is no interval over seeds."
 
 
 def test_the_difference_from_the_baseline_is_welchs(tmp_path):
     ends = {"grpo": [0.3, 0.32, 0.4], "bapo": [0.5, 0.7]}
-    runs = [folder(tmp_path / f"{name}-{k}", [0, end]) for name, of in ends.items() for k, end in enumerate(of)]
-    _, found = table_of(*runs, baseline="grpo")
-    cell = found["bapo", AIME, "last"]
+    runs = [folder(tmp_path / f"{name}-seed{k}", [0, end]) for name, of in ends.items() for k, end in enumerate(of)]
+    scores = table_of(*runs, baseline="grpo")[1]
     interval = stats.ttest_ind(ends["bapo"], ends["grpo"], equal_var=False).confidence_interval(0.95)
-    assert cell.difference == pytest.approx(0.26)
-    assert (interval.low, interval.high) == pytest.approx((0.26 - cell.of_difference, 0.26 + cell.of_difference))
-    assert math.isnan(found["grpo", AIME, "last"].difference)
+    found = cell(scores).difference, cell(scores).of_difference
+    assert found == pytest.approx((0.26, (interval.high - interval.low) / 2))
+    assert math.isnan(cell(scores, "grpo").difference)
 
 
-def test_the_interval_over_problems_is_of_each_problems_mean_over_runs(tmp_path):
-    runs = [folder(tmp_path / f"bapo-{k}", [0, mean]) for k, mean in enumerate([0.5, 0.75])]
-    answers(runs[0], 10, {"a": [1, 1], "b": [0, 0]})
+def test_the_difference_is_to_the_baseline_at_the_same_step(tmp_path):
+    runs = [folder(tmp_path / "grpo-seed1", [0, 0.3, 0.4, 0.6]), folder(tmp_path / "grpo-seed2", [0, 0.3, 0.4])]
+    runs += [folder(tmp_path / "bapo", [0, 0.5, 0.2, 0.2]), folder(tmp_path / "cispo", [0, 0.1, 0.7])]
+    scores = table_of(*runs, baseline="grpo")[1]
+    assert cell(scores, at="best").difference == pytest.approx(0.2)  # 0.3 of step 10; the best of grpo is step 20
+    assert cell(scores, "cispo").difference == pytest.approx(0.3)
+    assert cell(scores).step == 30 and math.isnan(cell(scores).difference)  # one run of grpo has no step 30
+
+
+def test_a_value_that_is_no_number_is_shown_and_never_the_best(tmp_path):
+    scores = table_of(folder(tmp_path / "bapo", [None, 0.5, 0.4, None]))[1]
+    assert cell(scores).step == 30 and math.isnan(cell(scores).mean) and cell(scores, at="best").step == 10
+
+
+def test_interval_over_problems_is_of_their_means_over_runs(tmp_path):
+    runs = [folder(tmp_path / f"bapo-seed{k}", [0, mean]) for k, mean in enumerate([0.5, 0.75])]
+    answers(runs[0], 10, {"a": [1, 1], "b": [0, 0], "c": [None, None]})  # verl leaves null out of its mean, too
     answers(runs[1], 10, {"b": [0, 1], "a": [1, 1]})
-    cell = table_of(*runs)[1]["bapo", AIME, "last"]
-    assert cell.problems == 2 and cell.over_problems == pytest.approx(half_width([1, 0.25]))
-    runs.append(folder(tmp_path / "bapo-3", [0, 0.5]))  # its responses were not kept
-    assert table_of(*runs)[1]["bapo", AIME, "last"].problems == 0
+    found = cell(table_of(*runs)[1])
+    assert found.problems == 2 and found.over_problems == pytest.approx(half_width([1, 0.25]))
+    runs.append(folder(tmp_path / "bapo-seed3", [0, 0.5]))  # its responses were not kept
+    assert cell(table_of(*runs)[1]).problems == 0
+    answers(runs[2], 10, {"a": [1, 1], "b": [1, 0]})  # and these do not have the logged mean
+    assert cell(table_of(*runs)[1]).problems == 0
 
 
 def test_of_a_reward_the_score_counts(tmp_path):
-    run = folder(tmp_path / "bapo-1", [0, 0.0], key="val-core/aime/reward/mean@2")
+    moved = {"trainer": {"validation_data_dir": "/where/the/run/was"}}
+    run = folder(tmp_path / "bapo", [0, 0.0], moved, key="val-core/aime/reward/mean@2")
     answers(run, 10, {"a": [1, 1], "b": [0, 0]})  # scores of 1 and -1
-    cell = table_of(run)[1]["bapo", Measure("aime", "reward", "mean@2"), "last"]
-    assert cell.over_problems == pytest.approx(half_width([1, -1]))
+    assert cell(table_of(run)[1], variable="reward").over_problems == pytest.approx(half_width([1, -1]))
 
 
-def test_responses_that_do_not_have_the_logged_mean_give_no_interval(tmp_path):
-    run = folder(tmp_path / "bapo-1", [0, 0.9])
-    answers(run, 10, {"a": [1, 1], "b": [0, 0]})
-    assert table_of(run)[1]["bapo", AIME, "last"].problems == 0
-
-
-def test_problems_of_several_data_sets_are_told_apart_by_their_files(tmp_path):
-    texts = {"aime": ["a one", "a two"], "math": ["m one"]}
-    rows = [
-        {"data_source": source, "prompt": [{"role": "user", "content": f" {text} "}]}
-        for source, of in texts.items()
-        for text in of
-    ]
-    pd.DataFrame(rows).to_parquet(tmp_path / "test.parquet")
+def test_problems_of_data_sets_are_told_apart_by_their_files(tmp_path):
+    prompts = [[{"role": "user", "content": f" {text} "}] for text in ("a one", "a two", "m one")]
+    pd.DataFrame({"data_source": ["aime", "aime", "math"], "prompt": prompts}).to_parquet(tmp_path / "test.parquet")
     config = {"data": {"val_files": [str(tmp_path / "test.parquet"), "/gone.parquet"]}}
-    run = folder(tmp_path / "bapo-1", [0, 0.5], config, **{"val-core/math/acc/mean@2": [0, 1.0]})
+    run = folder(tmp_path / "bapo", [0, 0.5], config, **{"val-core/math/acc/mean@2": [0, 1.0]})
     answers(run, 10, {"a one": [1, 1], "a two": [0, 0], "m one": [1, 1]})
-    _, found = table_of(run)
-    assert found["bapo", AIME, "last"].problems == 2
-    assert found["bapo", Measure("math", "acc", "mean@2"), "last"].problems == 1
+    scores = table_of(run)[1]
+    assert cell(scores).problems == 2 and cell(scores, data_set="math").problems == 1
 
 
-def test_methods_are_named_by_folder_or_by_hand_and_files_of_verl_alone_are_runs(tmp_path):
-    ours = folder(tmp_path / "runs" / "bapo-1", [0, 0.5])
+def test_only_what_is_named_as_a_seed_is_merged(tmp_path):
+    merged = ("bapo-seed1", "bapo_seed2", "bapo-seed-3", "bapo_seed_1234")
+    kept = ("bapo-1", "clip_higher_20", "clip_higher_28", "example-20261127-101010")
     (tmp_path / "project").mkdir()
-    for name in ("grpo-1", "grpo_seed2", "example-20261127-101010"):
+    (tmp_path / "project" / "record-1.jsonl").write_text('{"options": {}}\n')  # left out
+    for name in (*merged, *kept):
         (tmp_path / "project" / f"{name}.jsonl").write_text(lines([0, 0.4]))
-    runs = read_runs([str(ours), str(tmp_path / "project"), f"mine={tmp_path / 'project' / 'grpo-1.jsonl'}"])
-    names = [run.method for run in runs]
-    assert names == ["bapo", "example-20261127-101010", "grpo", "grpo", "mine"]
-    assert {tuple(run.validations[AIME].items()) for run in runs[1:]} == {((0, 0), (10, 0.4))}
+    ours = folder(tmp_path / "ours" / "bapo-seed5", [0, 0.5])
+    methods = read_methods([str(tmp_path / "project"), str(ours), f"mine={tmp_path / 'project' / 'bapo-1.jsonl'}"])
+    assert {name: len(runs) for name, runs in methods.items()} == {"bapo": 5, **dict.fromkeys(kept, 1), "mine": 1}
+    assert methods["mine"][0].validations["value"].tolist() == [0, 0.4]
 
 
-def test_the_last_step_is_one_that_all_runs_have_and_other_ends_are_said(tmp_path):
-    runs = [folder(tmp_path / "bapo-1", [0, 0.5, 0.9]), folder(tmp_path / "bapo-2", [0, 0.3])]
-    methods, found = table_of(*runs)
-    cell = found["bapo", AIME, "last"]
-    assert (cell.step, cell.mean) == (10, pytest.approx(0.4))
-    assert list(doubts(methods)) == [f"Runs end at different steps: 10: {runs[1]}; 20: {runs[0]}."]
+def test_methods_with_another_k_or_variable_have_their_rows(tmp_path):
+    mean_16, reward = "val-core/aime/acc/mean@16", {"val-core/aime/reward/mean@16": [0.9, 0.5]}
+    runs = [folder(tmp_path / "bapo", [0, 0.5], key=mean_16, **reward), folder(tmp_path / "grpo", [0, 0.4])]
+    text = markdown(table_of(*runs)[1], None)
+    assert "| mean@16 of acc | ± problems | mean@2 of acc | ± problems | mean@16 of reward | ± problems |" in text
+    assert "| bapo | 1 | 10, 0 | 0.500 | - | - | - | 0.900 | - |\n| grpo | 1 | 10 | - | - | 0.400 | - | - | - |" in text
+
+
+def test_the_last_step_is_one_of_all_runs_and_ends_are_said(tmp_path):
+    runs = [folder(tmp_path / "bapo-seed1", [0, 0.5, 0.9]), folder(tmp_path / "bapo-seed2", [0, 0.3])]
+    runs.append(folder(tmp_path / "bapo-seed3", [0, 0.4], **{BEST: [0, 1]}))
+    methods, scores = table_of(*runs)
+    assert (cell(scores).step, cell(scores).mean) == (10, pytest.approx(0.4))
+    assert list(doubts(methods, scores)) == [
+        "bapo: no step has best@2/mean of aime in all runs, so it is left out.",
+        f"Runs end at different steps: 10: {runs[1]}, {runs[2]}; 20: {runs[0]}.",
+    ]
 
 
 def test_runs_whose_configs_differ_are_named(tmp_path):
@@ -152,52 +172,39 @@ def test_runs_whose_configs_differ_are_named(tmp_path):
         actor = {"optim": {"lr": rate}, "clip_ratio_high": loss, "policy_loss": {"record_dir": f"/{seed}"}}
         return {"seed": seed, "data": {"train_batch_size": batch}, "actor_rollout_ref": {"actor": actor}}
 
-    runs = [
-        folder(tmp_path / "grpo-1", [0, 0.5], config(1, 1e-6, 0.2)),
-        folder(tmp_path / "grpo-2", [0, 0.5], config(2, 2e-6, 0.2)),
-        folder(tmp_path / "dapo-1", [0, 0.5], config(1, 1e-6, 0.28, batch=32)),
-        folder(tmp_path / "dapo-2", [0, 0.5], config(2, 1e-6, 0.28, batch=32)),
-    ]
-    methods, _ = table_of(*runs)
-    assert list(doubts(methods)) == [
+    given = {"grpo": [config(k, k * 1e-6, 0.2) for k in (1, 2)], "dapo": [config(k, 1e-6, 0.28, 32) for k in (1, 2)]}
+    runs = [folder(tmp_path / f"{name}-seed{k}", [0, 0.5], of[k]) for name, of in given.items() for k in (0, 1)]
+    methods, scores = table_of(*runs)
+    assert list(doubts(methods, scores)) == [
         "Runs of grpo differ in more than their seed: actor_rollout_ref.actor.optim.lr.",
         "Methods differ in more than their loss and its sampling: data.train_batch_size.",
     ]
 
 
-def test_runs_that_validated_different_problems_have_no_interval_over_them_and_it_is_said(tmp_path):
-    runs = [folder(tmp_path / f"bapo-{k}", [0, 0.5]) for k in (1, 2)]
+def test_different_problems_give_no_interval_and_it_is_said(tmp_path):
+    runs = [folder(tmp_path / f"bapo-seed{k}", [0, 0.5]) for k in (1, 2)]
     answers(runs[0], 10, {"a": [0, 1], "b": [1, 0]})
-    answers(runs[1], 10, {"a": [0, 1], "b": [1, 0]})
-    methods, found = table_of(*runs)
-    assert list(doubts(methods)) == [] and found["bapo", AIME, "last"].problems == 2
+    answers(runs[1], 10, {"b": [0, 1], "a": [1, 0]})
+    assert list(doubts(*table_of(*runs))) == []
     answers(runs[1], 10, {"a": [0, 1], "c": [1, 0]})
-    methods, found = table_of(*runs)
-    (doubt,) = doubts(methods)
-    assert doubt.startswith(
-        "bapo: the runs validated different problems of aime, so there is no interval over problems"
-    )
-    assert math.isnan(found["bapo", AIME, "last"].over_problems)
+    methods, scores = table_of(*runs)
+    (doubt,) = doubts(methods, scores)
+    assert doubt.startswith("bapo: the runs validated different problems") and math.isnan(cell(scores).over_problems)
+    (runs[1] / "validation/10.jsonl").unlink()
+    assert list(doubts(*table_of(*runs))) == []  # nothing is known of its problems
 
 
-def test_the_markdown_with_best_of_k_at_the_step_of_the_best_mean(tmp_path):
+def test_markdown_has_best_of_k_at_the_step_of_the_best_mean(tmp_path):
     runs = [
-        folder(tmp_path / "grpo-1", [0, 0.3], **{BEST: [0, 0.5]}),
-        folder(tmp_path / "bapo-1", [0, 0.5, 0.25], **{BEST: [0, 0.6, 0.75]}),
+        folder(tmp_path / "grpo", [0, 0.3], **{BEST: [0, 0.5]}),
+        folder(tmp_path / "bapo", [0, 0.5, 0.25], **{BEST: [0, 0.6, 0.75]}),
     ]
-    methods, found = table_of(*runs, baseline="grpo")
-    assert markdown(list(found.values()), "grpo").splitlines() == [
-        "**aime, last step**",
-        "",
-        "| method | runs | step | mean@2 | ± problems | minus grpo | best@2 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    head = ["", "| method | runs | step | mean@2 | ± problems | minus grpo | best@2 |", "|" + " --- |" * 7]
+    assert markdown(table_of(*runs, baseline="grpo")[1], "grpo").splitlines() == [
+        *("**aime, last step**", *head),
         "| grpo | 1 | 10 | 0.300 | - | - | 0.500 |",
-        "| bapo | 1 | 20 | 0.250 | - | -0.050 | 0.750 |",
-        "",
-        "**aime, best step**",
-        "",
-        "| method | runs | step | mean@2 | ± problems | minus grpo | best@2 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| bapo | 1 | 20 | 0.250 | - | - | 0.750 |",
+        *("", "**aime, best step**", *head),
         "| grpo | 1 | 10 | 0.300 | - | - | 0.500 |",
         "| bapo | 1 | 10 | 0.500 | - | +0.200 | 0.600 |",
     ]
@@ -206,53 +213,47 @@ def test_the_markdown_with_best_of_k_at_the_step_of_the_best_mean(tmp_path):
 def test_the_command_writes_table_and_picture(tmp_path, monkeypatch, capsys):
     for method, ends in {"grpo": (0.3, 0.4), "bapo": (0.5, 0.6)}.items():
         for seed, end in enumerate(ends):
-            folder(tmp_path / "runs" / f"{method}-{seed}", [0, end])
+            folder(tmp_path / "runs" / f"{method}-seed{seed}", [0, end])
     runs = sorted(map(str, (tmp_path / "runs").iterdir()))
     monkeypatch.setattr("sys.argv", ["table", *runs, "--out", str(tmp_path / "paper")])
     main()
     printed = capsys.readouterr()
     assert "| bapo | 2 | 10 | 0.550 ± 0.635 | - | +0.200 ± 0.304 |" in printed.out and not printed.err
     assert (tmp_path / "paper/table.md").read_text() in printed.out
-    with open(tmp_path / "paper/table.csv") as file:
-        rows = list(csv.DictReader(file))
-    (row,) = [row for row in rows if (row["method"], row["at"]) == ("grpo", "last")]
-    assert (row["data_set"], row["measure"], row["step"], row["runs"]) == ("aime", "mean@2", "10", "2")
-    assert float(row["mean"]) == pytest.approx(0.35) and row["over_problems"] == row["difference"] == ""
+    written = pd.read_csv(tmp_path / "paper/table.csv")
+    assert list(written)[8:] == ["over_seeds", "problems", "over_problems", "difference", "of_difference"]
+    row = cell(written, "grpo")
+    assert (row.step, row.runs, row.mean, row.problems) == (10, 2, pytest.approx(0.35), 0)
+    assert math.isnan(row.over_problems) and math.isnan(row.difference)
     assert image.imread(tmp_path / "paper/table.png").shape[1] == pytest.approx(6.75 * 300, abs=2)
     assert (tmp_path / "paper/table.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_the_picture_has_the_mean_of_each_method_and_its_interval(tmp_path):
-    runs = [folder(tmp_path / f"bapo-{k}", [0, end, end]) for k, end in enumerate([0.3, 0.4])]
-    runs.append(folder(tmp_path / "grpo-1", [0, 0.2, 0.2]))
-    methods, _ = table_of(*runs)
-    validation, reward, entropy = picture(methods).axes
-    assert [axis.get_title() for axis in (validation, reward, entropy)] == [
-        "aime, mean@2",
-        "training reward",
-        "entropy, nats a token",
-    ]
-    bapo, grpo = validation.lines
+def test_the_picture_has_means_and_intervals_of_methods(tmp_path):
+    runs = [folder(tmp_path / f"bapo-seed{k}", [0, end, end]) for k, end in enumerate([0.3, 0.4])]
+    runs.append(folder(tmp_path / "grpo", [0, 0.2, 0.2]))
+    panels = draw_curves(average(read_methods(list(map(str, runs))))).axes
+    assert [axis.get_title() for axis in panels] == ["aime, mean@2", "training reward", "entropy, nats a token"]
+    bapo, grpo = panels[0].lines
     assert list(bapo.get_xdata()) == [0, 10, 20] and list(bapo.get_ydata()) == pytest.approx([0, 0.35, 0.35])
     assert list(grpo.get_ydata()) == pytest.approx([0, 0.2, 0.2])
-    (band,) = validation.collections  # one run has none
+    (band,) = panels[0].collections  # one run has none
     assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(0.35 + half_width([0.3, 0.4]))
-    assert list(reward.lines[0].get_xdata()) == [10, 20]
+    assert list(panels[1].lines[0].get_xdata()) == [10, 20]
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["empty"], "empty holds no run: give a folder with metrics.jsonl, or a file of verl's file logger."),
-        (
-            ["none.jsonl"],
-            "none.jsonl has no validation (val-core/*): set trainer.test_freq and data.val_files in the run.",
-        ),
+        (["none.jsonl"], "none.jsonl has no validation (val-core/*): set trainer.test_freq and data.val_files"),
         (["bad.jsonl"], "bad.jsonl has a line that is not in the format of verl's file logger"),
-        (["run-1", "--baseline", "ppo"], "--baseline ppo is not usable: the methods are run."),
+        (["run", "--baseline", "ppo"], "--baseline ppo is not usable: the methods are run."),
+        (["apart-seed1.jsonl", "apart-seed2.jsonl"], "the runs of apart were validated at no common step: give them"),
+        ([str(RECORDS)], f"no validations: python -m recipe.bapo.report {RECORDS} reads it."),
         (
-            ["apart-1", "apart-2"],
-            "the runs of apart were validated at no common step: give them one trainer.test_freq",
+            [str(path := next(RECORDS.glob("*.jsonl")))],
+            f"no validations: python -m recipe.bapo.report {path} reads it.",
         ),
     ],
 )
@@ -261,10 +262,9 @@ def test_what_is_no_run_is_named_in_a_line(tmp_path, monkeypatch, capsys, argume
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.jsonl").write_text(json.dumps({"step": 1, "data": {"actor/entropy": 1.0}}) + "\n")
     (tmp_path / "bad.jsonl").write_text("nonsense\n")
-    folder(tmp_path / "run-1", [0, 1])
-    for number, step in ((1, 5), (2, 7)):
-        path = folder(tmp_path / f"apart-{number}", [])
-        (path / "metrics.jsonl").write_text(json.dumps({"step": step, "data": {MEAN: 0.5}}) + "\n")
+    folder(tmp_path / "run", [0, 1])
+    for k in (1, 2):
+        (tmp_path / f"apart-seed{k}.jsonl").write_text(json.dumps({"step": k, "data": {MEAN: 0.5}}) + "\n")
     monkeypatch.setattr("sys.argv", ["table", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
