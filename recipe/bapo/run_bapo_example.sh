@@ -8,20 +8,23 @@
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
 #   bash recipe/bapo/run_bapo_example.sh --preflight            only check machine, files and config; exit code 0 or 1
 #
-# Environment variables, with their defaults in parentheses; recipe/bapo/run/choose.py chooses where one is not set:
+# Overrides that choose a file of configs/ each, with their defaults in parentheses:
+#   experiment=NAME   what is run (example; language_model on a GPU without a MODEL_PATH). experiment=language_model trains
+#                     the language model on a CPU, too; 'experiment=[NAME,evaluate]' evaluates as that experiment does
+#   size=NAME         what fits the machine (chosen by machine and experiment)
+#   method=NAME       bapo, grpo, dapo, ... (bapo)
+#   trainer.n_gpus_per_node=N   GPUs per node (all of the machine), or on a CPU logical slots (1). With
+#                     experiment=separate_async these train, and actor_rollout_ref.rollout.n_gpus_per_node=N sample
+#                     (half each; 1 on a CPU)
+#
+# Environment variables; recipe/bapo/run/choose.py chooses where one is not set:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
 #                   (on a CPU a hub name only if the model is in the hub's cache)
 #   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
 #   TEST_FILE       the same, for validation           GPU: the language model's data   CPU: the example's own data
 #                   (on a GPU give all three, or none)
 #   NNODES          number of nodes (1)
-#   GPUS_PER_NODE   GPUs per node (all of the machine), or on a CPU logical slots (1)
-#   ROLLOUT_GPUS_PER_NODE   with CONFIG=separate_async, GPUS_PER_NODE train and these sample (half each; 1 on a CPU)
-#   OUTPUT_DIR      folder for the run's files (runs/<config>-<date>-<time>)
-#   CONFIG          a file of configs/experiment without .yaml (example; language_model on a GPU without a MODEL_PATH).
-#                   CONFIG=language_model trains the language model on a CPU, too
-#   EXPERIMENT      with CONFIG=evaluate, the experiment from which to take lengths and sampling (those of SIZE)
-#   SIZE            a file of configs/size without .yaml (chosen by machine and CONFIG)
+#   OUTPUT_DIR      folder for the run's files (runs/<experiment>-<date>-<time>)
 #   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
 #   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)

@@ -16,7 +16,6 @@
 #                         head and join make it readable by its owner only
 #   WAIT_SECONDS          how long `wait` waits at most (600)
 #   BAPO_VENV, VERL_PLATFORM   as for the run script
-#   GPUS_PER_NODE         on a CPU only: logical slots of a node (1)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -28,7 +27,7 @@ source scripts/gpus.sh
 choose_device
 if [ $device = cpu ]; then
     venv=.venv
-    [ "${VERL_PLATFORM:-}" != cpu ] || platform=(--num-cpus=16 --num-gpus="${GPUS_PER_NODE:-1}")
+    [ "${VERL_PLATFORM:-}" != cpu ] || platform=(--num-cpus=16 --num-gpus=1)  # logical slots; OPTIONS may say more
 else
     venv=.venv-cuda
 fi

@@ -44,8 +44,6 @@ def start(folder, rehearsal):
         environment = {key: value for key, value in os.environ.items() if key not in ("VERL_PLATFORM", "RAY_ADDRESS")}
         environment |= {
             "BAPO_VENV": os.environ.get("BAPO_VENV", sys.prefix),
-            "SIZE": "cpu",
-            "GPUS_PER_NODE": "1",
             "MODEL_PATH": f"{EXAMPLE}/model",
             "TRAIN_FILE": f"{EXAMPLE}/train.parquet",
             "TEST_FILE": f"{EXAMPLE}/test.parquet",
@@ -54,7 +52,8 @@ def start(folder, rehearsal):
         }
         if rehearsal:
             environment["VERL_PLATFORM"] = "cpu"
-        command = [*inside, "bash", "recipe/bapo/run_bapo_example.sh", *ONE_GPU, *arguments]
+        chosen = ("size=cpu", "trainer.n_gpus_per_node=1", *ONE_GPU)
+        command = [*inside, "bash", "recipe/bapo/run_bapo_example.sh", *chosen, *arguments]
         log = open(folder / f"{name}.log", "w")
         return subprocess.Popen(
             command,
@@ -132,7 +131,9 @@ def test_the_example_with_a_llama(start, folder, rehearsal, tell):
 
 
 def test_replay(start, folder, tell):
-    assert_it_trained(folder, "replay", end(start("replay", f"staleness={UPDATES}", *LENGTH, CONFIG="replay")), tell)
+    assert_it_trained(
+        folder, "replay", end(start("replay", "experiment=replay", f"staleness={UPDATES}", *LENGTH)), tell
+    )
 
 
 def test_a_language_model_learns(on_gpu, start, folder, tell):

@@ -75,11 +75,11 @@ def start(folder, name, model):
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     return subprocess.Popen(
         [
-            *(*APART, "bash", "recipe/bapo/run_bapo_example.sh", *length),
+            *(*APART, "bash", "recipe/bapo/run_bapo_example.sh", SHORT_STEPS, *length),
             f"trainer.rollout_data_dir={folder}/{name}/samples",
         ],
         cwd=ROOT,
-        env={**os.environ, "VERL_PLATFORM": "cpu", **SHORT_STEPS, "OUTPUT_DIR": f"{folder}/{name}"}
+        env={**os.environ, "VERL_PLATFORM": "cpu", "OUTPUT_DIR": f"{folder}/{name}"}
         | {key: str(value) for key, value in files.items()},
         stdin=subprocess.DEVNULL,
         stdout=open(folder / f"{name}.out", "w"),

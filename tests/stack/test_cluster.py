@@ -107,10 +107,9 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
     before = temporary_files()
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     run = call(
-        *("bash", "recipe/bapo/run_bapo_example.sh", *length),
+        *("bash", "recipe/bapo/run_bapo_example.sh", SHORT_STEPS, *length),
         timeout=600,
         **environment,
-        **SHORT_STEPS,
         NNODES="2",
         OUTPUT_DIR=str(tmp_path / "run"),
         WANDB_API_KEY="planted-secret",
@@ -137,10 +136,9 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
 def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
     environment, _ = cluster
     run = call(
-        *("bash", "recipe/bapo/run_bapo_example.sh", "actor_rollout_ref.actor.clip_ratio_c=1.0"),
+        *("bash", "recipe/bapo/run_bapo_example.sh", SHORT_STEPS, "actor_rollout_ref.actor.clip_ratio_c=1.0"),
         timeout=200,
         **environment,
-        **SHORT_STEPS,
         NNODES="2",
         OUTPUT_DIR=str(tmp_path / "run"),
     )
@@ -188,12 +186,12 @@ def test_a_second_job_at_once_is_refused(cluster, tmp_path):
     length = ("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1")
     jobs = []
     for name in "ab":
-        run_dir = {"OUTPUT_DIR": str(tmp_path / name), "GPUS_PER_NODE": "1"}
+        run_dir = {"OUTPUT_DIR": str(tmp_path / name)}
         jobs.append(
             subprocess.Popen(
-                ["bash", "recipe/bapo/run_bapo_example.sh", *length],
+                ["bash", "recipe/bapo/run_bapo_example.sh", SHORT_STEPS, "trainer.n_gpus_per_node=1", *length],
                 cwd=ROOT,
-                env={**os.environ, "VERL_PLATFORM": "cpu", **environment, **SHORT_STEPS, **run_dir},
+                env={**os.environ, "VERL_PLATFORM": "cpu", **environment, **run_dir},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

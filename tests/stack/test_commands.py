@@ -31,18 +31,20 @@ def test_preflight_prints_its_table_alone_and_fails(tmp_path):
 
 
 def test_a_papers_config_is_checked_on_a_login_node(task, tmp_path):
-    (command,) = re.findall(r"^    (CONFIG=paper_7b .*) --preflight$", (ROOT / "docs/running.md").read_text(), re.M)
-    *given, bash, script = shlex.split(command)
-    assert [bash, script] == ["bash", "recipe/bapo/run_bapo_example.sh"]
+    (overrides,) = re.findall(
+        r"^    MODEL_PATH=.* bash recipe/bapo/run_bapo_example.sh (experiment=paper_7b .*) --preflight$",
+        (ROOT / "docs/running.md").read_text(),
+        re.M,
+    )
     inputs = {
         "MODEL_PATH": write_model(task, tmp_path / "7B", "7B"),
         "TRAIN_FILE": task / "train.parquet",
         "TEST_FILE": task / "test.parquet",
     }
-    variables = dict(one.split("=", 1) for one in given) | {name: str(path) for name, path in inputs.items()}
+    variables = {name: str(path) for name, path in inputs.items()}
     reward = "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"  # scores the task's data
     environment = {**variables, "OUTPUT_DIR": str(tmp_path / "run"), "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
-    run = run_script("--preflight", reward, **environment)
+    run = run_script(*shlex.split(overrides), "--preflight", reward, **environment)
     warned = [line.split()[1] for line in run.stdout.splitlines() if not line.startswith("ok")]
     assert run.returncode == 0 and "devices" in warned, run.stdout + run.stderr
     assert set(warned) <= {"devices", "disk", "shared", "versions"}, run.stdout

@@ -51,9 +51,9 @@ def can_go_on(last, *overrides, output=None):
     """Check that preflight accepts the checkpoint that the run's last lines name."""
     folder = last.split("The last checkpoint is ")[1].split(": to resume")[0]
     run = subprocess.run(
-        [*SCRIPT, "--preflight", *SHORT, "trainer.resume_mode=auto", *overrides],
+        [*SCRIPT, SHORT_STEPS, "--preflight", *SHORT, "trainer.resume_mode=auto", *overrides],
         cwd=ROOT,
-        env=environment_of(output or Path(folder).parent.parent, **SHORT_STEPS),
+        env=environment_of(output or Path(folder).parent.parent),
         capture_output=True,
         text=True,
     )

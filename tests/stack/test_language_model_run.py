@@ -19,8 +19,8 @@ SMALL = (
 
 @pytest.mark.slow
 def test_the_language_model_is_made_once_and_trains_and_its_answers_are_shown(tmp_path):
-    environment = {"CONFIG": "language_model", "BAPO_CACHE": str(tmp_path / "cache"), "BAPO_WARM_UP_STEPS": "20"}
-    run = run_example(tmp_path / "run", *SMALL, **environment)
+    environment = {"BAPO_CACHE": str(tmp_path / "cache"), "BAPO_WARM_UP_STEPS": "20"}
+    run = run_example(tmp_path / "run", "experiment=language_model", *SMALL, **environment)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     assert "warming up: 100%" in run.stderr and "Made in" in run.stderr
     (made,) = (tmp_path / "cache").glob("language_model_*")  # beside the converted model
@@ -32,7 +32,7 @@ def test_the_language_model_is_made_once_and_trains_and_its_answers_are_shown(tm
     shown = run.stdout.partition("before and after:\n")[2].splitlines()
     assert re.fullmatch(r"  Sort:( \d\d){3}", shown[0]) and len([line for line in shown if "(reward " in line]) == 6
 
-    again = run_example(tmp_path / "again", "--preflight", **environment)
+    again = run_example(tmp_path / "again", "experiment=language_model", "--preflight", **environment)
     assert (
         again.returncode == 0 and "warmed up by 20 supervised steps" in again.stdout and not again.stderr.count("Made")
     )

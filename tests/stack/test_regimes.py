@@ -30,12 +30,12 @@ README, MONITOR_PAGE = ((ROOT / page).read_text() for page in ("README.md", "doc
 CAPTURE = "actor_rollout_ref.model.external_lib=support.capture"
 
 
-def run_regime(tmp_path, config, steps, *overrides):
+def run_regime(tmp_path, experiment, steps, *overrides):
     """Run some steps of a file of configs/experiment and check what holds in all. Returns metrics and updates."""
     length = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1")
     method = ("method=bapo_gradient", "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.4")
     capture = environment_of_capture(tmp_path / "capture")
-    run = run_example(tmp_path / "run", *method, *length, CAPTURE, *overrides, CONFIG=config, **capture)
+    run = run_example(tmp_path / "run", f"experiment={experiment}", *method, *length, CAPTURE, *overrides, **capture)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     data = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert len(data) == steps
@@ -89,7 +89,7 @@ def test_separate_devices_train_on_what_older_weights_sampled(tmp_path):
 
 @pytest.mark.slow
 def test_evaluation_prints_the_spread_and_trains_nothing(tmp_path):
-    run = run_example(tmp_path / "run", "actor_rollout_ref.rollout.val_kwargs.n=4", CONFIG="evaluate")
+    run = run_example(tmp_path / "run", "experiment=evaluate", "actor_rollout_ref.rollout.val_kwargs.n=4")
     assert run.returncode == 0, explain(run, tmp_path / "run")
     ((_, metrics),) = read_metrics(tmp_path / "run")
     (variable,) = {key.split("/")[-2] for key in metrics if re.fullmatch(r"val-core/bapo/guess/\w+/mean@4", key)}
@@ -288,7 +288,7 @@ def test_an_adapter_that_the_servers_never_get_is_told(tmp_path, task, merged):
 def test_an_update_that_verl_skips_is_seen_in_console_summary_and_metrics(tmp_path):
     overrides = ("actor_rollout_ref.model.external_lib=support.spoil", "trainer.total_training_steps=2")
     path = {"SPOIL": "gradient", "PYTHONPATH": str(ROOT / "tests")}
-    run = run_example(tmp_path / "run", *overrides, "trainer.val_before_train=false", **SHORT_STEPS, **path)
+    run = run_example(tmp_path / "run", SHORT_STEPS, *overrides, "trainer.val_before_train=false", **path)
     assert run.returncode == 0, explain(run, tmp_path / "run")
     first, second = [data for _, data in read_metrics(tmp_path / "run") if "training/global_step" in data]
     assert first["actor/bapo/skipped"] == pytest.approx(1 / 8) and second["actor/bapo/skipped"] == 0

@@ -106,17 +106,20 @@ def test_a_short_run_on_two_nodes(slurm, tmp_path):
     before, log, out = temporary_files(), tmp_path / "job.log", tmp_path / "run"
     port, dashboard = free_ports(2)
     variables = {
-        **SHORT_STEPS,
         "VERL_PLATFORM": "cpu",
-        "SIZE": "cpu",
-        "CONFIG": "replay",
         "OUTPUT_DIR": str(out),
         "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
         "HEAD_IP": "127.0.0.1",
         "PORT": str(port),
         "DASHBOARD_PORT": str(dashboard),
     }
-    length = ["trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    length = [
+        SHORT_STEPS,
+        "experiment=replay",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
     with removing_what_others_leave():
         submit = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", "scripts/cluster/slurm.sh", *length]
         done = subprocess.run(submit, cwd=ROOT, env=slurm | variables, capture_output=True, text=True, timeout=60)

@@ -24,7 +24,7 @@ MARKER = "BAPO_TEST_RUN"  # an environment variable
 NAMES = ("bapo", "ray", "rl-", "verl", "vllm", "torch", "ckpt")
 IN_SHARED_MEMORY = ("psm_", "verl_weights_", "torch_", "sem.")  # prefixes of a run's shared memory
 SCRIPT = ("bash", "recipe/bapo/run_bapo_example.sh")
-SHORT_STEPS = {"SIZE": "cpu"}  # 8 updates a step; the example has 24
+SHORT_STEPS = "size=cpu"  # 8 updates a step; the example has 24
 
 
 def environment_of(output, **environment):
@@ -136,9 +136,9 @@ class Started:
         secrets = {"WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET}
         with open(self.console, "w") as printed:
             self.process = subprocess.Popen(
-                [*inside, *SCRIPT, *overrides],
+                [*inside, *SCRIPT, SHORT_STEPS, *overrides],
                 cwd=ROOT,
-                env=environment_of(output, **SHORT_STEPS, **secrets, **environment, **{MARKER: self.marker}),
+                env=environment_of(output, **secrets, **environment, **{MARKER: self.marker}),
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,

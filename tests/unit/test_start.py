@@ -15,9 +15,9 @@ from recipe.bapo.host.files import output_folder
 from recipe.bapo.language_model import __main__ as language_model
 from recipe.bapo.run import choose as choices
 from recipe.bapo.run import start
-from recipe.bapo.run.choose import choose
 
-ASYNC = {"CONFIG": "separate_async"}
+ASYNC = {"experiment": "separate_async"}
+TRAIN, SAMPLE = choices.TRAIN_GPUS, choices.ROLLOUT_GPUS
 MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
 
 
@@ -26,23 +26,30 @@ def files(task):
     return {name: str(task / file) for name, file in choices.FILES.items()}
 
 
+def choose(given, gpus, arguments=(), **options):
+    """Choose for what a command gives: variables, whose names are in capitals, and settings."""
+    settings = [f"{key}={value}" for key, value in given.items() if not key.isupper()]
+    variables = {key: value for key, value in given.items() if key.isupper()}
+    choice = choices.choose(variables, gpus, [*settings, *arguments], **options)
+    choice.arguments += [*settings, *arguments]
+    return choice
+
+
 @pytest.mark.parametrize(
     "gpus, given, message",
     [
         (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
         (0, {"TEST_FILE": __file__}, "TEST_FILE is set, and TRAIN_FILE is not: give both"),
-        (0, {"CONFIG": "../size/cpu"}, "CONFIG=../size/cpu is not usable: choose from evaluate example"),
-        (
-            8,
-            {"CONFIG": "replay", "EXPERIMENT": "paper_7b"},
-            "EXPERIMENT=paper_7b has no effect with CONFIG=replay: set",
-        ),
-        (8, {"CONFIG": "evaluate", "EXPERIMENT": "x"}, "EXPERIMENT=x is not usable: choose from example gsm8k"),
-        (8, {"CONFIG": "evaluate", "EXPERIMENT": "evaluate"}, "EXPERIMENT=evaluate is not usable: choose from example"),
-        (0, {"CONFIG": "table_1_gpu"}, "CONFIG=table_1_gpu is for GPUs"),
-        (0, {"SIZE": "huge"}, "SIZE=huge is not usable: choose from cpu cpu_example"),
-        (0, {"CONFIG": "paper_7b"}, "CONFIG=paper_7b is for GPUs"),
-        (0, {"GPUS_PER_NODE": "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
+        # Variables of earlier versions, which would otherwise have no effect.
+        (0, {"CONFIG": "replay"}, "CONFIG=replay has no effect any more: unset it, and add experiment=replay"),
+        (8, {"CONFIG": "evaluate", "EXPERIMENT": "paper_7b"}, "it, and add 'experiment=[paper_7b,evaluate]'"),
+        (0, {"SIZE": "gpu"}, "SIZE=gpu has no effect any more: unset it, and add size=gpu"),
+        (8, {"GPUS_PER_NODE": "4"}, "any more: unset it, and add trainer.n_gpus_per_node=4"),
+        (8, {"ROLLOUT_GPUS_PER_NODE": "4"}, "and add actor_rollout_ref.rollout.n_gpus_per_node=4"),
+        (0, {"experiment": "table_1_gpu"}, "experiment=table_1_gpu is for GPUs"),
+        (8, {"experiment": "paper_7b", "size": "cpu_long"}, "experiment=paper_7b is for GPUs and size=cpu_long for a"),
+        (0, {"experiment": "paper_7b"}, "experiment=paper_7b is for GPUs"),
+        (0, {TRAIN: "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
         (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x} is not usable: name a folder, without ${"),
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
@@ -51,19 +58,31 @@ def files(task):
         (0, {"RAY_ADDRESS": "auto"}, "RAY_ADDRESS=auto but this machine has no GPU"),
         ("AMD", {}, "this machine has AMD GPUs, which are not supported"),
         (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei is not usable: leave it unset"),
-        (8, {"VERL_PLATFORM": "nvidia", "CONFIG": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
+        (8, {"VERL_PLATFORM": "nvidia", "experiment": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
         (0, {"VERL_PLATFORM": "nvidia"}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
         # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
         (1, {"TEST_FILE": __file__}, MODEL_MISSING),
         (8, {"NNODES": "2"}, MODEL_MISSING),
-        (8, {"CONFIG": "paper_7b"}, MODEL_MISSING),
-        (1, {"CONFIG": "language_model", "TEST_FILE": __file__}, "CONFIG=language_model makes its own model and"),
-        (8, {"CONFIG": "language_model", "RAY_ADDRESS": "auto"}, "CONFIG=language_model makes its own model and data"),
-        (8, {"CONFIG": "language_model", "NNODES": "2"}, "CONFIG=language_model makes its own model and data, on this"),
-        (1, ASYNC, "train on GPUS_PER_NODE=1 and sample on ROLLOUT_GPUS_PER_NODE=0 of this node's 1 GPUs: set both"),
-        (2, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "2"}, "GPUS_PER_NODE=0 and"),
+        (8, {"experiment": "paper_7b"}, MODEL_MISSING),
+        (
+            1,
+            {"experiment": "language_model", "TEST_FILE": __file__},
+            "experiment=language_model makes its own model and",
+        ),
+        (
+            8,
+            {"experiment": "language_model", "RAY_ADDRESS": "auto"},
+            "experiment=language_model makes its own model and data",
+        ),
+        (
+            8,
+            {"experiment": "language_model", "NNODES": "2"},
+            "experiment=language_model makes its own model and data, on this",
+        ),
+        (1, ASYNC, "rollout.n_gpus_per_node=0 on this node's 1 GPUs: give both as 1"),
+        (2, {**ASYNC, SAMPLE: "2"}, "would train with trainer.n_gpus_per_node=0 and"),
         # The GPUs of a cluster are not checked here.
-        (8, {**ASYNC, "GPUS_PER_NODE": "8", "ROLLOUT_GPUS_PER_NODE": "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
+        (8, {**ASYNC, TRAIN: "8", SAMPLE: "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(gpus, given, message):
@@ -77,22 +96,22 @@ def test_what_is_missing_or_wrong_is_named(gpus, given, message):
     [
         (0, {}, False, "cpu_example", 1, 1),
         (8, {"VERL_PLATFORM": "cpu"}, False, "cpu_example", 1, 1),
-        (0, {"CONFIG": "partial_rollout"}, False, "cpu_long", 1, 1),
-        (0, {"CONFIG": "replay", "GPUS_PER_NODE": "2"}, False, "cpu", 2, 1),
+        (0, {"experiment": "partial_rollout"}, False, "cpu_long", 1, 1),
+        (0, {"experiment": "replay", TRAIN: "2"}, False, "cpu", 2, 1),
         (0, {}, True, "cpu_own_data", 1, 1),
-        (0, {"CONFIG": "language_model"}, False, "language_model_cpu", 1, 1),
+        (0, {"experiment": "language_model"}, False, "language_model_cpu", 1, 1),
         (1, {}, True, "gpu_few", 1, 1),
         (2, ASYNC, True, "gpu_few", 1, 1),
         (3, ASYNC, True, "gpu", 2, 1),
         (8, ASYNC, True, "gpu", 4, 4),
-        (8, {**ASYNC, "ROLLOUT_GPUS_PER_NODE": "3"}, True, "gpu", 5, 3),
-        (8, {"GPUS_PER_NODE": "2"}, True, "gpu_few", 2, 1),
+        (8, {**ASYNC, SAMPLE: "3"}, True, "gpu", 5, 3),
+        (8, {TRAIN: "2"}, True, "gpu_few", 2, 1),
         (1, {"NNODES": "2"}, True, "gpu", 1, 1),
-        (1, {"SIZE": "gpu"}, True, "gpu", 1, 1),
+        (1, {"size": "gpu"}, True, "gpu", 1, 1),
         (1, {}, False, "language_model_gpu", 1, 1),
         (3, {}, False, "language_model_gpu", 2, 1),  # batches can be divided among two, and not among three
         (7, {}, False, "language_model_node", 4, 1),
-        (8, {"CONFIG": "replay"}, False, "language_model_node", 8, 1),
+        (8, {"experiment": "replay"}, False, "language_model_node", 8, 1),
         (8, ASYNC, False, "language_model_node", 4, 4),
         (3, ASYNC, False, "language_model_node", 2, 1),  # three are used
         (5, ASYNC, False, "language_model_node", 2, 2),  # four are used
@@ -102,9 +121,7 @@ def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, s
     choice = choose({**(files if own else {}), **given}, gpus)
     assert f"size={size}" in choice.arguments and f"trainer.n_gpus_per_node={train}" in choice.arguments
     sampling = [argument for argument in choice.arguments if argument.startswith("actor_rollout_ref.rollout.n_gpus")]
-    assert sampling == [f"actor_rollout_ref.rollout.n_gpus_per_node={sample}"] * (
-        given.get("CONFIG") == "separate_async"
-    )
+    assert sampling == [f"{SAMPLE}={sample}"] * (given.get("experiment") == "separate_async")
     assert choice.language_model == size.startswith("language_model")
 
 
@@ -125,16 +142,19 @@ def test_the_folder_of_a_run_is_decided_once(arguments, given, folder):
     assert str(output_folder(arguments, {"OUTPUT_DIR": chosen}, "bapo")) == chosen  # in the parent
 
 
-@pytest.mark.parametrize("given", [{"CONFIG": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
+@pytest.mark.parametrize("given", [{"experiment": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
 def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
-    with pytest.raises(ValueError, match="no GPU is visible here: to check the run of another node, set GPUS_PER_NODE"):
+    with pytest.raises(
+        ValueError, match="no GPU is visible here: to check the run of another node, add trainer.n_gpus_"
+    ):
         choose({**files, **given}, 0, only_checks=True)
-    choice = choose({**files, **given, "GPUS_PER_NODE": "8"}, 0, only_checks=True)
-    assert choice.arguments[3:] == ["size=gpu", "trainer.nnodes=1", "trainer.n_gpus_per_node=8"]  # with flash-attn
+    choice = choose({**files, **given, TRAIN: "8"}, 0, only_checks=True)
+    assert {"size=gpu", "trainer.nnodes=1", f"{TRAIN}=8"} <= set(choice.arguments)
+    assert not any(argument.startswith("platform=") for argument in choice.arguments)  # with flash-attn
     assert "CUDA_VISIBLE_DEVICES" not in choice.environment and choice.environment.get("VERL_PLATFORM") is None
-    with pytest.raises(ValueError, match="is for GPUs and SIZE=cpu.* and --preflight|no GPU is visible here: leave it"):
-        choose({**files, **given, "GPUS_PER_NODE": "8"}, 0)  # it does not train
-    on_cpu = choose({**files, "GPUS_PER_NODE": "2"}, 0, only_checks=True)  # two logical slots
+    with pytest.raises(ValueError, match="is for GPUs and size=cpu.* and --preflight|no GPU is visible here: leave it"):
+        choose({**files, **given, TRAIN: "8"}, 0)  # it does not train
+    on_cpu = choose({**files, TRAIN: "2"}, 0, only_checks=True)  # two logical slots
     assert on_cpu.environment["VERL_PLATFORM"] == "cpu"
 
 
@@ -161,7 +181,7 @@ def test_without_flash_attn_torchs_own_is_chosen(files):
 
 def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
     monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: set(range(6)))
-    chosen = choose({"CONFIG": "language_model", "GPUS_PER_NODE": "2"}, 0).arguments
+    chosen = choose({"experiment": "language_model", TRAIN: "2"}, 0).arguments
     assert "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='3'" in chosen
     assert not any("OMP_NUM_THREADS" in argument for argument in choose({}, 0).arguments)
 
@@ -174,14 +194,11 @@ def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(files):
 
 
 def test_an_evaluation_is_laid_on_its_experiment(files):
-    chosen = choose({"CONFIG": "evaluate", "EXPERIMENT": "paper_7b", **files}, 8).arguments
-    assert "experiment=[paper_7b,evaluate]" in chosen
-    assert "experiment=evaluate" in choose({"CONFIG": "evaluate", **files}, 8).arguments
-
-
-def test_an_evaluation_needs_no_training_data(files):
-    chosen = choose({"CONFIG": "evaluate", **files, "TRAIN_FILE": ""}, 8).environment
-    assert chosen["TRAIN_FILE"] == files["TEST_FILE"]
+    """It is an evaluation: no language model is trained where no input is given, and TEST_FILE alone is enough."""
+    for name in ("evaluate", "[paper_7b,evaluate]", "[paper_7b, evaluate]"):
+        choice = choose({"experiment": name, **files, "TRAIN_FILE": ""}, 8)
+        assert choice.arguments.count(f"experiment={name}") == 1 and not choice.language_model
+        assert choice.environment["TRAIN_FILE"] == files["TEST_FILE"]
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.parquet"])
@@ -203,12 +220,6 @@ def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, 
 def test_a_folder_without_a_name_is_refused(argument):
     with pytest.raises(ValueError, match=r"run_dir \(OUTPUT_DIR\)=(null)? is not usable: name a folder"):
         choose({}, 0, [argument])
-
-
-def test_without_configs_beside_recipe_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(choices, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match="configs/experiment is not there: copy configs/ beside recipe/"):
-        choose({}, 0)
 
 
 def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):

@@ -65,7 +65,7 @@ def check_devices(config) -> str:
     there = gpus_here()
     if there < gpus_wanted(config):
         raise CheckWarning(
-            f"trainer.n_gpus_per_node (GPUS_PER_NODE)={config.trainer.n_gpus_per_node}: the config asks for {asked}, "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: the config asks for {asked}, "
             f"and torch {torch.__version__} (CUDA {torch.version.cuda}) finds {there} GPUs here (CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES')}). If the run is for this node, lower it, update the driver "
             "(CUDA 13 needs 580 or newer), or train on a CPU with VERL_PLATFORM=cpu."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose what the run script leaves open: config, size, model and data, and the number of GPUs.
+"""Fill in what a command leaves open: experiment and size, model and data, and the number of GPUs.
 
-``choose`` does it for ``start``, before the parent exists: from the environment, and from what ``start`` finds on the
-machine. The variables are explained in the run script.
+``choose`` does it for ``start``, before the parent exists: from the environment, the arguments, and what ``start``
+finds on the machine. The variables are explained in the run script.
 """
 
 import hashlib
@@ -18,14 +18,22 @@ ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "recipe" / "bapo" / "example" / "files"
 INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
 FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
-FOR_GPUS = ("paper_", "gsm8k", "table_")  # configs whose names begin like this do not run on a CPU
+FOR_GPUS = ("paper_", "gsm8k", "table_")  # experiments whose names begin like this do not run on a CPU
+TRAIN_GPUS, ROLLOUT_GPUS = "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node"
+GONE = {  # variables of earlier versions, with the argument in their place
+    "EXPERIMENT": "'experiment=[{},evaluate]'",
+    "CONFIG": "experiment={}",
+    "SIZE": "size={}",
+    "GPUS_PER_NODE": f"{TRAIN_GPUS}={{}}",
+    "ROLLOUT_GPUS_PER_NODE": f"{ROLLOUT_GPUS}={{}}",
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """What decides the size of a run."""
 
-    config: str
+    experiment: str
     cpu: bool
     gpus: int  # of this node that train or sample
     several: bool  # it has several nodes, or is a job of a Ray cluster
@@ -33,14 +41,14 @@ class Request:
     language_model: bool
 
 
-# The first row that fits is the size, a file of configs/size. SIZE overrules it.
+# The first row that fits is the size, a file of configs/size, unless the command has size=.
 SIZES: tuple[tuple[Callable[[Request], bool], str], ...] = (
     (lambda run: run.language_model and run.cpu, "language_model_cpu"),
     (lambda run: run.language_model and run.gpus <= 2, "language_model_gpu"),
     (lambda run: run.language_model, "language_model_node"),
     (lambda run: run.cpu and run.own_data, "cpu_own_data"),
-    (lambda run: run.cpu and run.config == "example", "cpu_example"),
-    (lambda run: run.cpu and run.config == "partial_rollout", "cpu_long"),
+    (lambda run: run.cpu and run.experiment == "example", "cpu_example"),
+    (lambda run: run.cpu and run.experiment == "partial_rollout", "cpu_long"),
     (lambda run: run.cpu, "cpu"),
     (lambda run: run.several or run.gpus > 2, "gpu"),
     (lambda run: True, "gpu_few"),
@@ -64,74 +72,69 @@ def choose(
     flash_attn: Callable[[], bool] = lambda: False,
     only_checks: bool = False,
 ) -> Choice:
-    """Choose for the variables of an environment.
+    """Choose for the variables of an environment and the arguments of a command.
 
     Args:
         given: the environment. An empty variable counts as none; paths are absolute.
         gpus: number of NVIDIA GPUs that ``CUDA_VISIBLE_DEVICES`` leaves here.
-        arguments: those of the command.
+        arguments: those of the command, which go to the run after those that are chosen.
         amd: whether there are AMD GPUs.
         flash_attn: whether flash-attn can be imported; only asked on a GPU.
         only_checks: whether nothing is to train. A run for GPUs can be checked where there are none, such as on a login
             node.
 
     Raises:
-        ValueError: names the variable, its value and the fix.
+        ValueError: names the variable or argument, its value and the fix.
     """
     given = {name: value for name, value in given.items() if value}
+    for name, new in GONE.items():
+        if name in given:
+            raise ValueError(
+                f"{name}={given[name]} has no effect any more: unset it, and add {new.format(given[name])}"
+            )
+    given |= _settings(arguments)
     choice = Choice()
     if only_checks and not gpus and _is_for_gpus(given):
-        if "GPUS_PER_NODE" not in given:
-            raise ValueError("no GPU is visible here: to check the run of another node, set GPUS_PER_NODE to its GPUs.")
-        gpus, flash_attn = _count(given, "GPUS_PER_NODE", 1), lambda: True  # that node is taken to have flash-attn
+        if TRAIN_GPUS not in given:
+            raise ValueError(f"no GPU is visible here: to check the run of another node, add {TRAIN_GPUS}= its GPUs.")
+        gpus, flash_attn = _count(given, TRAIN_GPUS, 1), lambda: True  # that node is taken to have flash-attn
     nodes, several, cpu = _platform(given, choice, gpus, amd)
     own = any(name in given for name in INPUTS)
-    config = given.get("CONFIG", "")
-    language_model = config == "language_model"
+    experiment = _experiment(given)
+    language_model = experiment == "language_model"
     if language_model and (own or several):
         raise ValueError(
-            "CONFIG=language_model makes its own model and data, on this machine alone: leave MODEL_PATH, TRAIN_FILE, "
-            "TEST_FILE, NNODES and RAY_ADDRESS unset, or set another CONFIG."
+            "experiment=language_model makes its own model and data, on this machine alone: leave MODEL_PATH, "
+            "TRAIN_FILE, TEST_FILE, NNODES and RAY_ADDRESS unset, or give another experiment."
         )
-    if not (own or several or cpu or config.startswith((*FOR_GPUS, "evaluate"))):  # a GPU, and nothing is given
-        language_model, config = True, config or "language_model"
-    choice.language_model, config = language_model, config or "example"
+    if not (own or several or cpu or experiment.startswith((*FOR_GPUS, "evaluate"))):  # a GPU, and nothing is given
+        language_model, experiment = True, experiment or "language_model"
+    choice.language_model, experiment = language_model, experiment or "example"
 
     here = 1 if cpu else gpus
-    train, sample = _shares(given, here, config, cpu)
-    if language_model and "GPUS_PER_NODE" not in given:
+    train, sample = _shares(given, here, experiment, cpu)
+    if language_model and TRAIN_GPUS not in given:
         train = max(number for number in (1, 2, 4, 8) if number <= max(train, 1))  # these divide its batches
-    used = train + sample * (config == "separate_async")
-    run = Request(config, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
-    size = given.get("SIZE") or next(size for fits, size in SIZES if fits(run))
-    experiment = given.get("EXPERIMENT")
-    if experiment and config != "evaluate":
+    used = train + sample * (experiment == "separate_async")
+    run = Request(experiment, cpu, used, several, "TRAIN_FILE" in given or "TEST_FILE" in given, language_model)
+    size = given.get("size") or next(size for fits, size in SIZES if fits(run))
+    if experiment.startswith(FOR_GPUS) and "cpu" in size:
         raise ValueError(
-            f"EXPERIMENT={experiment} has no effect with CONFIG={config}: set CONFIG=evaluate to evaluate as that "
-            f"experiment does, or CONFIG={experiment} to run it."
-        )
-    named = {"CONFIG": config, "SIZE": size} | ({"EXPERIMENT": experiment} if experiment else {})
-    for name, value in named.items():
-        folder = ROOT / "configs" / ("size" if name == "SIZE" else "experiment")
-        known = sorted(path.stem for path in folder.glob("*.yaml") if (name, path.stem) != ("EXPERIMENT", "evaluate"))
-        if not known:
-            raise ValueError(f"{folder} is not there: copy configs/ beside recipe/, or use recipe.bapo.main_bapo.")
-        if value not in known:
-            raise ValueError(f"{name}={value} is not usable: choose from {' '.join(known)}.")
-    if config.startswith(FOR_GPUS) and "cpu" in size:
-        raise ValueError(
-            f"CONFIG={config} is for GPUs and SIZE={size} for a CPU: choose another CONFIG. To check it without GPUs, "
-            "leave VERL_PLATFORM and SIZE unset, and give GPUS_PER_NODE and --preflight."
+            f"experiment={experiment} is for GPUs and size={size} for a CPU: choose another experiment. To check it "
+            f"without GPUs, leave VERL_PLATFORM unset and size= out, and give {TRAIN_GPUS}=N and --preflight."
         )
     if not language_model:
-        _inputs(given, choice, config, cpu)
+        _inputs(given, choice, experiment, cpu)
 
-    choice.environment["OUTPUT_DIR"] = str(output_folder(arguments, given, config, ROOT))
-    chosen = f"[{experiment},evaluate]" if experiment else config  # a later one wins
-    choice.arguments += ["--config-dir", "configs", f"experiment={chosen}", f"size={size}"]
-    choice.arguments += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={train}"]
-    if config == "separate_async":
-        choice.arguments.append(f"actor_rollout_ref.rollout.n_gpus_per_node={sample}")
+    choice.environment["OUTPUT_DIR"] = str(output_folder(arguments, given, experiment, ROOT))
+    chosen = {"experiment": experiment, "size": size, "trainer.nnodes": nodes, TRAIN_GPUS: train}
+    if experiment == "separate_async":
+        chosen[ROLLOUT_GPUS] = sample
+    choice.arguments += [
+        "--config-dir",
+        "configs",
+        *(f"{key}={value}" for key, value in chosen.items() if key not in given),
+    ]
     if not cpu:
         # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
         choice.environment["VLLM_USE_FLASHINFER_SAMPLER"] = given.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -144,10 +147,22 @@ def choose(
     return choice
 
 
+def _settings(arguments):
+    """Return those arguments of a command on which a choice depends, by key. Of two, Hydra takes the last one."""
+    keys = ("experiment", "size", TRAIN_GPUS, ROLLOUT_GPUS)
+    pairs = (argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
+    return {key: value for key, value in pairs if key in keys}
+
+
+def _experiment(given):
+    """Return the experiment by which to choose; for ``[paper_7b,evaluate]``, which evaluates as that one, evaluate."""
+    return given.get("experiment", "").strip("[]").split(",")[-1].strip()
+
+
 def _is_for_gpus(given):
     """Whether a run is for GPUs, wherever it is checked."""
     platform = given.get("VERL_PLATFORM")
-    return platform == "nvidia" or (platform is None and given.get("CONFIG", "").startswith(FOR_GPUS))
+    return platform == "nvidia" or (platform is None and _experiment(given).startswith(FOR_GPUS))
 
 
 def _platform(given, choice, gpus, amd):
@@ -189,27 +204,27 @@ def _count(given, name, default):
     return int(value)
 
 
-def _shares(given, here, config, cpu):
+def _shares(given, here, experiment, cpu):
     """Return how many GPUs of a node train, and how many sample if the two use separate GPUs."""
-    if config != "separate_async" or cpu:
-        return _count(given, "GPUS_PER_NODE", max(here, 1)), _count(given, "ROLLOUT_GPUS_PER_NODE", 1)
+    if experiment != "separate_async" or cpu:
+        return _count(given, TRAIN_GPUS, max(here, 1)), _count(given, ROLLOUT_GPUS, 1)
     half = here // 2
-    train = _count(given, "GPUS_PER_NODE", 1) if "GPUS_PER_NODE" in given else None
-    sample = _count(given, "ROLLOUT_GPUS_PER_NODE", 1) if "ROLLOUT_GPUS_PER_NODE" in given else None
+    train = _count(given, TRAIN_GPUS, 1) if TRAIN_GPUS in given else None
+    sample = _count(given, ROLLOUT_GPUS, 1) if ROLLOUT_GPUS in given else None
     train = here - (half if sample is None else sample) if train is None else train
     sample = here - train if sample is None else sample
     if train < 1 or sample < 1:
         raise ValueError(
-            f"CONFIG=separate_async would train on GPUS_PER_NODE={train} and sample on ROLLOUT_GPUS_PER_NODE={sample} "
-            f"of this node's {here} GPUs: set both to 1 or more, or choose CONFIG=partial_rollout."
+            f"experiment=separate_async would train with {TRAIN_GPUS}={train} and sample with {ROLLOUT_GPUS}={sample} "
+            f"on this node's {here} GPUs: give both as 1 or more, or choose experiment=partial_rollout."
         )
     return train, sample
 
 
-def _inputs(given, choice, config, cpu):
+def _inputs(given, choice, experiment, cpu):
     """Take model and data as given and, on a CPU, the example's for what is not."""
     files = {name: given.get(name) for name in INPUTS}
-    if config == "evaluate":
+    if experiment == "evaluate":
         files["TRAIN_FILE"] = files["TRAIN_FILE"] or files["TEST_FILE"]
     if cpu:
         if bool(files["TRAIN_FILE"]) != bool(files["TEST_FILE"]):
