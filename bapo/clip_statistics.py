@@ -32,7 +32,7 @@ UNBOUNDED_RATIO = 3.0
 # GPU launches few kernels.
 CPU_CHUNK, GPU_CHUNK = 1 << 15, 1 << 20
 
-# Maps ratios and advantages, ``(B, T)``, to what is left of the ratio in the gradient of a loss other than BAPO's: the
+# Maps ratios and advantages, ``(B, T)``, to the effective ratio in the gradient of a loss other than BAPO's: the
 # ratio itself, 0 where the loss clips the token, and the limit where it caps the ratio.
 OwnClipFunction = Callable[[Tensor, Tensor], Tensor]
 

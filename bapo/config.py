@@ -148,4 +148,4 @@ def _require_number(name: str, value: object) -> None:
 
 
 def _refuse(name: str, value: object, fix: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r} is not usable: {fix}.")
+    raise ValueError(f"invalid {name}={value!r}: {fix}.")

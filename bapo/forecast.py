@@ -8,7 +8,7 @@ So the forecast takes the weight of the update's own tokens, and the ratios of a
 An update that follows a forecast stays exact, because its caller checks it: the training forwards give the sums of the
 update's own tokens, and a search on these gives the exact bounds. If ``same_tokens_are_clipped`` at both pairs of
 bounds, the gradient is that of the exact bounds, because a clipped token has no gradient wherever the bound lies.
-Otherwise the caller makes the update's forwards and backwards again, with the exact bounds. A forecast therefore
+Otherwise the caller runs the update's forwards and backwards again, with the exact bounds. A forecast therefore
 decides what an update costs, and not what is trained. (Only the value of the loss, which is logged, has the forecast
 bounds in the terms of clipped tokens.)
 
@@ -25,7 +25,7 @@ from bapo.clip_statistics import ClipStatistics
 from bapo.config import BAPOConfig
 from bapo.search import ClipBounds, first_on_path, measure_search_path, reaches_target, search_clip_bounds
 
-# What making an update again costs, in forward passes. A forward takes 0.25 to 0.45 of an update (docs/performance.md).
+# What recomputing an update costs, in forward passes. A forward takes 0.25 to 0.45 of an update (docs/performance.md).
 REPEAT_COST = 4.0
 # What a wrong forecast costs more than a forward before the update would have, in forward passes.
 COST_OF_A_MISS = REPEAT_COST - 1

@@ -41,4 +41,4 @@ def check_inputs(clip_ratio_c: float | None, **tensors: Tensor) -> None:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"All tensors must have the same shape (B, T), but got: {shapes}.")
     if clip_ratio_c is not None and not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c={clip_ratio_c!r} is not usable: use a number above 1, or None: no dual clip.")
+        raise ValueError(f"invalid clip_ratio_c={clip_ratio_c!r}: use a number above 1, or None: no dual clip.")

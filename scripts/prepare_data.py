@@ -138,7 +138,7 @@ def prepare(name: str, source: Path | None, out: Path, as_published: bool = Fals
         OSError: ``out`` cannot be written.
     """
     if out.suffix != ".parquet":
-        raise ValueError(f"{out} is not usable: parquet is written, so give --out a name that ends with .parquet.")
+        raise ValueError(f"invalid --out {out}: parquet is written, so give a name that ends with .parquet.")
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
     data_set = DATA_SETS[name]

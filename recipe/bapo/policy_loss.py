@@ -33,7 +33,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
             per update is written for ``recipe.bapo.report``. None: no record.
 
     Raises:
-        ValueError: an option is not usable; ``BAPOConfig`` says which. (An unknown key raises in verl.)
+        ValueError: an option is invalid; ``BAPOConfig`` says which. (An unknown key raises in verl.)
     """
 
     loss_mode: str = "bapo"
@@ -49,7 +49,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         _check_folder(self.record_dir)
         if self.loss_mode != "bapo":
             raise ValueError(
-                f"loss_mode={self.loss_mode!r} is not usable with {type(self).__name__}: use loss_mode=bapo. With "
+                f"invalid loss_mode={self.loss_mode!r} with {type(self).__name__}: use loss_mode=bapo. With "
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
@@ -69,7 +69,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
         record_dir: as in ``BAPOPolicyLossConfig``.
 
     Raises:
-        ValueError: ``loss_mode`` is ``bapo``, or an option is not usable.
+        ValueError: ``loss_mode`` is ``bapo``, or an option is invalid.
     """
 
     record_dir: str | None = None
@@ -79,7 +79,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
         _check_folder(self.record_dir)
         if self.loss_mode == "bapo":
             raise ValueError(
-                "loss_mode=bapo is not usable with MonitorConfig, which leaves the loss as it is: set loss_mode to one "
+                "invalid loss_mode=bapo with MonitorConfig, which leaves the loss as it is: set loss_mode to one "
                 "of verl's losses, or _target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig to train with BAPO."
             )
         try:
@@ -90,7 +90,7 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
 
 def _check_folder(record_dir: object) -> None:
     if record_dir is not None and not (isinstance(record_dir, str) and os.path.isabs(record_dir)):
-        raise ValueError(f"record_dir={record_dir!r} is not usable: name a folder by its absolute path, or null.")
+        raise ValueError(f"invalid record_dir={record_dir!r}: name a folder by its absolute path, or null.")
 
 
 @register_policy_loss("bapo")

@@ -83,7 +83,7 @@ head)
     start --head "$@"
     ;;
 join)
-    [[ ${1:-} == *:* ]] || fail "join ${1:-} is not usable: give the head's address as IP:PORT."
+    [[ ${1:-} == *:* ]] || fail "invalid address ${1:-}: give the head's address as IP:PORT."
     need_token
     close_token
     need_venv
@@ -91,8 +91,8 @@ join)
     start --address="$address" "$@"
     ;;
 wait)
-    [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || fail "wait ${1:-} is not usable: give the number of nodes."
-    [[ ${WAIT_SECONDS:-600} =~ ^[1-9][0-9]*$ ]] || fail "WAIT_SECONDS=$WAIT_SECONDS is not usable: give a whole number of 1 or more."
+    [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || fail "invalid number ${1:-}: give the number of nodes."
+    [[ ${WAIT_SECONDS:-600} =~ ^[1-9][0-9]*$ ]] || fail "invalid WAIT_SECONDS=$WAIT_SECONDS: give a whole number of 1 or more."
     need_venv
     end=$((SECONDS + ${WAIT_SECONDS:-600}))
     while :; do

@@ -23,7 +23,7 @@ from recipe.bapo.hook.advice import (
     clipped_by_own_loss,
     find_stable_target,
 )
-from recipe.bapo.hook.advice_inputs import figures_of
+from recipe.bapo.hook.advice_inputs import advice_inputs
 
 OPTIONS = asdict(BAPOConfig())
 HIGHER = "actor_rollout_ref.actor.clip_ratio_high=2.0"
@@ -63,7 +63,7 @@ def test_the_figures_have_the_start_and_the_highest_rho_of_both_measures():
     falls_at_the_end = []
     for seed in range(10):
         stats = collect_clip_statistics(*make_batch(seed, rows=8), config, clip_ratio_c=3.0)
-        figures = figures_of(stats, config, own_clip=False)
+        figures = advice_inputs(stats, config, own_clip=False)
         for measure in ("value", "gradient"):
             of_measure = replace(config, contribution=measure)
             found = search_clip_bounds(stats, of_measure)

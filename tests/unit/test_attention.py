@@ -144,7 +144,10 @@ def test_the_kernel_gets_the_precision_of_autocast_and_no_float32(calls):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, _ = attention.attend(**arguments(dtype=torch.float32))
     assert out.dtype == torch.bfloat16 and {tensor.dtype for tensor in calls[0][0][:3]} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="not usable in torch.float32: .* bfloat16 or float16. Leave actor.fsdp_con"):
+    with pytest.raises(
+        ValueError,
+        match="torch_varlen in torch.float32: .* bfloat16 or float16. Leave actor.fsdp_con",
+    ):
         attention.attend(**arguments(dtype=torch.float32))
 
 
@@ -179,7 +182,7 @@ def test_what_the_kernel_does_not_compute_is_refused(changes, said):
     attention.attend(**arguments())
     with pytest.raises(ValueError) as error:
         attention.attend(**arguments() | changes)
-    assert str(error.value).startswith("attn_implementation=torch_varlen ") and said in str(error.value)
+    assert str(error.value).startswith("invalid attn_implementation=torch_varlen ") and said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_a_model_is_refused_by_its_config(changes, said):
         setattr(config, name, value)
     with pytest.raises(ValueError) as error:
         attention.refuse_model(config, packed=True)
-    assert str(error.value).startswith(f"attn_implementation=torch_varlen is not usable {said}")
+    assert str(error.value).startswith(f"invalid attn_implementation=torch_varlen {said}")
 
 
 def test_dropout_is_refused_in_training_alone():

@@ -41,7 +41,7 @@ def test_a_wrong_value_is_named_with_the_field_and_the_fix(wrong, field):
         BAPOConfig(**wrong)
     message = str(error.value)
     value = wrong.get(field, getattr(BAPOConfig, field))
-    assert message.startswith(f"{field}={value!r} is not usable: "), message
+    assert message.startswith(f"invalid {field}={value!r}: "), message
     assert any(verb in message for verb in ("use ", "lower it")), message
 
 

@@ -145,7 +145,7 @@ def test_the_summary_says_what_exact_bounds_cost(tmp_path):
     lines = [record(1, **step_data(1, 0.5) | costs), record(2, **step_data(2, 0.5) | dict.fromkeys(costs, 0.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", summary(tmp_path), re.M))
-    assert told["updates with an extra forward pass"] == "12%" and told["updates that were made twice"] == "6%"
+    assert told["updates with an extra forward pass"] == "12%" and told["updates that were recomputed"] == "6%"
 
 
 def test_a_monitored_run_is_not_told_of_bounds_that_were_used(tmp_path):

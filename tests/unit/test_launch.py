@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         code, _, err = run.end()
     finally:
         run.process.kill()
-    assert code == 1 and err.startswith(f"Error: run_dir (OUTPUT_DIR)={tmp_path}/run is not usable: ")
+    assert code == 1 and err.startswith(f"Error: invalid run_dir (OUTPUT_DIR)={tmp_path}/run: ")
 
 
 def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
@@ -184,9 +184,7 @@ def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
     folder = first.folder / "run"
     before = {path: path.read_bytes() for path in folder.iterdir()}
     code, _, err = launch("train()", OUTPUT_DIR=str(folder)).end()
-    assert code == 1 and err.startswith(
-        f"Error: run_dir (OUTPUT_DIR)={folder} is not usable: another run has this folder: "
-    )
+    assert code == 1 and err.startswith(f"Error: invalid run_dir (OUTPUT_DIR)={folder}: another run has this folder: ")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     (folder / "go").touch()
     assert first.end()[0] == 0
@@ -281,7 +279,7 @@ def test_the_task_runner_logs_to_the_folder_and_cleans_up_whatever_happens(monke
     monkeypatch.setattr(task_runner.os, "environ", dict(os.environ))
     monkeypatch.setattr(task_runner, "claim_cluster", lambda: happened.append("claimed"))
     monkeypatch.setattr(task_runner, "remove_on_every_node", lambda: happened.append("cleaned up"))
-    monkeypatch.setattr(task_runner.recipe, "run_trainer", train)
+    monkeypatch.setattr(task_runner.bapo_run, "run_trainer", train)
     with pytest.raises(RuntimeError, match="it failed"):
         runner.run(config)
     assert happened == [*claimed, "/the/run/metrics.jsonl", "cleaned up"]
@@ -294,7 +292,7 @@ def test_a_yaml_file_that_names_another_folder_than_the_logs_is_refused(task, tm
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "log"))
     with pytest.raises(SystemExit):
         train.main(composed(task, f"run_dir={tmp_path}/other"))
-    assert sent["error"].startswith(f"run_dir={tmp_path}/other of a yaml file is not usable, because the log is in")
+    assert sent["error"].startswith(f"invalid run_dir={tmp_path}/other of a yaml file, because the log is in")
     assert not (tmp_path / "other").exists()
 
 

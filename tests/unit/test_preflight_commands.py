@@ -95,11 +95,11 @@ def test_the_pages_of_the_lines_name_the_command(page):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        ([*MONITOR, f"{LOSS}.loss_mode=vanila"], "loss_mode=vanila is not usable: Unsupported loss mode: vanila. Supp"),
-        ([*MONITOR, f"{LOSS}.loss_mode=bapo"], "loss_mode=bapo is not usable with MonitorConfig, which leaves the"),
-        (TWO_LINES[:1], f"loss_mode=bapo is not usable without its config: set {TWO_LINES[1]}"),
-        (TWO_LINES[1:], "loss_mode='vanilla' is not usable with BAPOPolicyLossConfig: use loss_mode=bapo"),
-        ([*TWO_LINES, f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c=1 is not usable: it is the dual clip's bound"),
+        ([*MONITOR, f"{LOSS}.loss_mode=vanila"], "loss_mode=vanila: Unsupported loss mode: vanila. Supp"),
+        ([*MONITOR, f"{LOSS}.loss_mode=bapo"], "loss_mode=bapo with MonitorConfig, which leaves the"),
+        (TWO_LINES[:1], f"loss_mode=bapo without its config: set {TWO_LINES[1]}"),
+        (TWO_LINES[1:], "loss_mode='vanilla' with BAPOPolicyLossConfig: use loss_mode=bapo"),
+        ([*TWO_LINES, f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c=1: it is the dual clip's bound"),
         (
             ["custom_reward_function.path=/my/reward.py"],
             "custom_reward_function.path: verl.trainer.main_ppo 0.9.1 does",

@@ -54,7 +54,7 @@ def test_a_bad_row_is_named(task, tmp_path, bad, message):
 
 def test_a_seed_that_is_no_number_is_named(task, tmp_path):
     pd.DataFrame([row()]).to_parquet(tmp_path / "data.parquet")
-    with pytest.raises(ValueError, match=r"data.seed \(seed\)=abc is not usable: "):
+    with pytest.raises(ValueError, match=r"data.seed \(seed\)=abc: "):
         check_train_data(composed(task, f"data.train_files={tmp_path}/data.parquet", "seed=abc"))
 
 
@@ -164,7 +164,7 @@ def test_a_tracker_that_names_nothing_does_not_start_from_scratch(task, checkpoi
 
 def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
     config = resuming(task, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
-    with pytest.raises(CheckWarning, match="trainer.resume_from_path=.* is not usable: name a checkpoint's folder"):
+    with pytest.raises(CheckWarning, match="trainer.resume_from_path=.*: name a checkpoint's folder"):
         check_checkpoint(config)
     (tmp_path / "global_step_2").mkdir()
     # verl would take what follows "global_step_" for a number, and 2/ is none.

@@ -148,7 +148,7 @@ def lines_of_engine(engine, monkeypatch, task, *overrides):
 def test_another_engine_composes_and_is_refused_with_the_reason(monkeypatch, task):
     needed = (f"{ACTOR}.strategy=torchtitan", *NOT_OF_FSDP, f"~{ACTOR}.entropy_from_logits_with_chunking")
     refused = lines_of_engine("torchtitan", monkeypatch, task, *needed)["verl's config"]
-    assert refused.status == "failed" and "strategy=torchtitan is not usable with loss_mode=bapo" in refused.detail
+    assert refused.status == "failed" and "strategy=torchtitan with loss_mode=bapo" in refused.detail
     assert refused.detail.endswith(UNSUPPORTED_STRATEGIES["torchtitan"])
 
 
@@ -164,7 +164,7 @@ def lines_of_megatron(monkeypatch, task, *overrides):
 
 def test_megatron_takes_the_default_scope_alone(monkeypatch, task):
     refused = lines_of_megatron(monkeypatch, task, f"{ACTOR}.policy_loss.bound_scope=micro_batch")["verl's config"]
-    assert refused.status == "failed" and "bound_scope=micro_batch is not usable with strategy=meg" in refused.detail
+    assert refused.status == "failed" and "bound_scope=micro_batch with strategy=meg" in refused.detail
     lines = lines_of_megatron(monkeypatch, task, f"{ACTOR}.megatron.tensor_model_parallel_size=2")
     assert "bound_scope=mini_batch" in lines["verl's config"].detail and lines["settings"].status == "ok"
 
@@ -196,7 +196,7 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
 
 
 def test_what_the_worker_refuses_is_refused_before_the_run(config):
-    with pytest.raises(ValueError, match="seq-mean-token-sum-norm is not usable with loss_scale_factor=null"):
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm with loss_scale_factor=null"):
         stages.check_verls_config(config(changes={f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}))
 
 
@@ -265,7 +265,7 @@ REFERENCE = {f"{ACTOR}.use_kl_loss": True}
         (
             "7B",
             {**FUSED, **REFERENCE},
-            "=true is not usable with a reference model .*=\\[recipe.bapo.verl_patches.fused_heads\\], or",
+            "=true with a reference model .*=\\[recipe.bapo.verl_patches.fused_heads\\], or",
         ),
         ("7B", {**FUSED, **REFERENCE, f"{MODEL}.external_lib": "recipe.bapo.verl_patches.fused_heads"}, None),
         (

@@ -126,7 +126,7 @@ def test_a_row_without_one_answer_is_dropped(tmp_path, name, answer):
 
 
 def test_another_format_than_parquet_is_not_promised(tmp_path):
-    with pytest.raises(ValueError, match="m.csv is not usable: parquet is written"):
+    with pytest.raises(ValueError, match="m.csv: parquet is written"):
         prepare("math_500", None, tmp_path / "m.csv")
 
 

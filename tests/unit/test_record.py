@@ -121,7 +121,7 @@ def change(part, **names):
         (1, lambda line: {}, "no options"),
         (1, lambda line: {"options": [1]}, "no options"),
         (1, change("options", new_option=1, another=2), "unknown options another, new_option"),
-        (1, change("options", ratio_lower_step=0), "ratio_lower_step=0 is not usable: use a step above 0"),
+        (1, change("options", ratio_lower_step=0), "invalid ratio_lower_step=0: use a step above 0"),
         (1, change("options", ratio_lower_start=10**400), "int too large to convert to float"),
         (1, change("own_clip", low=None, dual_clip=None), "an own_clip without dual_clip, low"),
         (1, change("own_clip", high="1.2", dual_clip="3"), "no numbers in own_clip as dual_clip, high"),

@@ -49,15 +49,15 @@ def choose(given, gpus, arguments=(), **options):
         (0, {"experiment": "table_1_gpu"}, "experiment=table_1_gpu is for GPUs"),
         (8, {"experiment": "paper_7b", "size": "cpu_long"}, "experiment=paper_7b is for GPUs and size=cpu_long for a"),
         (0, {"experiment": "paper_7b"}, "experiment=paper_7b is for GPUs"),
-        (0, {TRAIN: "x[$(touch /tmp/ran)]"}, "is not usable: give a whole number of 1 or more"),
-        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x} is not usable: name a folder, without ${"),
+        (0, {TRAIN: "x[$(touch /tmp/ran)]"}, ": give a whole number of 1 or more"),
+        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x}: name a folder, without ${"),
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "10.0.0.1:6379"}, "RAY_ADDRESS=10.0.0.1:6379 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "auto"}, "RAY_ADDRESS=auto but this machine has no GPU"),
         ("AMD", {}, "this machine has AMD GPUs, which are not supported"),
-        (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei is not usable: leave it unset"),
+        (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei: leave it unset"),
         (8, {"VERL_PLATFORM": "nvidia", "experiment": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
         (0, {"VERL_PLATFORM": "nvidia"}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
         # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
@@ -218,7 +218,7 @@ def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, 
 
 @pytest.mark.parametrize("argument", ["run_dir=", "run_dir=null"])
 def test_a_folder_without_a_name_is_refused(argument):
-    with pytest.raises(ValueError, match=r"run_dir \(OUTPUT_DIR\)=(null)? is not usable: name a folder"):
+    with pytest.raises(ValueError, match=r"run_dir \(OUTPUT_DIR\)=(null)?: name a folder"):
         choose({}, 0, [argument])
 
 
@@ -267,7 +267,7 @@ def ended(monkeypatch, tmp_path):
 
 
 def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, tmp_path, capsys):
-    wrong = "failed   batches          some.key=7 is not usable: set it to 8."
+    wrong = "failed   batches          some.key=7: set it to 8."
     assert ended(checked=1, said=wrong)[:2] == ([], ["find", "convert"])
     assert capsys.readouterr().err == f"{wrong}\n"
     converted = (["recipe.bapo.preflight"], ["find", "convert"], f"{tmp_path}/converted/model")

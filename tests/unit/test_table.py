@@ -248,7 +248,7 @@ def test_the_picture_has_means_and_intervals_of_methods(tmp_path):
         (["empty"], "empty holds no run: give a folder with metrics.jsonl, or a file of verl's file logger."),
         (["none.jsonl"], "none.jsonl has no validation (val-core/*): set trainer.test_freq and data.val_files"),
         (["bad.jsonl"], "bad.jsonl has a line that is not in the format of verl's file logger"),
-        (["run", "--baseline", "ppo"], "--baseline ppo is not usable: the methods are run."),
+        (["run", "--baseline", "ppo"], "--baseline ppo: the methods are run."),
         (["apart-seed1.jsonl", "apart-seed2.jsonl"], "the runs of apart were validated at no common step: give them"),
         ([str(RECORDS)], f"no validations: python -m recipe.bapo.report {RECORDS} reads it."),
         (

@@ -26,12 +26,12 @@ def compose_config(
             ``trainer``, as for ``verl.trainer.main_ppo``.
 
     Raises:
-        hydra.errors.HydraException: an override is not usable.
+        hydra.errors.HydraException: an override is invalid.
         ValueError: a folder is not there.
     """
     if groups is not None:  # quoted, because a folder's name may hold parentheses
         if not Path(groups).is_dir():
-            raise ValueError(f"--config-dir={groups} is not usable: there is no such folder.")
+            raise ValueError(f"invalid --config-dir={groups}: there is no such folder.")
         path = f"[pkg://verl.trainer.config,'file://{Path(groups).absolute()}']"
         overrides = [f"hydra.searchpath={path}", *overrides]
     import verl  # imported here, because verl's plugins import this module
@@ -73,7 +73,7 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     numbers = {"data.train_batch_size": train_batch_size, "ppo_epochs": ppo_epochs, "staleness": staleness}
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r} is not usable: give a whole number of 1 or more.")
+            raise ValueError(f"invalid {name}={value!r}: give a whole number of 1 or more.")
     size, rest = divmod(train_batch_size * ppo_epochs, staleness)
     if rest:
         raise ValueError(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do next in a run, in a few sentences, judging by the figures of some updates.
+"""What to do next in a run, in a few sentences, judging by the metrics of some updates.
 
 The worker and the report print it, in the order of docs/monitor.md: first whether the numbers can be used at all, then
 whether the loss clips, then what BAPO's bounds would do. All thresholds are here, and you may change them and the
 texts. A search ends in one of three ways: the target is *met at the start* (no bound has to move), *met by moving* the
-bounds, or the search is *saturated*: no pair of bounds on its path reaches the target. ``advice_inputs.py`` makes the
-figures. This module imports neither verl nor torch.
+bounds, or the search is *saturated*: no pair of bounds on its path reaches the target. ``advice_inputs.py`` makes
+what it needs. This module imports neither verl nor torch.
 """
 
 import math
@@ -52,7 +52,7 @@ def advise(updates: Sequence[Mapping[str, float]], options: Mapping, about: Mapp
     """Say what to do next.
 
     Args:
-        updates: the values of each of some updates, in order, with the numbers of ``figures_of`` and of the record.
+        updates: the metrics of each of some updates, in order, with those of ``advice_inputs`` and of the record.
         options: the options of the search, by name.
         about: what the first line of the record says of the run.
         window: what the texts call the updates, such as "this run".

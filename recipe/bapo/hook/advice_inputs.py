@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures that an advice needs of an update beside its values: the same in the worker and in the report."""
+"""What the advice needs of an update beside its metrics: the same in the worker and in the report."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from bapo.config import CHOICES
 from bapo.search import measure_search_path
 
 
-def figures_of(stats: ClipStatistics, config: BAPOConfig, own_clip: bool) -> dict[str, Tensor]:
-    """Return figures that follow from the sums of an update, or of many.
+def advice_inputs(stats: ClipStatistics, config: BAPOConfig, own_clip: bool) -> dict[str, Tensor]:
+    """Return what follows from the sums of an update, or of many.
 
     Args:
         stats: sums of an update's tokens over all ranks, on the host, or of many updates in leading dimensions.
@@ -26,11 +26,11 @@ def figures_of(stats: ClipStatistics, config: BAPOConfig, own_clip: bool) -> dic
         search and the highest on its path, for both measures.
     """
     positive, negative = stats.tokens_by_sign
-    figures = {"response_tokens": stats.sums.tokens, "positive_tokens": positive, "negative_tokens": negative}
-    figures["beyond_upper_start"], _ = stats.clipped_tokens(config.lower.grid()[0], config.upper.grid()[0])
+    inputs = {"response_tokens": stats.sums.tokens, "positive_tokens": positive, "negative_tokens": negative}
+    inputs["beyond_upper_start"], _ = stats.clipped_tokens(config.lower.grid()[0], config.upper.grid()[0])
     if own_clip:
-        figures |= {f"clipped_{sign}": getattr(stats.sums, f"own_clipped_{sign}") for sign in ("positive", "negative")}
+        inputs |= {f"clipped_{sign}": getattr(stats.sums, f"own_clipped_{sign}") for sign in ("positive", "negative")}
     for contribution in CHOICES["contribution"]:
         rho = measure_search_path(stats, replace(config, contribution=contribution)).positive_contribution
-        figures |= {f"{contribution}_start": rho[..., 0], f"{contribution}_highest": rho.max(-1).values}
-    return figures
+        inputs |= {f"{contribution}_start": rho[..., 0], f"{contribution}_highest": rho.max(-1).values}
+    return inputs

@@ -31,17 +31,17 @@ def refuse_unusable_settings(actor_config: Any, model_config: Any) -> None:
     else:
         reason = UNSUPPORTED_STRATEGIES.get(actor_config.strategy, "It was not tried.")
         raise ValueError(
-            f"actor_rollout_ref.actor.strategy={actor_config.strategy} is not usable with loss_mode=bapo: set it to "
+            f"invalid actor_rollout_ref.actor.strategy={actor_config.strategy} with loss_mode=bapo: set it to "
             f"fsdp, fsdp2 or megatron. {reason}"
         )
     if actor_config.clip_ratio_c is not None and not actor_config.clip_ratio_c > 1:
         raise ValueError(
-            f"actor_rollout_ref.actor.clip_ratio_c={actor_config.clip_ratio_c} is not usable: it is the dual clip's "
+            f"invalid actor_rollout_ref.actor.clip_ratio_c={actor_config.clip_ratio_c}: it is the dual clip's "
             "bound on the ratio. Set it to a number above 1."
         )
     if actor_config.loss_agg_mode == "seq-mean-token-sum-norm" and actor_config.loss_scale_factor is None:
         raise ValueError(
-            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm is not usable with loss_scale_factor=null: "
+            "invalid actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm with loss_scale_factor=null: "
             "verl divides by each micro-batch's padded width, so the loss would depend on how the mini-batch is split. "
             "Set actor_rollout_ref.actor.loss_scale_factor to a constant such as the maximum response length."
         )
@@ -74,7 +74,7 @@ def _refuse_on_fsdp(actor_config: Any, model_config: Any) -> None:
     attention = model_config.override_config.get("attn_implementation", "flash_attention_2")
     if parallel > 1 and not str(attention).startswith("flash_attention"):
         raise ValueError(
-            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} is not usable with "
+            f"invalid actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={parallel} with "
             f"attn_implementation={attention}: the GPUs exchange their parts of a sequence only in flash attention. "
             "Without it each would silently attend to its own part alone. Install flash-attn, or set it to 1."
         )
@@ -83,7 +83,7 @@ def _refuse_on_fsdp(actor_config: Any, model_config: Any) -> None:
 def _require_megatron_section(actor_config: Any) -> None:
     if not hasattr(actor_config, "megatron"):
         raise ValueError(
-            "actor_rollout_ref.actor.strategy=megatron is not usable without Megatron's section of the config: set "
+            "invalid actor_rollout_ref.actor.strategy=megatron without Megatron's section of the config: set "
             "model_engine=megatron, which sets the strategy and adds the section."
         )
 
@@ -92,12 +92,12 @@ def _refuse_on_megatron(actor_config: Any) -> None:
     _require_megatron_section(actor_config)
     if actor_config.policy_loss.bound_scope == "micro_batch":
         raise ValueError(
-            "actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch is not usable with strategy=megatron: use "
+            "invalid actor_rollout_ref.actor.policy_loss.bound_scope=micro_batch with strategy=megatron: use "
             "mini_batch. Only the last stage of a pipeline calls the loss, so the others could not join a search there."
         )
     if actor_config.megatron.dynamic_context_parallel:
         raise ValueError(
-            "actor_rollout_ref.actor.megatron.dynamic_context_parallel=true is not usable with loss_mode=bapo: each "
+            "invalid actor_rollout_ref.actor.megatron.dynamic_context_parallel=true with loss_mode=bapo: each "
             "rank then has samples of its own, but only one rank reports its outputs, so the bounds would be found on "
             "a part of the tokens. Set it to false."
         )

@@ -61,7 +61,7 @@ class Monitor(BoundScope):
         return {**super().about(), "own_clip": None if self.own_clip is None else asdict(self.own_clip)}
 
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
-        self.pass_sums, self.failed, self.first = None, False, position == 0
+        self.pass_stats, self.failed, self.first = None, False, position == 0
         with self.guard("looking at the mini-batch"):
             self.needs_forecast = not (on_policy or self._is_one_micro_batch(data))
         return run_pass()
@@ -77,7 +77,7 @@ class Monitor(BoundScope):
         pass  # its loss takes no bounds
 
     def measure(self) -> Measured:
-        stats = self._reduce(self.not_summed if self.failed else self.pass_sums)
+        stats = self._reduce(self.not_summed if self.failed else self.pass_stats)
         if stats.sums.uncollected > 0:
             return Measured(stats, {})
         bounds = search_clip_bounds(stats, self.config)

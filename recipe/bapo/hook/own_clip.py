@@ -26,7 +26,7 @@ class OwnClip:
     dual_clip: float = math.inf
 
     def __call__(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Return what is left of the ratio in the gradient, in any shape: 0 where clipped, the limit where capped.
+        """Return the effective ratio in the gradient, in any shape: 0 where clipped, the limit where capped.
 
         Where A = 0 it means nothing.
         """

@@ -36,7 +36,7 @@ TOGETHER = (
     + ("positive_contribution", "positive_contribution_start", "positive_contribution_highest"),
     ("redone", "extra_forward"),
 )
-# What null means as a limit of ``own_clip``.
+# A limit of ``own_clip`` that is null in the record.
 NO_LIMITS = {"low": -math.inf, "high": math.inf, "dual_clip": math.inf}
 # Sums of which the report needs nothing but ``entropy_covariance``, which is among the values.
 NOT_RECORDED = {f"{sign}_gradient{of}" for sign in ("positive", "negative") for of in ("", "_log_prob")}

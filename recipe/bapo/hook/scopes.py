@@ -3,9 +3,6 @@
 
 The worker calls ``update`` in place of verl's forwards and backwards of an optimizer update. While these run, verl
 calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for its bounds.
-
-Three words: *sums* are those of an update's tokens (``bapo.ClipStatistics``); *values* follow from them and are logged
-and recorded; *figures* follow from them too, and are for the advice alone (``advice_inputs.py``).
 """
 
 from collections.abc import Callable
@@ -52,17 +49,17 @@ class Measured:
 
     Attributes:
         stats: sums of the tokens, on the host.
-        values: bounds and metrics by name, as ``bapo.read_and_validate`` returns them, with ``entropy_covariance``, and
-            with ``extra_forward`` and ``redone``: 1 if a forward pass was made to find the bounds, and if the forwards
-            and backwards were made twice, otherwise 0. With ``MicroBatch`` they are means over the micro-batches.
+        metrics: bounds and metrics by name, as ``bapo.read_and_validate`` returns them, with ``entropy_covariance``,
+            and with ``extra_forward`` and ``redone``: 1 if a forward pass was run to find the bounds, and if forwards
+            and backwards were run twice, otherwise 0. With ``MicroBatch`` they are means over the micro-batches.
     """
 
     stats: ClipStatistics
-    values: dict[str, float]
+    metrics: dict[str, float]
 
 
 class BoundScope:
-    """Finds the bounds of each update, and makes its forwards and backwards with them.
+    """Finds the bounds of each update, and runs its forwards and backwards with them.
 
     Attributes:
         applied: whether the loss takes the bounds.
@@ -75,7 +72,7 @@ class BoundScope:
         model_config: verl's config of the model.
         engine: verl's training engine.
         device: the device of this rank, as verl's ``get_device_id`` gives it.
-        guard: for what must not end the run.
+        guard: turns an error that must not end the run into a line for the user.
 
     Raises:
         ValueError: the settings cannot be used.
@@ -106,7 +103,7 @@ class BoundScope:
         self.can_make_forward = self.strategy == "megatron" or not model_config.enable_activation_offload
         self.can_repeat = can_be_restored(engine)
         self.nothing = empty_clip_statistics(self.config, device)  # of a rank that adds no tokens
-        self.pass_sums: ClipStatistics | None = None  # of this rank's micro-batches in the current pass so far
+        self.pass_stats: ClipStatistics | None = None  # of this rank's micro-batches in the current pass so far
         self.latest: Bounds | None = (self.config.ratio_lower_start, self.config.ratio_upper_start)
 
     def about(self) -> dict:
@@ -119,7 +116,7 @@ class BoundScope:
         }
 
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
-        """Make the forwards and backwards of an update with its bounds, and return what verl's engine returns for it.
+        """Run the forwards and backwards of an update with its bounds, and return what verl's engine returns for it.
 
         When this returns, the gradients are those of the whole mini-batch, and the optimizer's step may follow.
 
@@ -128,7 +125,7 @@ class BoundScope:
             position: number of updates since the rollout servers got their weights, which is the position on the
                 rollout batch where they get them after each batch.
             on_policy: whether every ratio is to be taken as 1.
-            run_pass: makes the forwards and backwards, and adds to the gradients.
+            run_pass: runs the forwards and backwards, and adds to the gradients.
 
         Raises:
             ValueError: log-probs or advantages are not finite; on all ranks together, before the optimizer's step.
@@ -141,7 +138,7 @@ class BoundScope:
 
     def finish(self) -> None:
         """Keep the bounds of the update as the latest ones, now that the optimizer's step was made."""
-        self.latest = self.measured.values["low"], self.measured.values["high"]
+        self.latest = self.measured.metrics["low"], self.measured.metrics["high"]
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
@@ -157,9 +154,9 @@ class BoundScope:
         return collect_clip_statistics(*tokens, self.config, self.clip_ratio_c, self.own_clip)
 
     def _add_micro_batch(self, data: TensorDict, log_probs: Tensor) -> None:
-        """Add the tokens of a micro-batch to ``pass_sums``."""
+        """Add the tokens of a micro-batch to ``pass_stats``."""
         sums = self._sums_of(data, log_probs)
-        self.pass_sums = sums if self.pass_sums is None else self.pass_sums + sums
+        self.pass_stats = sums if self.pass_stats is None else self.pass_stats + sums
 
     def _reduce(self, sums: ClipStatistics | None) -> ClipStatistics:
         """Add the sums of all ranks, and copy them to the host.
@@ -183,11 +180,15 @@ class BoundScope:
         values["entropy_covariance"] = stats.entropy_sums(bounds.low, bounds.high).covariance.item()
         return Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
 
+    def _refuse_invalid(self, stats: ClipStatistics) -> None:
+        """Raise where a log-prob or an advantage of reduced sums is not finite, or too few old log-probs are usable."""
+        self._search(stats)
+
     def _trains_at_once(self, forecast: Forecast) -> bool:
         """Whether an update trains with a forecast at once. Otherwise a forward pass comes first.
 
-        One of the two is always possible: a forward, which activation offload rules out on FSDP, or to make the update
-        again, which FP8 and CUDA graphs rule out on Megatron.
+        One of the two is always possible: a forward, which activation offload rules out on FSDP, or to recompute the
+        update, which FP8 and CUDA graphs rule out on Megatron.
         """
         if not self.can_make_forward:
             return True
@@ -208,23 +209,23 @@ class MiniBatch(BoundScope):
     """Algorithm 1: the bounds of an update are found on all of its own tokens, which are known only after a forward.
 
     1. Forecast the bounds.
-    2. If the forecast is not trusted, make a forward pass without gradient, find the exact bounds, and train with them.
+    2. If the forecast is not trusted, run a forward pass without gradient, find the exact bounds, and train with them.
     3. Otherwise train with the forecast bounds, and find the exact bounds on the sums of the training forwards.
-    4. If these clip other tokens, make forwards and backwards again with the exact bounds.
+    4. If these clip other tokens, run forwards and backwards again with the exact bounds.
 
     ``bapo.forecast`` says why the gradient is exact in each case.
     """
 
     bounds: Bounds | None = None  # of the current pass; None: the loss finds them
-    sums_pass = False  # whether the current pass adds up its tokens
+    sums_tokens = False  # whether the current pass adds up its tokens
 
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         if on_policy:
             # Every ratio is taken as 1, so no forward is needed. Its rounding would also differ for every way to split
             # the mini-batch and, where rho equals the target exactly, decide the bounds.
             bounds, _ = self._search(self._reduce_at_ratio_1(data))
-            output = self._train(bounds, run_pass, sums_pass=True)
-            self.measured = self._measure(self._reduce(self.pass_sums), bounds)  # the ratios that the loss had
+            output = self._train(bounds, run_pass, sums_tokens=True)
+            self.measured = self._measure(self._reduce(self.pass_stats), bounds)  # the ratios that the loss had
         elif self._is_one_micro_batch(data):
             output = self._train(None, run_pass)
         else:
@@ -235,13 +236,13 @@ class MiniBatch(BoundScope):
         if self.bounds is None:  # the mini-batch is this micro-batch
             bounds, self.measured = self._search(self._reduce(self._sums_of(data, log_probs)))
             return bounds.low.item(), bounds.high.item()
-        if self.sums_pass:
+        if self.sums_tokens:
             self._add_micro_batch(data, log_probs)
         return self.bounds
 
     def _update_by_forecast(self, data: TensorDict, first: bool, run_pass: Pass) -> dict:
         at_ratio_1 = self._reduce_at_ratio_1(data)
-        self._search(at_ratio_1)  # raises for an invalid advantage or old log-prob before anything is computed
+        self._refuse_invalid(at_ratio_1)  # before anything is computed
         forecast, state = self.forecaster.forecast(at_ratio_1, first), EngineState(self.engine)
         if not self._trains_at_once(forecast):
             stats = self._reduce(self._sums_by_forward(data))
@@ -249,21 +250,21 @@ class MiniBatch(BoundScope):
             bounds, self.measured = self._search(stats, extra_forward=1.0)
             output = self._train(bounds, run_pass)
         else:
-            output = self._train(forecast.bounds, run_pass, sums_pass=True)
-            stats = self._reduce(self.pass_sums)
+            output = self._train(forecast.bounds, run_pass, sums_tokens=True)
+            stats = self._reduce(self.pass_stats)
             bounds, self.measured = self._search(stats)
             if not same_tokens_are_clipped(stats, forecast.bounds, bounds):
                 state.restore()
                 self.engine.optimizer_zero_grad()
                 output = self._train(bounds, run_pass)
-                self.measured = replace(self.measured, values=self.measured.values | {"redone": 1.0})
+                self.measured = replace(self.measured, metrics=self.measured.metrics | {"redone": 1.0})
         self.forecaster.learn(forecast, stats, bounds, first)
         return output
 
-    def _train(self, bounds: ClipBounds | None, run_pass: Pass, sums_pass: bool = False) -> dict:
-        """Make forwards and backwards with these bounds. ``sums_pass``: add up their tokens in ``pass_sums``."""
+    def _train(self, bounds: ClipBounds | None, run_pass: Pass, sums_tokens: bool = False) -> dict:
+        """Run forwards and backwards with these bounds. ``sums_tokens``: add up their tokens in ``pass_stats``."""
         self.bounds = None if bounds is None else (bounds.low.item(), bounds.high.item())
-        self.pass_sums, self.sums_pass = None, sums_pass
+        self.pass_stats, self.sums_tokens = None, sums_tokens
         return run_pass()
 
     def _reduce_at_ratio_1(self, data: TensorDict) -> ClipStatistics:
@@ -275,7 +276,7 @@ class MiniBatch(BoundScope):
 
         Returns None on a rank that never calls the loss.
         """
-        self.pass_sums = None
+        self.pass_stats = None
 
         def add(model_output, data, dp_group=None):
             # Taken out of the output, because verl's engine keeps the outputs of all micro-batches until the end.
@@ -286,7 +287,7 @@ class MiniBatch(BoundScope):
         view = data.copy()  # a shallow copy, so that the setting below does not reach the update
         tu.assign_non_tensor(view, calculate_entropy=False)
         self.engine.infer_batch(view, loss_function=add)
-        return self.pass_sums
+        return self.pass_stats
 
 
 class MicroBatch(BoundScope):
@@ -301,14 +302,14 @@ class MicroBatch(BoundScope):
         output = run_pass()
         first, *others = [one.stats for one in self.found]
         stats = sum(others, start=first)
-        self._search(stats)  # raises if too many tokens of the update have no usable old log-prob
-        means = {name: fmean(one.values[name] for one in self.found) for name in self.found[0].values}
+        self._refuse_invalid(stats)
+        means = {name: fmean(one.metrics[name] for one in self.found) for name in self.found[0].metrics}
         of_update = EntropySums(*(sum(parts) for parts in zip(*self.entropy_sums, strict=True)))
         self.measured = Measured(stats, means | {"entropy_covariance": of_update.covariance.item()})
         return output
 
     def finish(self) -> None:
-        self.latest = self.found[-1].values["low"], self.found[-1].values["high"]  # and no mean
+        self.latest = self.found[-1].metrics["low"], self.found[-1].metrics["high"]  # and no mean
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
         stats = self._reduce(self._sums_of(data, log_probs))

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 import bapo
 from bapo import BAPOConfig
 from recipe.bapo.hook.advice import EVERY, advise
-from recipe.bapo.hook.advice_inputs import figures_of
+from recipe.bapo.hook.advice_inputs import advice_inputs
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
@@ -61,7 +61,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.on_policy: bool | None = None
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
-        self.since_advice: list[dict[str, float]] = []  # the figures of the updates since the last advice
+        self.since_advice: list[dict[str, float]] = []  # what it needs of the updates since the last one
 
     def set_loss_fn(self, loss_fn: Callable) -> None:
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
@@ -189,7 +189,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.logged = {"actor/bapo/applied": float(scope.applied)}
         with self.guard("measuring an update"):
             measured = scope.measure()
-            self.logged |= bounds_metrics(measured.values)  # on every rank the same keys
+            self.logged |= bounds_metrics(measured.metrics)  # on every rank the same keys
             if self._reports():
                 self._keep(scope, measured)
         with self.guard("logging an update"):
@@ -220,14 +220,14 @@ class BAPOTrainingWorker(TrainingWorker):
             config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
 
     def _keep(self, scope: BoundScope, measured: Measured) -> None:
-        """Record an update, and keep its figures for the next advice."""
+        """Record an update, and keep what the next advice needs of it."""
         numbers = {"call": self.calls, "update": self.updates_since_sent}
         known = {"step": self.step, "on_policy": self.on_policy}
         numbers |= {name: int(number) for name, number in known.items() if number is not None}
-        figures = figures_of(measured.stats, scope.config, scope.own_clip is not None)
-        self.since_advice.append(numbers | measured.values | {name: value.item() for name, value in figures.items()})
+        inputs = advice_inputs(measured.stats, scope.config, scope.own_clip is not None)
+        self.since_advice.append(numbers | measured.metrics | {name: value.item() for name, value in inputs.items()})
         if self.record is not None:
-            self.record.write(measured.stats, measured.values, **numbers)
+            self.record.write(measured.stats, measured.metrics, **numbers)
 
 
 def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict:

@@ -39,7 +39,7 @@ def output_folder(arguments: Sequence[str], environment: Mapping[str, str], name
         if given[:1] in ("'", '"') and given[-1:] == given[:1]:  # quotes that are for Hydra
             given = given[1:-1]
     if given in ("", "null") or "${" in given:
-        raise ValueError(f"run_dir (OUTPUT_DIR)={given} is not usable: name a folder, without ${{.")
+        raise ValueError(f"invalid run_dir (OUTPUT_DIR)={given}: name a folder, without ${{.")
     return Path(os.path.abspath(given))
 
 

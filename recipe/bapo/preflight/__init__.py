@@ -23,17 +23,19 @@ class CheckWarning(Exception):
 
 @contextmanager
 def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Turn an exception of the block into one of ``kind`` that names the field, its value, the reason and the fix."""
+    """Turn an exception of the block into one of ``kind`` that names the field, its value, the reason and the fix.
+
+    Without a value ``field`` is a section of the config.
+    """
     try:
         yield
     except CheckWarning:
         raise
     except (Exception, SystemExit) as error:
-        given = field if value == "" else f"{field}={value}"
         reason = innermost(error).rstrip(".")
-        if "is not usable" in reason:  # it names its field itself
-            raise kind(f"{given}: {reason}.") from error
-        raise kind(f"{given} is not usable: {reason}{'; ' if fix else ''}{fix}.") from error
+        if value == "":  # a section of the config: the reason names a key in it
+            raise kind(f"{field}: {reason}.") from error
+        raise kind(f"invalid {field}={value}: {reason}{'; ' if fix else ''}{fix}.") from error
 
 
 def innermost(error: BaseException) -> str:

@@ -213,7 +213,7 @@ def check_checkpoint(config) -> str:
         folder = Path(str(trainer.resume_from_path))
         if not re.search(r"global_step_\d+$", str(trainer.resume_from_path)) or not folder.is_dir():
             raise CheckWarning(
-                f"trainer.resume_from_path={folder} is not usable: name a checkpoint's folder, global_step_N, with "
+                f"invalid trainer.resume_from_path={folder}: name a checkpoint's folder, global_step_N, with "
                 "no slash behind it."
             )
     return f"training goes on from {folder}"

@@ -48,7 +48,7 @@ def misread_switches(config) -> list[str]:
     """
     values = dict(items_of(OmegaConf.to_container(config)))
     return [
-        f"{key}={value!r} is not usable: verl takes any text for true. Write it without quotes."
+        f"invalid {key}={value!r}: verl takes any text for true. Write it without quotes."
         for key, value in values.items()
         if isinstance(value, str) and isinstance(verls_defaults().get(key), bool)
     ]

@@ -14,7 +14,7 @@ def check_loss(actor, model_config) -> str:
         model_config: the config's section ``actor_rollout_ref.model``.
 
     Raises:
-        ValueError: the loss is not usable. Names the field, its value and the fix.
+        ValueError: the loss is invalid. Names the field, its value and the fix.
         CheckWarning: the monitor will do nothing.
     """
     loss = actor.policy_loss
@@ -29,7 +29,7 @@ def check_loss(actor, model_config) -> str:
         refuse_unusable_settings(actor, model_config)
         scope = loss.bound_scope
     elif loss.loss_mode == "bapo":
-        raise ValueError(f"loss_mode=bapo is not usable without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
+        raise ValueError(f"invalid loss_mode=bapo without its config: set {ours}{BAPOPolicyLossConfig.__name__}.")
     else:
         return f"loss_mode={loss.loss_mode}, without BAPO's monitor"
     return (

@@ -149,7 +149,7 @@ def check_other_runs(config) -> str:
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
     if address is not None and is_of_our_trainer(config):
         raise ValueError(
-            f"ray_kwargs.ray_init.address={address} is not usable: set RAY_ADDRESS instead, "
+            f"invalid ray_kwargs.ray_init.address={address}: set RAY_ADDRESS instead, "
             "or NNODES on a node of a running cluster."
         )
     if joins_a_cluster(config):

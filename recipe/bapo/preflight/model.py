@@ -73,7 +73,7 @@ def _check_lengths(config, hf_config):
     length = rollout.max_model_len or positions
     if length < needed:
         raise ValueError(
-            f"data.max_prompt_length + data.max_response_length={needed} is not usable with actor_rollout_ref.rollout."
+            f"invalid data.max_prompt_length + data.max_response_length={needed} with actor_rollout_ref.rollout."
             f"max_model_len={rollout.max_model_len} and {PATH}={config.actor_rollout_ref.model.path}, which has "
             f"{positions} positions: vLLM would cut responses where prompt and response reach {length} tokens. Change "
             "one of the lengths or, for a model that can be extended, set model.override_config."
@@ -99,7 +99,7 @@ def _check_weights(model):
         refuse_model(model.hf_config, model.use_remove_padding)
     if attention == "sdpa" and capped is not None:
         raise ValueError(
-            f"{path} is not usable with attn_implementation={attention}, which drops the cap of its attention "
+            f"invalid {path} with attn_implementation={attention}, which drops the cap of its attention "
             f"(attn_logit_softcapping={capped}), so all log-probs would be wrong: set model.override_config."
             "attn_implementation=eager or flash_attention_2."
         )
@@ -119,7 +119,7 @@ def _check_weights(model):
     if found["missing_keys"]:  # transformers would fill them at random and only log a warning
         missing, count = min(found["missing_keys"]), len(loaded.state_dict())
         raise ValueError(
-            f"{path} is not usable: {len(found['missing_keys'])} of the {count} tensors are missing ({missing} is "
+            f"invalid {path}: {len(found['missing_keys'])} of the {count} tensors are missing ({missing} is "
             "one); give complete weights."
         )
     return loaded
@@ -138,7 +138,7 @@ def _check_fused_kernels(config, model):
     for name in AFTER_THE_OUTPUT_LAYER:
         if getattr(text, name, None) not in (None, 1):
             raise ValueError(
-                f"{FUSED}=true is not usable with {PATH}={model.path}, whose config.json has {name}="
+                f"invalid {FUSED}=true with {PATH}={model.path}, whose config.json has {name}="
                 f"{getattr(text, name)}: the kernels multiply by the output layer alone, so all log-probs would be "
                 "wrong. Set it to false."
             )
@@ -147,7 +147,7 @@ def _check_fused_kernels(config, model):
     sharded = config.actor_rollout_ref.ref.strategy == "fsdp2" and not model.hf_config.tie_word_embeddings
     if reference and sharded and "recipe.bapo.verl_patches.fused_heads" not in libraries:
         raise CheckWarning(
-            f"{FUSED}=true is not usable with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
+            f"invalid {FUSED}=true with a reference model (actor.use_kl_loss, algorithm.use_kl_in_reward) whose "
             "embeddings are not tied: verl builds it before it loads our patch. Set actor_rollout_ref.model."
             f"external_lib=[{','.join([*libraries, 'recipe.bapo.verl_patches.fused_heads'])}], or use_fused_kernels="
             "false."

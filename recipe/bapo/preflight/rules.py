@@ -83,18 +83,18 @@ def _corrects(correction):
 REFUSED = (
     Rule(
         lambda s: not s.fsdp or s.actor.optim.clip_grad is None or s.actor.optim.clip_grad > 0,
-        ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad} is not usable: 0 makes every gradient 0, and a negative "
+        "invalid " + ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad}: 0 makes every gradient 0, and a negative "
         "number reverses it. Set it to a number above 0.",
     ),
     Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
         lambda s: s.config.trainer.save_freq <= 0 or _saves_weights(s.actor.checkpoint.save_contents),
-        ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents} is not usable: list model (or hf_model), "
+        "invalid " + ACTOR + ".checkpoint.save_contents={s.actor.checkpoint.save_contents}: list model (or hf_model), "
         "optimizer and extra.",
     ),
     # Wrong training of verl 0.9.1 that nothing reports: docs/silent_faults.md
     Rule(
         lambda s: s.actor.strategy != "fsdp" or s.actor.fsdp_config.fsdp_size != 1 or s.gpus == 1,
-        ACTOR + ".fsdp_config.fsdp_size=1 on {s.gpus} GPUs is not usable with strategy=fsdp: verl 0.9.1 then trains "
+        "invalid " + ACTOR + ".fsdp_config.fsdp_size=1 on {s.gpus} GPUs with strategy=fsdp: verl 0.9.1 then trains "
         "other weights on each GPU. Set it to -1, or strategy=fsdp2.",
     ),
     Rule(
@@ -104,19 +104,19 @@ REFUSED = (
             or s.actor.strategy != "fsdp2"
             or not (s.actor.fsdp_config.param_offload or s.config.trainer.device == "cpu")
         ),
-        "trainer.v1.trainer_mode=separate_async without algorithm.rollout_correction.bypass_mode is not usable with "
+        "invalid trainer.v1.trainer_mode=separate_async without algorithm.rollout_correction.bypass_mode with "
         "strategy=fsdp2 on weights in CPU memory: the copy that verl 0.9.1 makes of them before old log-probs is no "
         "copy, so they are computed with the newest weights. Set bypass_mode=true, or fsdp_config.param_offload=false.",
     ),
     Rule(
         lambda s: not s.bypass or _log_probs_are_of_all_tokens(s.rollout),
-        ROLLOUT + ".top_p={s.rollout.top_p}, top_k={s.rollout.top_k} is not usable with bypass_mode=true: the rollout "
+        "invalid " + ROLLOUT + ".top_p={s.rollout.top_p}, top_k={s.rollout.top_k} with bypass_mode=true: the rollout "
         "engine's log-probs are those of the truncated distribution and the trainer's are not, so ratios differ from 1 "
         "on fresh data. Set top_p=1 and top_k=-1, or bypass_mode=false.",
     ),
     Rule(
         lambda s: s.mode != "separate_async" or not s.adapter,
-        "actor_rollout_ref.model.lora.merge=false is not usable with LoRA and trainer.v1.trainer_mode=separate_async: "
+        "invalid actor_rollout_ref.model.lora.merge=false with LoRA and trainer.v1.trainer_mode=separate_async: "
         "verl 0.9.1 sends the frozen weights alone, so the rollout servers sample without the adapter. Set merge=true, "
         "with another rollout.checkpoint_engine.backend than delta_sharded.",
     ),
@@ -124,7 +124,7 @@ REFUSED = (
         lambda s: (
             s.actor.strategy != "fsdp" or s.mode == "separate_async" or not s.adapter or _finds_wrapped_adapters()
         ),
-        "actor_rollout_ref.model.lora_rank={s.config.actor_rollout_ref.model.lora_rank} is not usable with "
+        "invalid actor_rollout_ref.model.lora_rank={s.config.actor_rollout_ref.model.lora_rank} with "
         "strategy=fsdp and the installed peft, which finds no adapter in the layers that FSDP1 wraps, so the rollout "
         "servers sample without it. Set " + ACTOR + ".strategy=fsdp2 or actor_rollout_ref.model.lora.merge=true, or "
         "install peft<0.21.",
@@ -168,11 +168,11 @@ REFUSED_IN_OURS = (
     ),
     Rule(
         lambda s: all(_is_limit(limit) for name, limit in s.config.watchdog.items() if name.endswith("_s")),
-        "watchdog={s.config.watchdog} is not usable: each limit is a number of seconds above 0.",
+        "invalid watchdog={s.config.watchdog}: each limit is a number of seconds above 0.",
     ),
     Rule(
         lambda s: isinstance(s.config.watchdog.min_arrived, int | float) and 0 <= s.config.watchdog.min_arrived <= 1,
-        "watchdog.min_arrived={s.config.watchdog.min_arrived} is not usable: it is a share between 0 and 1.",
+        "invalid watchdog.min_arrived={s.config.watchdog.min_arrived}: it is a share between 0 and 1.",
     ),
 )
 DOUBTED = (
@@ -282,4 +282,4 @@ def check_counts(config) -> None:
     for key in COUNTS:
         value = OmegaConf.select(config, key)
         if type(value) is not int or value < 1:
-            raise ValueError(f"{key}={value!r} is not usable: set it to a whole number of 1 or more.")
+            raise ValueError(f"invalid {key}={value!r}: set it to a whole number of 1 or more.")

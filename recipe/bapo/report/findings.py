@@ -18,7 +18,7 @@ from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
 from bapo.search import measure_search_path, reaches_target
 from recipe.bapo.hook.advice import Advice, advise
-from recipe.bapo.hook.advice_inputs import figures_of
+from recipe.bapo.hook.advice_inputs import advice_inputs
 from recipe.bapo.hook.record import Start, Updates, read_start
 from recipe.bapo.report.columns import Table, join
 
@@ -202,7 +202,7 @@ def _measure(updates: Updates, start: Start) -> Table:
     - ``clipped_by_<low>_<high>``: number of tokens that these bounds clip, ``(updates, 2)``.
     - ``rho_of_<low>_<high>``: rho at these bounds, ``(updates, contributions)``.
     - ``<side>_<ratio>``: number of tokens beyond a ratio (see ``tail``), ``(updates,)``.
-    - ``gradient`` and ``unbounded_gradient`` of the sums, and those of ``figures_of``, ``(updates,)``.
+    - ``gradient`` and ``unbounded_gradient`` of the sums, and those of ``advice_inputs``, ``(updates,)``.
     """
     stats = updates.stats
     figures = {
@@ -216,7 +216,7 @@ def _measure(updates: Updates, start: Start) -> Table:
     contributions = [stats.contributions(contribution) for contribution in CONTRIBUTIONS]
     for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own else [])]:
         figures |= _bounds(stats, contributions, low, high)
-    figures |= figures_of(stats, stats.config, bool(own) and not start.about.get("applied"))
+    figures |= advice_inputs(stats, stats.config, bool(own) and not start.about.get("applied"))
     rows = [values | numbers for values, numbers in zip(updates.values, updates.numbers, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
     read = {name: [row.get(name, math.nan) for row in rows] for name in names}

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
     if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
         print(
-            f"Error: --config-name is not usable: a run always has {bapo_run.CONFIG_NAME}, which extends verl's "
+            f"Error: invalid --config-name: a run always has {bapo_run.CONFIG_NAME}, which extends verl's "
             "ppo_trainer. For Megatron's config give model_engine=megatron.",
             file=sys.stderr,
         )
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         log = keep_earlier(run_dir / LOG)
         log.touch()
     except (OSError, ValueError) as error:
-        print(f"Error: run_dir (OUTPUT_DIR)={run_dir} is not usable: {error}", file=sys.stderr)
+        print(f"Error: invalid run_dir (OUTPUT_DIR)={run_dir}: {error}", file=sys.stderr)
         return 1
     try:
         temporary = scratch_folder()

@@ -75,6 +75,6 @@ def summary_lines(steps: list[dict[str, float]]) -> list[str]:
     }
     if all("actor/bapo/redone" in data for data in steps):  # records of earlier versions have no costs
         rows["updates with an extra forward pass"] = f"{mean('extra_forward'):.0%}"
-        rows["updates that were made twice"] = f"{mean('redone'):.0%}"
+        rows["updates that were recomputed"] = f"{mean('redone'):.0%}"
     head = "The search for bounds" if applied else "What BAPO would have done"
     return [f"{head}, mean of all updates:", *(f"  {name:<46}{text}" for name, text in rows.items())]

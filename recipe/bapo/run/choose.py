@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill in what a command leaves open: experiment and size, model and data, and the number of GPUs.
+"""Fill in what a command leaves out: experiment and size, model and data, and the number of GPUs.
 
 ``choose`` does it for ``start``, before the parent exists: from the environment, the arguments, and what ``start``
 finds on the machine. The variables are explained in the run script.
@@ -171,7 +171,7 @@ def _platform(given, choice, gpus, amd):
     cluster = given.get("RAY_ADDRESS", "local") != "local"
     platform = given.get("VERL_PLATFORM")
     if platform not in (None, "cpu", "nvidia"):
-        raise ValueError(f"VERL_PLATFORM={platform} is not usable: leave it unset on NVIDIA GPUs, or set cpu.")
+        raise ValueError(f"invalid VERL_PLATFORM={platform}: leave it unset on NVIDIA GPUs, or set cpu.")
     if platform == "nvidia" and gpus == 0:
         raise ValueError("VERL_PLATFORM=nvidia, but no GPU is visible here: leave it unset, or set cpu.")
     if gpus == 0 and platform is None:
@@ -200,7 +200,7 @@ def _platform(given, choice, gpus, amd):
 def _count(given, name, default):
     value = given.get(name, str(default))
     if not re.fullmatch("[1-9][0-9]{0,5}", value):
-        raise ValueError(f"{name}={value} is not usable: give a whole number of 1 or more.")
+        raise ValueError(f"invalid {name}={value}: give a whole number of 1 or more.")
     return int(value)
 
 

@@ -3,8 +3,8 @@
 
     python -m recipe.bapo.run.start [--preflight] [key=value ...]
 
-``main`` looks at the machine, has ``choose`` choose what is left open, makes the language model where that is trained,
-and then becomes preflight, the run, or the command that submits it to a Ray cluster.
+``main`` looks at the machine, has ``choose`` fill in what the command leaves out, makes the language model where that
+is trained, and then becomes preflight, the run, or the command that submits it to a Ray cluster.
 """
 
 import importlib
@@ -73,7 +73,7 @@ def has_flash_attn() -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Choose what is left open, and replace this process by preflight, the run, or its submission."""
+    """Fill in what the command leaves out, and replace this process by preflight, the run, or its submission."""
     for name in (*INPUTS, "OUTPUT_DIR", "BAPO_CACHE"):  # relative to where the command was given
         value = os.environ.get(name)
         if value and (name != "MODEL_PATH" or Path(value).exists()):  # else it is a name on the hub

@@ -40,7 +40,7 @@ def main(config):
         config.run_dir = os.path.abspath(config.run_dir)
         if has_parent() and config.run_dir != os.path.abspath(os.environ["OUTPUT_DIR"]):
             give_up(
-                f"run_dir={config.run_dir} of a yaml file is not usable, because the log is in another folder, "
+                f"invalid run_dir={config.run_dir} of a yaml file, because the log is in another folder, "
                 f"{os.environ['OUTPUT_DIR']}: give OUTPUT_DIR, or run_dir= on the command line."
             )
         prepare(config)
@@ -62,7 +62,7 @@ def main(config):
         # A parent has claimed it already. Otherwise the claim is held until this process ends.
         claim = None if has_parent() else claim_folder(run_dir)  # noqa: F841
     except (OSError, ValueError) as error:
-        give_up(f"run_dir={run_dir} is not usable: {error}")
+        give_up(f"invalid run_dir={run_dir}: {error}")
     keep_earlier(run_dir / METRICS)
     OmegaConf.save(config, run_dir / CONFIG)
     configure_ray(config)
@@ -126,6 +126,6 @@ def reason_of(error: Exception) -> str:
     """Return type and message of the original exception in a line, without Ray's layers of tracebacks."""
     cause = getattr(error, "cause", None) or error
     said = str(cause).strip()
-    # If the first line is a whole sentence, as Ray's is, only details follow. Otherwise, as with pydantic, it goes on.
+    # Ray's first line is a whole sentence, and only details follow. pydantic's goes on in the second.
     text = said if not said.partition("\n")[0].endswith(".") else said.partition("\n")[0]
     return f"{type(cause).__name__}: {textwrap.shorten(text, 300, placeholder=' ...').rstrip('.')}"

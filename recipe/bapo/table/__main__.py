@@ -32,7 +32,7 @@ def main():
         methods = read_methods(arguments.runs)
         baseline = arguments.baseline or ("grpo" if "grpo" in methods else None)
         if baseline is not None and baseline not in methods:
-            raise ValueError(f"--baseline {baseline} is not usable: the methods are {', '.join(methods)}.")
+            raise ValueError(f"invalid --baseline {baseline}: the methods are {', '.join(methods)}.")
         points = average(methods)
         scores = compare(methods, points, baseline)
         text = markdown(scores, baseline)

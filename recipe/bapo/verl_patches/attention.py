@@ -93,7 +93,7 @@ def call_kernel(query, key, value, borders, longest, scale, window):
     """
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"attn_implementation={NAME} is not usable in {query.dtype}: torch's kernel computes in bfloat16 or "
+            f"invalid attn_implementation={NAME} in {query.dtype}: torch's kernel computes in bfloat16 or "
             f"float16. Leave actor.fsdp_config.mixed_precision as verl has it, or set {SDPA}."
         )
     return varlen_attn(query, key, value, borders, borders, longest, longest, scale=scale, window_size=window)
@@ -139,7 +139,7 @@ def refuse_model(hf_config, packed: bool) -> None:
         reason = "for a model whose attention has a softcap, which it would drop: set attn_implementation=eager"
     else:
         return
-    raise ValueError(f"attn_implementation={NAME} is not usable {reason}.")
+    raise ValueError(f"invalid attn_implementation={NAME} {reason}.")
 
 
 def _refuse_padding(query, key, attention_mask, position_ids):
@@ -169,7 +169,7 @@ def _refuse_settings(module, query, value, dropout, others):
         reason += f"{LARGEST_HEAD}. Set {SDPA}"
     else:
         return
-    raise ValueError(f"attn_implementation={NAME} is not usable {reason}.")
+    raise ValueError(f"invalid attn_implementation={NAME} {reason}.")
 
 
 AttentionInterface.register(NAME, attend)
