@@ -155,7 +155,7 @@ def layer(**changes):
     return SimpleNamespace(**(vars(LAYER) | changes))
 
 
-PACKED = "takes packed sequences with one position per token: set actor_rollout_ref.model.use_remove_padding=true"
+PACKED = "takes packed sequences with one position per token. Set actor_rollout_ref.model.use_remove_padding=true"
 NOT_EAGER = "for a model whose attention has {}: set attn_implementation=eager"
 
 

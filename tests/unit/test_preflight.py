@@ -219,7 +219,7 @@ def test_hydras_answer_is_shown(override, said):
 
 def test_a_folder_of_groups_that_is_not_there_is_named():
     (line,) = run_preflight(["experiment=example"], name="bapo_trainer", groups="/nope")
-    assert line.detail == "--config-dir=/nope: there is no such folder."
+    assert line.detail == "invalid --config-dir=/nope: there is no such folder."
 
 
 def test_an_error_without_a_message_is_quoted_from_its_source():
