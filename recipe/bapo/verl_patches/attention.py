@@ -146,8 +146,8 @@ def _refuse_padding(query, key, attention_mask, position_ids):
     packed = position_ids is not None and position_ids.shape == (1, query.shape[2])
     if not packed or len(query) != 1 or key.shape[2] != query.shape[2] or attention_mask is not None:
         raise ValueError(
-            f"invalid attn_implementation={NAME}: it takes packed sequences with one position per token. Set actor_rollout_ref."
-            f"model.use_remove_padding=true, or {SDPA}."
+            f"invalid attn_implementation={NAME}: it takes packed sequences with one position per token. Set "
+            f"actor_rollout_ref.model.use_remove_padding=true, or {SDPA}."
         )
 
 
