@@ -19,7 +19,7 @@ from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.hook.own_clip import OwnClip
 from recipe.bapo.hook.record import Record, Start
 from recipe.bapo.report import panels as picture_module
-from recipe.bapo.report.__main__ import TARGETS, main
+from recipe.bapo.report.__main__ import main
 from recipe.bapo.report.columns import Table, join
 from recipe.bapo.report.findings import (
     BOUNDS,
@@ -31,6 +31,7 @@ from recipe.bapo.report.findings import (
     tail,
 )
 from recipe.bapo.report.panels import picture
+from recipe.bapo.report.record_report import TARGETS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the metrics of a run from what verl writes anyway: its console output, its file logger, or wandb's history.
+
+Neither torch nor verl is needed. A step that stands there twice counts once, and steps that a restart made again count
+as the restart made them.
+"""
+
+import csv
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Step = tuple[int, dict[str, float]]
+
+# The beginning of a line of verl's console logger, after Ray's prefix and in a page's quotation.
+_STEP = re.compile(r"(?:^|(?<=[\s)`>]))step:(\d+) *(?=-|\n *-)")
+_CONTINUED = re.compile(r"\n(?=\s*- [\w/]+)")  # a line that a page, a terminal or a tool has broken up
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LOSS_MODE = re.compile(r"loss_mode['\"]?\s*[=:]\s*['\"]?(\w+)")
+_STEP_COLUMNS = ("training/global_step", "global_step", "_step", "Step", "step")
+_PARTS = ("actor/", "critic/")  # what the metrics of a training step begin with; validations have others
+
+
+@dataclass
+class Log:
+    """The training steps of a run, as far as its log has them.
+
+    Attributes:
+        kind: what the file is, for a sentence.
+        steps: number and metrics of each training step, in order. A value may be NaN or infinite.
+        loss_mode: the ``loss_mode`` that the file names last, if it names one.
+        restarts: how often an earlier step followed a later one.
+        unread: number of values or lines that could not be read.
+        decimals: the most decimals with which a clip fraction is written; None if none is.
+    """
+
+    kind: str
+    steps: list[Step] = field(default_factory=list)
+    loss_mode: str | None = None
+    restarts: int = 0
+    unread: int = 0
+    decimals: int | None = None
+
+    def values(self, *names: str) -> list[tuple[int, float]]:
+        """Return step and value of the first of these metrics that the log has, where it has it."""
+        for name in names:
+            found = [(step, metrics[name]) for step, metrics in self.steps if name in metrics]
+            if found:
+                return found
+        return []
+
+
+def read_log(path: Path) -> Log:
+    """Read a file.
+
+    Raises:
+        ValueError: it is empty or binary, holds several runs, or has no training step of verl's.
+    """
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise ValueError(
+            f"{path} is a binary file: give a text log, verl's metrics as jsonl, or wandb's history as csv."
+        )
+    text = _COLOUR.sub("", content.decode(errors="replace")).replace("\r\n", "\n")
+    if not text.strip():
+        raise ValueError(f"{path} is empty.")
+    first = text.lstrip().partition("\n")[0]
+    if first.startswith("{") and '"data"' in first:
+        log, steps = _read_jsonl(text)
+    elif path.suffix == ".csv" or (_STEP.search(text) is None and _step_column(next(csv.reader([first])))):
+        log, steps = _read_csv(path, text)
+    else:
+        log, steps = _read_console(text)
+    _keep_last(log, steps)
+    if not log.steps:
+        raise ValueError(
+            f"{path} has no training step of verl's: no line 'step:1 - actor/...' of its console logger, no line of "
+            "its file logger, and no csv columns of steps and of metrics such as actor/pg_clipfrac. Logs of other "
+            "frameworks are not read."
+        )
+    return log
+
+
+def _read_console(text: str) -> tuple[Log, Iterator[Step]]:
+    log = Log("verl's console output")
+    modes = _LOSS_MODE.findall(text)
+    log.loss_mode = modes[-1] if modes else None
+    text = _CONTINUED.sub(" ", text)
+    lines = [(int(start[1]), text[start.end() :].partition("\n")[0].split(" - ")) for start in _STEP.finditer(text)]
+    lines = [(step, [item.strip(" -") for item in items if item.strip(" -")]) for step, items in lines]
+    # verl's lines end alike. The last value of a line that was cut may be another number, so it is not taken.
+    ends = Counter(_key(items[-1]) for _, items in lines if items)
+
+    def steps() -> Iterator[Step]:
+        for step, items in filter(lambda line: line[1], lines):
+            if _key(items[-1]) != ends.most_common(1)[0][0]:
+                log.unread += 1
+                items.pop()
+            yield step, _items(log, items)
+
+    return log, steps()
+
+
+def _key(item: str) -> str:
+    return item.rpartition(":")[0]
+
+
+def _items(log: Log, items: list[str]) -> dict[str, float]:
+    """Read ``key:value``; verl prints numpy's numbers as ``np.float64(0.5)``."""
+    metrics: dict[str, float] = {}
+    for item in items:
+        name, _, value = item.rpartition(":")
+        value = re.sub(r"^[\w.]+\((.*?)\)?$", r"\1", value)
+        _add(log, metrics, name, value)
+    return metrics
+
+
+def _add(log: Log, metrics: dict[str, float], name: str, value: str) -> None:
+    try:
+        metrics[name] = float(value)
+    except ValueError:
+        log.unread += 1
+        return
+    if "pg_clipfrac" in name:
+        written = 17 if "e" in value else len(value.partition(".")[2])
+        log.decimals = max(log.decimals or 0, written)
+
+
+def _read_jsonl(text: str) -> tuple[Log, Iterator[Step]]:
+    log = Log("verl's file logger")
+
+    def steps() -> Iterator[Step]:
+        for line in filter(None, map(str.strip, text.split("\n"))):
+            try:
+                record = json.loads(line)
+                # verl writes NaN and infinity as null.
+                numbers = {name: math.nan if value is None else value for name, value in record["data"].items()}
+                yield int(record["step"]), {name: float(value) for name, value in numbers.items()}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                log.unread += 1
+
+    return log, steps()
+
+
+def _step_column(names: list[str]) -> str | None:
+    return next((name for name in _STEP_COLUMNS if name in names), None)
+
+
+def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
+    log = Log("wandb's history")
+    rows = csv.DictReader(text.split("\n"))
+    columns = list(rows.fieldnames or [])
+    step_column = _step_column(columns)
+    # A chart's export has a column "RUN - METRIC" for each run, with its lowest and highest value.
+    named = {name: name.rpartition(" - ")[2] for name in columns if name and not name.endswith(("__MIN", "__MAX"))}
+    wanted = Counter(metric for metric in named.values() if metric.startswith(_PARTS))
+    several = [metric for metric, number in wanted.items() if number > 1]
+    if several:
+        raise ValueError(f"{path} has {wanted[several[0]]} columns of {several[0]}: export one run alone.")
+
+    def steps() -> Iterator[Step]:
+        for row in rows:
+            metrics: dict[str, float] = {}
+            for name, metric in named.items():
+                value = row.get(name) or ""
+                if metric in wanted and value:
+                    _add(log, metrics, metric, value)
+            try:
+                step = int(float(row.get(step_column or "") or "nan"))
+            except ValueError:
+                log.unread += 1
+                continue
+            yield step, metrics
+
+    return log, steps()
+
+
+def _keep_last(log: Log, steps: Iterator[Step]) -> None:
+    """Keep the training steps of the last run in the file; an earlier step after a later one is a restart."""
+    kept: dict[int, dict[str, float]] = {}
+    last = None
+    for step, metrics in steps:
+        if not any(name.startswith(_PARTS) for name in metrics):
+            continue
+        if last is not None and step < last:
+            log.restarts += 1
+            kept = {} if step <= min(kept) else {one: values for one, values in kept.items() if one < step}
+        kept[step] = metrics if step != last else {**kept[step], **metrics}
+        last = step
+    log.steps = sorted(kept.items())
+    if log.loss_mode is None and any(one.get("actor/bapo/applied") == 1 for one in kept.values()):
+        log.loss_mode = "bapo"
