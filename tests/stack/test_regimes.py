@@ -194,7 +194,7 @@ SHIPPED = ROOT / "recipe/bapo/example/files"  # the example's task, whose model 
 
 def test_the_readmes_two_lines_make_a_run_of_verls_an_exact_bapo_run(tmp_path):
     """vLLM is in the process of the worker. What we say has to arrive in the run's output all the same."""
-    section = README.partition("## 2. Switch on")[2].partition("\n## ")[0]
+    section = README.partition("## Switch on")[2].partition("\n## ")[0]
     lines = re.findall(r"^    (actor_rollout_ref\.actor\.policy_loss\.\S+)", section, re.M)
     assert tuple(lines) == TWO_LINES
     (tmp_path / "file").touch()

@@ -2,6 +2,8 @@
 """The metrics that every update logs."""
 
 METRICS = {
+    "actor/bapo/applied",
+    "actor/bapo/measured",
     "actor/pg_clipfrac",
     "actor/ppo_kl",
     "actor/pg_clipfrac_lower",

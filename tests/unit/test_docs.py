@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.batches import make_batch
+from support.metrics import METRICS
+
+from bapo import BAPOConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
@@ -48,10 +50,33 @@ def test_every_option_method_and_experiment_is_in_the_table():
         assert f"`{family}`" in text, name
 
 
+def rows(page, heading):
+    """Return the cells of each row of the first table below a heading."""
+    section = (ROOT / page).read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.split("\n") if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_metric_has_its_row_on_the_monitors_page():
+    named = {
+        name for keys, _ in rows("docs/monitor.md", "What you see in wandb") for name in re.findall("`(.*?)`", keys)
+    }
+    ours = {name.removeprefix("actor/bapo/") for name in METRICS if name.startswith("actor/bapo/")}
+    of_a_monitored_run = {f"own_{kind}frac_{sign}" for kind in ("clip", "cap") for sign in ("positive", "negative")}
+    assert named == ours | of_a_monitored_run | {"invalid_tokens"}
+
+
+def test_the_defaults_on_the_page_are_those_of_the_code():
+    for names, _, default in rows("docs/configuration.md", "Options of BAPO"):
+        first, *more = re.findall("`(.*?)`", names)
+        if first != "record_dir":
+            options = [first, *(first.removesuffix("_start") + ending for ending in more)]
+            written = default.strip("`").split(", ")
+            assert written == [str(getattr(BAPOConfig, option)) for option in options], first
+
+
 def test_the_example_in_the_cores_guide_runs():
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "bapo/README.md").read_text(), re.M | re.S)
-    old_log_prob, log_prob, advantages, mask = make_batch(0)
-    names = dict(old_log_prob=old_log_prob, log_prob=log_prob.requires_grad_(), advantages=advantages, mask=mask)
+    names = {}
     exec(code, names)
-    names["loss"].backward()
-    assert log_prob.grad.isfinite().all() and 0.6 <= names["metrics"]["low"] <= 0.9
+    assert names["log_prob"].grad.isfinite().all() and 0.6 <= names["metrics"]["low"] <= 0.9

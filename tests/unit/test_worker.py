@@ -234,6 +234,7 @@ def test_what_is_logged_describes_the_update(monkeypatch):
     worker, batch = worker_with(monkeypatch), batch_of_pairs(2)
     update(worker, batch_of_pairs(1))
     metrics = update(worker, batch)
+    ours = {name for name in metrics if name.startswith("actor/bapo/")}
     assert metrics.keys() >= METRICS and len(metrics["actor/pg_clipfrac"]) == 3
     low, high, rho, start, steps, saturated = oracle.sequential_search(*batch, OPTIONS, 3.0)
     assert steps > 0
@@ -247,11 +248,14 @@ def test_what_is_logged_describes_the_update(monkeypatch):
         "positive_contribution": rho,
         "positive_contribution_start": start,
         "applied": 1,
+        "measured": 1,
         **oracle.diagnostics(*batch, low, high),
     }
     for name, value in expected.items():
         assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
     assert metrics["actor/bapo/skipped"] == 0
+    in_other_tests = {"positive_contribution_highest", "entropy_covariance", "extra_forward", "redone", "skipped"}
+    assert ours == {f"actor/bapo/{name}" for name in expected.keys() | in_other_tests}
 
 
 @pytest.mark.parametrize("strategy, skipped", [("fsdp", 1), ("fsdp2", 1), ("megatron", 0)])
