@@ -41,6 +41,3 @@ lock() {  # lock NAME.txt SOURCE OPTIONS...
 }
 lock requirements.txt $sources/cpu.in --overrides $sources/cpu-overrides.txt --excludes $sources/cpu-excludes.txt
 lock requirements-cuda.txt $sources/cuda.in
-flash_attn=$(grep -om1 'flash-attn==[0-9.]*' scripts/flash_attn.sh)
-compile --no-deps --python-version 3.11 - <<<"$flash_attn"
-echo "$flash_attn resolves"

@@ -7,8 +7,6 @@
 #   BAPO_PYTHON            the Python to use, 3.11 or 3.12 (default: the first found)
 #   BAPO_TORCH_INDEX       a package index for torch, such as the one of the CPU builds (default: pip's configuration. If that
 #                          has only the CUDA build, it is installed: it works on a CPU too, but takes several GB)
-#   BAPO_FLASH_ATTN_WHEEL  path or URL of a flash-attn wheel for this Python and torch. Without one, flash-attn is left out
-#                          until you build it: bash scripts/flash_attn.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() { echo "Error: $*" >&2; exit 1; }
@@ -109,8 +107,6 @@ install_packages() {
     # Install torch with pip, which finds a local CPU build. (no-warn-conflicts: the CUDA build needs libraries that the
     # CPU list does not have.)
     step "$(pin torch)" "${pip[@]}" --no-warn-conflicts "$(pin torch)" ${BAPO_TORCH_INDEX:+--index-url "$BAPO_TORCH_INDEX"}
-    [ -z "$cuda" ] || BAPO_VENV=$PWD/$venv bash scripts/flash_attn.sh --ready ||
-        echo "  without flash-attn: runs use torch's attention"
 }
 uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
 has_packages || install_packages

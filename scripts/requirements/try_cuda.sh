@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Try the CUDA requirements on a machine without a GPU: install requirements-cuda.txt into a new environment, build the
-# Python part of flash-attn (without its CUDA kernels), and run the unit and actor tests there on the CPU platform, with
+# Try the CUDA requirements on a machine without a GPU: install requirements-cuda.txt into a new environment, and run the unit and actor tests there on the CPU platform, with
 # vLLM's CUDA package instead of the CPU one. The environment takes two minutes and about 12 GB.
 #   bash scripts/requirements/try_cuda.sh FOLDER [ARGUMENTS of pytest]
 #       FOLDER is created, or is an earlier trial's: one of the same list is used again, one of another list is replaced.
@@ -22,14 +21,10 @@ if ! cmp -s requirements-cuda.txt "$folder/requirements.txt"; then
     "$folder/bin/uv" pip install -q --no-deps --python "$python" --python-platform x86_64-manylinux_2_31 \
         -r requirements-cuda.txt  # the same platform as in scripts/lock.sh
     "$folder/bin/uv" pip check -q --python "$python"
-    # Built, but not installed, because it cannot be imported without its kernels.
-    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE "$python" -m pip wheel -q --no-deps \
-        --no-build-isolation --wheel-dir "$folder/wheels" "$(grep -om1 'flash-attn==[0-9.]*' scripts/flash_attn.sh)"
     cp requirements-cuda.txt "$folder/requirements.txt"
 fi
 "$folder/bin/uv" pip install -q --no-deps --python "$python" -e .
 "$python" -c 'import torch; print("torch", torch.__version__, "for CUDA", torch.version.cuda)'
-echo "flash-attn's Python side: $(basename "$folder"/wheels/flash_attn-*.whl)"
 export VERL_PLATFORM=cpu
 [ $# -gt 0 ] || set -- tests/unit tests/actor
 "$python" -m pytest "$@"

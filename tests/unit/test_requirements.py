@@ -43,42 +43,20 @@ def test_the_cpu_list_has_nothing_of_cuda():
 STAND_INS = {
     "python": r"""echo "python $*" >>"$CALLS"
 case "$*" in
-    "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin"
-        [ -z "${TOOLKIT:-}" ] || (cd "$3"; sh "$STAND_INS/nvcc_of_the_list") ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$STAND_INS/python" "$STAND_INS/uv" "$3/bin" ;;
     *"import venv"*) exit "${NO_VENV:-0}" ;;
     *get_paths*) echo "${INCLUDE:-$STAND_INS}" ;;
-    *version_info*) case "$*" in *cp%d%d*) echo torch-2-cp312 ;; *%d.%d*) echo 3.12 ;; esac ;;
-    *" download "*)
-        folder=$(echo "$*" | sed 's/.*--dest \([^ ]*\) .*/\1/')
-        mkdir -p "$folder/made/flash_attn-2.8.3"
-        touch "$folder/made/flash_attn-2.8.3/setup.py"
-        tar -czf "$folder/flash_attn-2.8.3.tar.gz" -C "$folder/made" flash_attn-2.8.3
-        rm -r "$folder/made" ;;
-    *" wheel "*)
-        echo "build archs=$FLASH_ATTN_CUDA_ARCHS force=$FLASH_ATTENTION_FORCE_BUILD" \
-            "home=${CUDA_HOME:-} flags=${NVCC_APPEND_FLAGS:-}" >>"$CALLS"
-        [ -z "${BUILD_FAILS:-}" ] || { echo "the compiler's own words"; exit 1; }
-        folder=$(echo "$*" | sed 's/.*--wheel-dir \([^ ]*\) .*/\1/')
-        mkdir -p "$folder"
-        touch "$folder/flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl" ;;
-    *flash_attn_2_cuda*) exit "${IMPORT_FAILS:-0}" ;;
+    *version_info*) case "$*" in *%d.%d*) echo 3.12 ;; esac ;;
 esac""",
     "uv": """echo "uv $*" >>"$CALLS" """,
-    "nvcc_of_the_list": """cu=lib/python3.12/site-packages/nvidia/cu13
-mkdir -p $cu/bin $cu/include $cu/nvvm $cu/lib
-cp "$STAND_INS/nvcc" $cu/bin
-touch $cu/lib/libcudart.so.13""",
     "nvidia-smi": """case "$*" in
     -L) [ -z "${DRIVER:-}" ] || echo "GPU 0: NVIDIA H100" ;;
     *driver_version*) echo "$DRIVER" ;;
     *index,compute_cap*) number=0
         for capability in $CAPABILITIES; do echo "$number, $capability, a GPU"; number=$((number + 1)); done ;;
-    *compute_cap*) printf "%s\\n" $CAPABILITIES ;;
     *) echo "| NVIDIA-SMI $DRIVER   Driver Version: $DRIVER   CUDA Version: ${CUDA_VERSION:-12.4} |" ;;
 esac""",
     "gcc": "exit 1",  # it is only looked for
-    "g++": "exit 1",
-    "nvcc": """echo "Cuda compilation tools, release ${NVCC:-13.0}, V${NVCC:-13.0}.88" """,
     "getconf": """echo "${GLIBC:-glibc 2.31}" """,
     "flock": """exit "${FLOCK:-0}" """,
     "df": """echo Avail; echo "${SHARED_MEMORY:-4096}" """,
@@ -89,7 +67,7 @@ esac""",
 def set_up(tmp_path):
     """Run a script in a copy without installing anything. Returns its output and the commands that it ran."""
     (tmp_path / "scripts").mkdir()
-    for name in ("scripts/setup.sh", "scripts/gpus.sh", "scripts/flash_attn.sh", "pyproject.toml", *LOCKS.values()):
+    for name in ("scripts/setup.sh", "scripts/gpus.sh", "pyproject.toml", *LOCKS.values()):
         shutil.copy(ROOT / name, tmp_path / name)
     stand_ins = tmp_path / "stand-ins"
     stand_ins.mkdir()
@@ -126,7 +104,6 @@ def set_up(tmp_path):
 
 
 GPUS = {"DRIVER": "580.65.06", "CUDA_VERSION": "13.0", "CAPABILITIES": "9.0 9.0"}
-WHEEL = {"BAPO_FLASH_ATTN_WHEEL": "/wheels/flash_attn.whl"}
 
 
 def test_the_cpu_set_up_and_none_where_it_is_up_to_date(set_up, tmp_path):
@@ -152,71 +129,6 @@ def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_pa
     assert "driver here is 550.54.15" in output and "CUDA 13.0" in output and "580 or newer" in output
     assert calls == [] and not list(tmp_path.glob(".venv*"))
     set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package replaces the driver's libraries
-
-
-FLASH_ATTN = "scripts/flash_attn.sh"
-BUILT = "flash_attn-2.8.3-cp312-cp312-linux_x86_64.whl"
-
-
-def test_the_set_up_builds_no_flash_attn_but_installs_a_ready_wheel(set_up, tmp_path):
-    output, calls = set_up(**GPUS)
-    assert "To build it, perhaps for two hours: bash scripts/flash_attn.sh" in output
-    assert not any("flash" in call for call in calls)
-    output, calls = set_up(FLASH_ATTN, **GPUS, NVCC="12.8", CXX="no-such-c++", **WHEEL)
-    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in calls)
-    shutil.rmtree(tmp_path / ".venv-cuda")
-    assert any(call.endswith(" --no-deps /wheels/flash_attn.whl") for call in set_up(**GPUS, **WHEEL)[1])
-
-
-@pytest.mark.parametrize(
-    "capabilities, given, archs",
-    [("10.3 8.6 8.0", None, "80;100"), ("9.0", "80", "80")],
-)
-def test_flash_attn_is_built_for_the_gpus_that_are_here_and_kept(set_up, tmp_path, capabilities, given, archs):
-    gpus = GPUS | {"CAPABILITIES": capabilities} | ({"FLASH_ATTN_CUDA_ARCHS": given} if given else {})
-    output, calls = set_up(FLASH_ATTN, **gpus)
-    (seen,) = [call for call in calls if call.startswith("build ")]
-    assert re.fullmatch(rf"build archs={archs} force=TRUE home= flags=", seen)
-    wheel = f"{tmp_path}/.venv-wheels/torch-2-cp312-sm_{archs.replace(';', '_')}/{BUILT}"
-    assert f"BAPO_FLASH_ATTN_WHEEL={wheel}\n" in output and any(f"--no-deps {wheel}" in call for call in calls)
-    # The wheel is kept, so a new environment needs no other build.
-    shutil.rmtree(tmp_path / ".venv-cuda")
-    assert any(f"--no-deps {wheel}" in call for call in set_up(**gpus, BUILD_FAILS="1")[1])
-
-
-def test_without_an_nvcc_of_cuda_13_that_of_the_list_builds_flash_attn(set_up, tmp_path):
-    _, calls = set_up(FLASH_ATTN, **GPUS, NVCC="12.8", TOOLKIT="1", NVCC_APPEND_FLAGS="-lineinfo")
-    home, flags = f"{tmp_path}/.venv-cuda/cuda", "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK -lineinfo"
-    assert [call for call in calls if call.endswith(f" force=TRUE home={home} flags={flags}")]
-    for name in ("bin/nvcc", "include", "nvvm", "lib64/libcudart.so.13", "lib64/libcudart.so"):
-        assert Path(home, name).exists(), name  # the link is not broken
-
-
-@pytest.mark.parametrize(
-    "variables, reason",
-    [
-        ({"BUILD_FAILS": "1"}, "the compiler's own words"),
-        ({"NVCC": "12.8"}, "the build needs nvcc of CUDA 13, for which torch is built; here: "),
-        ({"CXX": "no-such-c++"}, "no C++ compiler (no-such-c++)"),
-        ({"IMPORT_FAILS": "1"}, "is for another torch, Python or GPU"),
-        ({"CAPABILITIES": "11.0"}, "has no kernels for this machine's GPUs"),
-    ],
-)
-def test_a_build_that_fails_says_why_and_is_tried_again(set_up, variables, reason):
-    output, calls = set_up(FLASH_ATTN, code=1, **GPUS | variables)
-    assert reason in output
-    # A package that cannot be imported is removed, because transformers and verl would use it.
-    assert any("uninstall" in call for call in calls) == ("IMPORT_FAILS" in variables)
-    assert set_up(**GPUS)[0] == ""  # the set-up was complete without it
-
-
-def test_an_interrupted_build_goes_on_with_what_it_has_compiled(set_up, tmp_path):
-    set_up(FLASH_ATTN, code=1, **GPUS, BUILD_FAILS="1")
-    (source,) = tmp_path.glob(".venv-wheels/*/flash_attn-2.8.3")
-    (source / "compiled.o").touch()
-    _, calls = set_up(FLASH_ATTN, **GPUS)
-    assert not any(" download " in call for call in calls)
-    assert any(call.endswith(f" {source}") for call in calls) and not source.exists()
 
 
 @pytest.mark.parametrize("glibc", ["glibc 2.28", "musl"])

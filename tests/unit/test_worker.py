@@ -254,7 +254,14 @@ def test_what_is_logged_describes_the_update(monkeypatch):
     for name, value in expected.items():
         assert metrics[f"actor/bapo/{name}"] == [pytest.approx(value)], name
     assert metrics["actor/bapo/skipped"] == 0
-    in_other_tests = {"positive_contribution_highest", "entropy_covariance", "extra_forward", "redone", "skipped"}
+    in_other_tests = {
+        "positive_contribution_highest",
+        "masked_token_fraction",
+        "entropy_covariance",
+        "extra_forward",
+        "redone",
+        "skipped",
+    }
     assert ours == {f"actor/bapo/{name}" for name in expected.keys() | in_other_tests}
 
 

@@ -10,7 +10,6 @@ Numbers that are not finite are null. This file imports neither verl nor Ray, so
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -58,7 +57,7 @@ class Record:
     def __init__(self, folder: str | Path, config: BAPOConfig, about: Mapping):
         self.folder = Path(folder)
         options = {field.name: getattr(config, field.name) for field in fields(BAPOConfig)}
-        started = {"host": socket.gethostname(), "bapo": bapo.__version__}
+        started = {"host": os.uname().nodename, "bapo": bapo.__version__}
         self.first_line = {**started, "options": options, **_finite(dict(about))}
         self.path: Path | None = None  # set at the first update
         self.failed = False
@@ -91,7 +90,7 @@ class Record:
         self.folder.mkdir(parents=True, exist_ok=True)
         times = filter(None, map(_time_in_name, self.folder.glob("record-*.jsonl")))
         later = max([now, *(time + timedelta(microseconds=1) for time in times)])
-        self.path = self.folder / f"record-{later:{TIME}}-{socket.gethostname()}-{os.getpid()}.jsonl"
+        self.path = self.folder / f"record-{later:{TIME}}-{os.uname().nodename}-{os.getpid()}.jsonl"
         self.path.touch(exist_ok=False)
         self._append({"utc": now.isoformat(timespec="seconds"), **self.first_line})
 

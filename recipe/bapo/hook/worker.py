@@ -186,10 +186,11 @@ class BAPOTrainingWorker(TrainingWorker):
             return self.verl_forward_backward_batch(data, loss_function, forward_only)
         run_pass = partial(self.verl_forward_backward_batch, data, loss_function)
         output = scope.update(data, self.updates_since_sent, bool(self.on_policy), run_pass)
-        self.logged = {"actor/bapo/applied": float(scope.applied)}
+        self.logged = {"actor/bapo/applied": float(scope.applied), "actor/bapo/measured": 0.0}
         with self.guard("measuring an update"):
             measured = scope.measure()
             self.logged |= bounds_metrics(measured.metrics)  # on every rank the same keys
+            self.logged["actor/bapo/measured"] = float("met_at_start" in measured.metrics)
             if self._reports():
                 self._keep(scope, measured)
         with self.guard("logging an update"):
