@@ -43,7 +43,7 @@ def call(*command, timeout, **environment):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["join", "head"], "join head: give the head's address as IP:PORT"),
+        (["join", "head"], "invalid address head: give the head's address as IP:PORT"),
         (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
         (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
     ],
@@ -143,7 +143,7 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
         OUTPUT_DIR=str(tmp_path / "run"),
     )
     assert run.returncode == 1
-    assert "Error: actor_rollout_ref.actor.clip_ratio_c=1.0" in run.stdout
+    assert "Error: invalid actor_rollout_ref.actor.clip_ratio_c=1.0" in run.stdout
 
 
 CLAIMING = """

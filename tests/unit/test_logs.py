@@ -83,12 +83,34 @@ def test_a_restart_replaces_its_steps_and_a_new_run_all(tmp_path):
     assert [(step, values["actor/pg_clipfrac"]) for step, values in anew.steps] == [(1, 0.7)]
 
 
+def test_a_line_that_a_terminal_broke_inside_an_item_is_joined(tmp_path):
+    text = console(STEPS[:1]).replace("actor/entropy", "actor\n/entropy").replace("mean:100.0", "mean:10\n0.0")
+    ((_, values),) = read_log(write(tmp_path, text)).steps
+    assert values["actor/entropy"] == 0.5 and values["response_length/mean"] == 100 and "perf/throughput" in values
+
+
+def test_lines_of_a_notebook_and_of_validations_do_not_count_as_cut(tmp_path):
+    text = console(STEPS).replace("perf/throughput:9.5\n", 'perf/throughput:9.5\\n",\n')
+    text += (
+        "step:4 - val/test_score/x:0.5\nstep:5 - val/test_score/x:0.5\nstep:6 - train/loss:0.5\nstep:7 - train/loss:1\n"
+    )
+    log = read_log(write(tmp_path, text))
+    assert [step for step, _ in log.steps] == [1, 2, 3] and log.unread == 0
+
+
+def test_a_text_among_the_numbers_of_the_file_logger_is_passed_over(tmp_path):
+    line = json.dumps({"step": 1, "data": metrics(0.1) | {"resize/mode": "schedule", "actor/pg_loss": None}})
+    log = read_log(write(tmp_path, line + "\n", "metrics.jsonl"))
+    assert log.values("actor/pg_clipfrac") == [(1, 0.1)] and log.unread == 0
+    assert "actor/pg_loss was not finite in 1 step, first in step 1" in " ".join(verdict(log))
+
+
 def test_a_cut_line_gives_no_cut_number(tmp_path):
     whole = console(STEPS)
     cut = whole[: whole.index("actor/grad_norm:0.25", whole.index("step:3")) + len("actor/grad_norm:0.2")]
     log = read_log(write(tmp_path, cut))
     assert "actor/grad_norm" not in log.steps[-1][1] and log.steps[-1][1]["actor/pg_clipfrac"] == 0.03
-    assert log.unread == 1 and "1 values or lines could not be read" in "\n".join(report_on_log("x", log))
+    assert log.unread == 1 and "Values or lines that could not be read: 1." in "\n".join(report_on_log("x", log))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +120,7 @@ def test_a_cut_line_gives_no_cut_number(tmp_path):
         ([(1, metrics(0.00001)), (2, metrics(2e-4))], "The loss clipped 0.011% of the response tokens (median of"),
         (
             [(1, metrics(0.0, actor__grad_norm="nan")), (2, metrics(0.0))],
-            "not finite in 1 steps, first in step 1. Find",
+            "not finite in 1 step, first in step 1. Find",
         ),
         ([(1, metrics(0.1, critic__advantages__min=0.5))], "No token had A < 0. With"),
         ([(1, metrics(0.1, critic__advantages__max=0.0, critic__advantages__min=0.0))], "In 1 of 1 steps no response"),
@@ -114,7 +136,10 @@ def test_the_verdict_follows_the_order_of_the_advice(tmp_path, steps, said):
 
 
 def test_only_vanillas_clip_fraction_is_judged(tmp_path):
-    for config in ("'loss_mode': 'gspo'", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"):
+    for config in (
+        "{'policy_loss': {'_target_': 'x', 'loss_mode': 'gspo'}, 'distillation_loss': {'loss_mode': 'k1'}}",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+    ):
         log = read_log(write(tmp_path, f"{config}\n{console([(1, metrics(0.0))])}"))
         assert "With loss_mode=gspo actor/pg_clipfrac is the share of the tokens in clipped" in " ".join(verdict(log))
     assert "verl's default is assumed" in "\n".join(report_on_log("x", read_log(write(tmp_path, console(STEPS)))))
@@ -122,7 +147,7 @@ def test_only_vanillas_clip_fraction_is_judged(tmp_path):
 
 def test_three_decimals_do_not_show_that_nothing_is_clipped(tmp_path):
     log = read_log(write(tmp_path, console([(1, metrics(0.0)), (2, metrics(0.0))], "{:.3f}")))
-    assert "written with 3 decimals, so a share below 0.0005 looks like 0" in " ".join(verdict(log))
+    assert "have three decimals, so a share of clipped tokens below 0.0005" in " ".join(verdict(log))
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def report_on_log(name: str, log: Log) -> Iterator[str]:
     """Yield the lines of the report."""
     yield name
     first, last = log.steps[0][0], log.steps[-1][0]
-    restarts = f", {log.restarts} restart{'s' * (log.restarts > 1)}" * (log.restarts > 0)
-    unread = f" {log.unread} values or lines could not be read." * (log.unread > 0)
-    yield f"  {log.kind}: {len(log.steps)} training steps, {first} to {last}{restarts}.{unread}"
+    restarts = f", {_count(log.restarts, 'restart')}" * (log.restarts > 0)
+    unread = f" Values or lines that could not be read: {log.unread}." * (log.unread > 0)
+    yield f"  {log.kind}: {_count(len(log.steps), 'training step')}, {first} to {last}{restarts}.{unread}"
     yield ""
     mode = log.loss_mode or "vanilla"
     assumed = "" if log.loss_mode else " (the file names none: verl's default is assumed)"
@@ -53,18 +53,25 @@ def report_on_log(name: str, log: Log) -> Iterator[str]:
     yield (
         "What a log cannot tell: which sign the clipped tokens have, how far ratios reach, and whether BAPO's bounds "
         f"would move. One more line on the command tells it and changes nothing in training: {WATCH} "
-        "(docs/monitor.md)."
+        "(docs/monitor.md), after pip install --no-deps of this folder."
     )
 
 
 def verdict(log: Log) -> Iterator[str]:
     """Yield the sentences on what to do next, in the order of the advice on a record."""
+    if log.values("actor/distillation/loss"):
+        yield "This run distils (actor/distillation/loss). The rules of this report are about a policy loss."
+        return
+    for name in ("actor/pg_loss", "critic/vf_loss", "critic/grad_norm"):
+        broken = [step for step, value in log.values(name) if not math.isfinite(value)]
+        if broken:
+            yield f"{name} was not finite in {_count(len(broken), 'step')}, first in step {broken[0]}: find the reason."
     broken = [step for step, value in log.values("actor/grad_norm") if not math.isfinite(value)]
     if broken:
         yield (
-            f"The gradient norm was not finite in {len(broken)} steps, first in step {broken[0]}. Find the reason "
-            "before you look at any bound. On FSDP verl skips such updates; on Megatron it makes the step, and every "
-            "checkpoint since is broken (docs/silent_faults.md#nan-on-megatron)."
+            f"The gradient norm was not finite in {_count(len(broken), 'step')}, first in step {broken[0]}. Find the "
+            "reason before you look at any bound. On FSDP verl skips such updates; on Megatron it makes the step, "
+            "and every checkpoint since is broken (docs/silent_faults.md#nan-on-megatron)."
         )
     highest, lowest = dict(log.values("critic/advantages/max")), dict(log.values("critic/advantages/min"))
     ends = [(highest[step], lowest[step]) for step in highest.keys() & lowest.keys()]
@@ -110,19 +117,24 @@ def _clipping(log: Log) -> Iterator[str]:
     elif mode != "vanilla":
         meaning = MEANINGS.get(mode, "not the share of the tokens that bounds clip")
         yield f"With loss_mode={mode} actor/pg_clipfrac is {meaning}, so no rule on it holds (docs/losses.md)."
-    elif max(shares) < HARDLY_CLIPPED:
-        if log.decimals is not None and log.decimals < 4:
-            yield (
-                f"actor/pg_clipfrac is written with {log.decimals} decimals, so a share below "
-                f"{0.5 * 10**-log.decimals:g} looks like 0: read the metrics of verl's file logger or of wandb."
-            )
-            return
-        yield f"The loss clipped at most {max(shares):.2g} of the response tokens in any step. {HARDLY}"
+    elif max(shares) < HARDLY_CLIPPED and log.decimals > 3:
+        default = "" if log.loss_mode else "If its loss is verl's default, vanilla: "
+        yield f"{default}The loss clipped at most {max(shares):.2g} of the response tokens in any step. {HARDLY}"
+    elif median(shares) == 0 and log.decimals <= 3:
+        yield (
+            "The values of this log have three decimals, so a share of clipped tokens below 0.0005 looks like 0: "
+            "read the metrics of verl's file logger or of wandb."
+        )
     else:
         yield (
             f"The loss clipped {percent(median(shares))} of the response tokens (median of the steps), "
-            f"{percent(max(shares))} at most. Whether other bounds would matter the monitor tells."
+            f"{percent(max(shares))} at most. Published runs clip 0.06 to 2 %. The monitor tells whether other bounds "
+            "would matter."
         )
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'s' * (number != 1)}"
 
 
 def _quantity(values: Sequence[tuple[int, float]]) -> str:
@@ -148,4 +160,5 @@ ROWS = (
     ("no advantage", ("actor/bapo/zero_advantage_fraction",), _extreme),
     ("reward", ("critic/rewards/mean", "critic/score/mean"), _quantity),
     ("response length", ("response_length/mean",), _quantity),
+    ("cut responses", ("response_length/clip_ratio",), _extreme),
 )

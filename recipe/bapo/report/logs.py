@@ -18,9 +18,15 @@ Step = tuple[int, dict[str, float]]
 
 # The beginning of a line of verl's console logger, after Ray's prefix and in a page's quotation.
 _STEP = re.compile(r"(?:^|(?<=[\s)`>]))step:(\d+) *(?=-|\n *-)")
-_CONTINUED = re.compile(r"\n(?=\s*- [\w/]+)")  # a line that a page, a terminal or a tool has broken up
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LOSS_MODE = re.compile(r"loss_mode['\"]?\s*[=:]\s*['\"]?(\w+)")
+# Of a command and of the config that verl prints at its start; distillation has another loss_mode.
+_LOSS_MODE = re.compile(
+    r"policy_loss\.loss_mode=(\w+)|(?<![\w.])loss_mode=(\w+)"
+    r"|[\"']policy_loss[\"']: ?\{[^{}]*?[\"']loss_mode[\"']: ?[\"'](\w+)"
+)
+# A page or a terminal breaks long lines, before an item or anywhere.
+_NEW_LINE = re.compile(r"\s*$|```|.*step:\d+ *-|.*\bpid=\d|Training Progress")
+_ITEM = re.compile(r"[\w./@+()-]+/[\w./@+()-]*:-?[\w.+()-]*")
 _STEP_COLUMNS = ("training/global_step", "global_step", "_step", "Step", "step")
 _PARTS = ("actor/", "critic/")  # what the metrics of a training step begin with; validations have others
 
@@ -35,7 +41,7 @@ class Log:
         loss_mode: the ``loss_mode`` that the file names last, if it names one.
         restarts: how often an earlier step followed a later one.
         unread: number of values or lines that could not be read.
-        decimals: the most decimals with which a clip fraction is written; None if none is.
+        decimals: the most decimals with which a value is written. Older versions of verl round to three.
     """
 
     kind: str
@@ -43,7 +49,7 @@ class Log:
     loss_mode: str | None = None
     restarts: int = 0
     unread: int = 0
-    decimals: int | None = None
+    decimals: int = 0
 
     def values(self, *names: str) -> list[tuple[int, float]]:
         """Return step and value of the first of these metrics that the log has, where it has it."""
@@ -87,22 +93,42 @@ def read_log(path: Path) -> Log:
 
 def _read_console(text: str) -> tuple[Log, Iterator[Step]]:
     log = Log("verl's console output")
-    modes = _LOSS_MODE.findall(text)
+    modes = ["".join(found) for found in _LOSS_MODE.findall(text)]
     log.loss_mode = modes[-1] if modes else None
-    text = _CONTINUED.sub(" ", text)
+    text = _join_broken_lines(text)
     lines = [(int(start[1]), text[start.end() :].partition("\n")[0].split(" - ")) for start in _STEP.finditer(text)]
-    lines = [(step, [item.strip(" -") for item in items if item.strip(" -")]) for step, items in lines]
+    # A notebook's cell ends its lines with a quoted newline.
+    lines = [(step, [re.sub(r'(\\n)?[\s"`,-]*$', "", item.lstrip(" -")) for item in items]) for step, items in lines]
+    lines = [(step, list(filter(None, items))) for step, items in lines]
+    lines = [(step, items) for step, items in lines if any(item.startswith(_PARTS) for item in items)]
     # verl's lines end alike. The last value of a line that was cut may be another number, so it is not taken.
-    ends = Counter(_key(items[-1]) for _, items in lines if items)
+    ends = Counter(_key(items[-1]) for _, items in lines)
 
     def steps() -> Iterator[Step]:
-        for step, items in filter(lambda line: line[1], lines):
+        for step, items in lines:
             if _key(items[-1]) != ends.most_common(1)[0][0]:
                 log.unread += 1
                 items.pop()
             yield step, _items(log, items)
 
     return log, steps()
+
+
+def _join_broken_lines(text: str) -> str:
+    """Join the lines of a step again."""
+    joined: list[str] = []
+    for line in text.split("\n"):
+        before = joined[-1] if joined else ""
+        if re.search(r"step:\d+", before) and not _NEW_LINE.match(line):
+            if re.match(r"\s*- ?[\w/]+", line):
+                joined[-1] = f"{before} {line.strip()}"
+                continue
+            item = before.rpartition(" - ")[2] + line.partition(" - ")[0]  # if it was broken inside an item
+            if _ITEM.fullmatch(item.strip()) and (" - " in line or not _ITEM.fullmatch(line.strip())):
+                joined[-1] = before + line
+                continue
+        joined.append(line)
+    return "\n".join(joined)
 
 
 def _key(item: str) -> str:
@@ -125,21 +151,19 @@ def _add(log: Log, metrics: dict[str, float], name: str, value: str) -> None:
     except ValueError:
         log.unread += 1
         return
-    if "pg_clipfrac" in name:
-        written = 17 if "e" in value else len(value.partition(".")[2])
-        log.decimals = max(log.decimals or 0, written)
+    log.decimals = max(log.decimals, 17 if "e" in value else len(value.partition(".")[2]))
 
 
 def _read_jsonl(text: str) -> tuple[Log, Iterator[Step]]:
-    log = Log("verl's file logger")
+    log = Log("verl's file logger", decimals=17)
 
     def steps() -> Iterator[Step]:
         for line in filter(None, map(str.strip, text.split("\n"))):
             try:
                 record = json.loads(line)
-                # verl writes NaN and infinity as null.
-                numbers = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                yield int(record["step"]), {name: float(value) for name, value in numbers.items()}
+                # verl writes NaN and infinity as null, and may log a text beside the numbers.
+                data = {name: math.nan if value is None else value for name, value in record["data"].items()}
+                yield int(record["step"]), {name: float(v) for name, v in data.items() if isinstance(v, (int, float))}
             except (ValueError, TypeError, KeyError, AttributeError):
                 log.unread += 1
 
