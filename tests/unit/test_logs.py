@@ -79,8 +79,8 @@ def test_a_restart_replaces_its_steps_and_a_new_run_all(tmp_path):
     again = [(step, metrics(0.5)) for step in (2, 3, 4)]
     log = read_log(write(tmp_path, console(STEPS) + console(again)))
     assert [values["actor/pg_clipfrac"] for _, values in log.steps] == [0.01, 0.5, 0.5, 0.5] and log.restarts == 1
-    anew = read_log(write(tmp_path, console(STEPS) + console([(1, metrics(0.7))])))
-    assert [(step, values["actor/pg_clipfrac"]) for step, values in anew.steps] == [(1, 0.7)]
+    other = read_log(write(tmp_path, console(STEPS) + console([(1, metrics(0.7))])))
+    assert [(step, values["actor/pg_clipfrac"]) for step, values in other.steps] == [(1, 0.7)]
 
 
 def test_a_line_that_a_terminal_broke_inside_an_item_is_joined(tmp_path):
@@ -141,7 +141,7 @@ def test_only_vanillas_clip_fraction_is_judged(tmp_path):
         "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
     ):
         log = read_log(write(tmp_path, f"{config}\n{console([(1, metrics(0.0))])}"))
-        assert "With loss_mode=gspo actor/pg_clipfrac is the share of the tokens in clipped" in " ".join(verdict(log))
+        assert "With loss_mode=gspo actor/pg_clipfrac means something else" in " ".join(verdict(log))
     assert "verl's default is assumed" in "\n".join(report_on_log("x", read_log(write(tmp_path, console(STEPS)))))
 
 
@@ -169,6 +169,16 @@ def test_what_is_no_log_of_verls_is_refused_in_a_sentence(tmp_path, monkeypatch,
         command.main()
     error = capsys.readouterr().err
     assert end.value.code == 1 and said in error and error.count("\n") == 1
+
+
+def test_a_record_is_known_by_its_first_line_and_a_monitored_log_asks_for_no_monitor(tmp_path):
+    (record,) = (ROOT / "docs/examples").glob("*.jsonl")
+    renamed = write(tmp_path, record.read_text().partition("\n")[0] + "\n", "grpo.jsonl")
+    assert command._log_of(renamed) is None and command._log_of(write(tmp_path, console(STEPS))) is not None
+    watched = [(1, metrics(0.1, actor__bapo__applied=0.0))]
+    for steps, asks in ((STEPS, True), (watched, False)):
+        lines = report_on_log("x", read_log(write(tmp_path, console(steps))))
+        assert ("MonitorConfig" in "\n".join(lines)) == asks
 
 
 def test_a_log_needs_neither_torch_nor_verl(tmp_path):

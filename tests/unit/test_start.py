@@ -144,9 +144,7 @@ def test_the_folder_of_a_run_is_decided_once(arguments, given, folder):
 
 @pytest.mark.parametrize("given", [{"experiment": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
 def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
-    with pytest.raises(
-        ValueError, match="no GPU is visible here: to check the run of another node, add trainer.n_gpus_"
-    ):
+    with pytest.raises(ValueError, match="no GPU is visible here: to check a run of another node, add trainer.n_gpus_"):
         choose({**files, **given}, 0, only_checks=True)
     choice = choose({**files, **given, TRAIN: "8"}, 0, only_checks=True)
     assert {"size=gpu", "trainer.nnodes=1", f"{TRAIN}=8"} <= set(choice.arguments)

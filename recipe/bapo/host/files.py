@@ -4,9 +4,11 @@
 Users' scripts read ``metrics.jsonl``. Every package of the recipe may import this one; it imports none of them.
 """
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 METRICS = "metrics.jsonl"  # a line per step, written by verl's file logger; recipe.bapo.host.metrics reads it
@@ -59,6 +61,14 @@ def keep_earlier(path: Path) -> Path:
         last = max((int(number) for number in numbers if number.isdigit()), default=0)
         path.rename(path.with_suffix(f".{last + 1}{path.suffix}"))
     return path
+
+
+def is_record(file: Path) -> bool:
+    """Whether the first line is that of a record, ``record-*.jsonl``, of this version or another one."""
+    with suppress(ValueError), open(file) as lines:
+        first = json.loads(lines.readline())
+        return isinstance(first, dict) and "options" in first
+    return False
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

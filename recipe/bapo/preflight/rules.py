@@ -116,10 +116,10 @@ REFUSED = (
     ),
     Rule(
         lambda s: s.mode != "separate_async" or not s.adapter,
-        "invalid actor_rollout_ref.model.lora.merge=false with LoRA and trainer.v1.trainer_mode=separate_async: "
-        "verl 0.9.1 sends the frozen weights alone and under peft's names: vLLM 0.28 ends on them, and a server that "
-        "takes them samples without the adapter. Set merge=true, with another rollout.checkpoint_engine.backend than "
-        "delta_sharded.",
+        "invalid actor_rollout_ref.model.lora.merge=false with LoRA and trainer.v1.trainer_mode=separate_async: verl "
+        "0.9.1 sends the frozen weights alone and under peft's names. vLLM 0.28 fails to load them, and a server "
+        "that loads them samples without the adapter. Set merge=true, with another rollout.checkpoint_engine.backend "
+        "than delta_sharded.",
     ),
     Rule(
         lambda s: (

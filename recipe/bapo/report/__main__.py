@@ -5,7 +5,7 @@
     .venv/bin/python -m recipe.bapo.report runs/grpo runs/bapo --out compare.png
     .venv/bin/python -m recipe.bapo.report train.log                       # a log of any run of verl's
 
-A RUN is a file record-*.jsonl or the folder that holds it. docs/monitor.md says how to record a run and how to read
+A RUN is a record, record-*.jsonl, or the folder that holds it. docs/monitor.md says how to record a run and how to read
 the report. A run that was not recorded is read from what verl writes anyway, which tells less: the console output in
 a file, the file of verl's file logger, or wandb's history as csv. For these neither torch nor verl is needed.
 """
@@ -13,7 +13,7 @@ a file, the file of verl's file logger, or wandb's history as csv. For these nei
 import argparse
 from pathlib import Path
 
-from recipe.bapo.host.files import METRICS
+from recipe.bapo.host.files import METRICS, is_record
 from recipe.bapo.report.log_report import report_on_log
 from recipe.bapo.report.logs import read_log
 
@@ -44,8 +44,8 @@ def _log_of(path: Path) -> Path | None:
     """Return the log to read of what the command names; None for records."""
     if path.is_dir():
         return path / METRICS if (path / METRICS).exists() and not any(path.glob("record-*.jsonl")) else None
-    is_record = path.name.startswith("record-") and path.suffix == ".jsonl"
-    return path if path.exists() and not is_record else None
+    record = path.name.startswith("record-") or not path.exists() or is_record(path)  # whose reader says what is wrong
+    return None if record else path
 
 
 def _report_on_records(paths: list[Path], out: Path | None) -> None:

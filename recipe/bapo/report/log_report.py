@@ -8,23 +8,12 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from recipe.bapo.hook.advice import NEARLY_NOTHING, OUTCOMES, SIGNS, percent
+from recipe.bapo.hook.advice import IDLE, NEARLY_NOTHING, OUTCOMES, SIGNS, percent
 from recipe.bapo.report.logs import Log
 
 # With vanilla a smaller share of the response tokens is less than 0.1 % of the tokens of each sign, from which the
 # advice says that hardly any bound matters, unless fewer than 10 % of the tokens have that sign.
 HARDLY_CLIPPED = 1e-4
-MANY_IDLE = 0.3  # share of the response tokens without an advantage from which the prompts come before any bound
-MEANINGS = {
-    "bapo": "what BAPO's bounds of each update clip, both signs together",
-    "gspo": "the share of the tokens in clipped responses",
-    "cispo": "the share of the tokens whose ratio is capped",
-    "geo_mean": "a share of the tokens with A > 0",
-    "clip_cov": "what the covariance removes",
-    "sapo": "always 0",
-    "dppo_tv": "the share of the tokens that are masked",
-    "dppo_kl": "the share of the tokens that are masked",
-}
 HARDLY = (
     "Hardly any bound matters here, BAPO's included: leave the loss as it is, unless you reuse data more often. Where "
     "every update has a fresh rollout batch, every ratio is 1 and nothing can be clipped."
@@ -49,11 +38,13 @@ def report_on_log(name: str, log: Log) -> Iterator[str]:
             yield f"  {label:<18}{of(values)}"
     yield ""
     yield f"What next?\n  {' '.join(verdict(log))}"
+    if log.values("actor/bapo/applied"):
+        return
     yield ""
     yield (
         "What a log cannot tell: which sign the clipped tokens have, how far ratios reach, and whether BAPO's bounds "
         f"would move. One more line on the command tells it and changes nothing in training: {WATCH} "
-        "(docs/monitor.md), after pip install --no-deps of this folder."
+        "(docs/monitor.md). The package has to be installed for it: pip install --no-deps and this folder."
     )
 
 
@@ -87,7 +78,7 @@ def verdict(log: Log) -> Iterator[str]:
     if idle:
         yield f"In {idle} of {len(ends)} steps no response had an advantage: look at the rewards, and at the prompts."
     shares = [share for _, share in log.values("actor/bapo/zero_advantage_fraction") if math.isfinite(share)]
-    if shares and fmean(shares) >= MANY_IDLE:
+    if shares and fmean(shares) >= IDLE:
         yield (
             f"{percent(fmean(shares))} of the response tokens had no advantage, because all responses to a prompt got "
             "the same reward: change that first, by other prompts or a larger rollout.n."
@@ -115,8 +106,7 @@ def _clipping(log: Log) -> Iterator[str]:
     elif not shares:
         yield "The log has no actor/pg_clipfrac, so it does not tell whether the loss clips."
     elif mode != "vanilla":
-        meaning = MEANINGS.get(mode, "not the share of the tokens that bounds clip")
-        yield f"With loss_mode={mode} actor/pg_clipfrac is {meaning}, so no rule on it holds (docs/losses.md)."
+        yield f"With loss_mode={mode} actor/pg_clipfrac means something else (docs/losses.md), so no rule on it holds."
     elif max(shares) < HARDLY_CLIPPED and log.decimals > 3:
         default = "" if log.loss_mode else "If its loss is verl's default, vanilla: "
         yield f"{default}The loss clipped at most {max(shares):.2g} of the response tokens in any step. {HARDLY}"
@@ -128,8 +118,8 @@ def _clipping(log: Log) -> Iterator[str]:
     else:
         yield (
             f"The loss clipped {percent(median(shares))} of the response tokens (median of the steps), "
-            f"{percent(max(shares))} at most. Published runs clip 0.06 to 2 %. The monitor tells whether other bounds "
-            "would matter."
+            f"{percent(max(shares))} at most. Published runs clip 0.06 to 2 % (docs/results/published.md). The "
+            "monitor tells whether other bounds would matter."
         )
 
 

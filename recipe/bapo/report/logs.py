@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the metrics of a run from what verl writes anyway: its console output, its file logger, or wandb's history.
 
-Neither torch nor verl is needed. A step that stands there twice counts once, and steps that a restart made again count
-as the restart made them.
+It needs neither torch nor verl. Of a step that is in the file twice the last one counts, as after a restart.
 """
 
 import csv
@@ -83,10 +82,11 @@ def read_log(path: Path) -> Log:
         log, steps = _read_console(text)
     _keep_last(log, steps)
     if not log.steps:
+        unread = f" ({log.unread} values or lines could not be read)" * (log.unread > 0)
         raise ValueError(
-            f"{path} has no training step of verl's: no line 'step:1 - actor/...' of its console logger, no line of "
-            "its file logger, and no csv columns of steps and of metrics such as actor/pg_clipfrac. Logs of other "
-            "frameworks are not read."
+            f"{path}{unread} has no training step of verl's: no line 'step:1 - actor/...' of its console logger, no "
+            "line of its file logger, and no csv columns of steps and of metrics such as actor/pg_clipfrac. Logs of "
+            "other frameworks are not read."
         )
     return log
 

@@ -96,7 +96,7 @@ def choose(
     choice = Choice()
     if only_checks and not gpus and _is_for_gpus(given):
         if TRAIN_GPUS not in given:
-            raise ValueError(f"no GPU is visible here: to check the run of another node, add {TRAIN_GPUS}= its GPUs.")
+            raise ValueError(f"no GPU is visible here: to check a run of another node, add {TRAIN_GPUS}=N.")
         gpus, flash_attn = _count(given, TRAIN_GPUS, 1), lambda: True  # that node is taken to have flash-attn
     nodes, several, cpu = _platform(given, choice, gpus, amd)
     own = any(name in given for name in INPUTS)

@@ -7,7 +7,6 @@ writes ``<project>/<experiment>.jsonl``, so a folder without ``metrics.jsonl`` h
 
 import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from recipe.bapo.host.files import ANSWERS, CONFIG, METRICS
+from recipe.bapo.host.files import ANSWERS, CONFIG, METRICS, is_record
 from recipe.bapo.host.metrics import read_file, read_metrics
 
 # What verl logs of a validation, such as mean@16 of acc on aime_2024. The variable is acc where verl's scorer returns
@@ -112,18 +111,10 @@ def _files_of(path: Path) -> list[Path]:
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
     if not files:
         raise ValueError(f"{path} holds no run: give a folder with {METRICS}, or a file of verl's file logger.")
-    runs = [file for file in files if not _is_record(file)]
+    runs = [file for file in files if not is_record(file)]
     if not runs:
         raise ValueError(f"{path} holds a record and no validations: python -m recipe.bapo.report {path} reads it.")
     return runs
-
-
-def _is_record(file: Path) -> bool:
-    """Whether the first line is that of a record, of this version or another one."""
-    with suppress(ValueError), open(file) as lines:
-        first = json.loads(lines.readline())
-        return isinstance(first, dict) and "options" in first
-    return False
 
 
 def _read(path: Path) -> TrainingRun:
