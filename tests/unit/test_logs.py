@@ -16,6 +16,7 @@ from recipe.bapo.report.log_report import report_on_log, verdict
 from recipe.bapo.report.logs import read_log
 
 ROOT = Path(__file__).parents[2]
+OWN = [f"actor__bapo__own_clipfrac_{sign}" for sign in ("positive", "negative")]
 OUTCOMES = [f"actor__bapo__{name}" for name in ("met_at_start", "met_by_moving", "saturated")]
 PREFIX = "\x1b[36m(TaskRunner pid=4711, ip=10.0.0.2)\x1b[0m "
 
@@ -48,6 +49,10 @@ def as_csv(steps, column="_step", name="{}"):
     return "\n".join(rows + [",".join([str(step), *(str(values[one]) for one in names)]) for step, values in steps])
 
 
+RANGES = {f"actor/entropy{end}": 9.0 for end in ("__MIN", "__MAX")}  # beside each metric of a chart
+WITH_RANGE = [(step, values | RANGES) for step, values in STEPS]
+
+
 @pytest.mark.parametrize(
     "text, name",
     [
@@ -56,9 +61,11 @@ def as_csv(steps, column="_step", name="{}"):
         (console(STEPS, prefix=""), "train.log"),
         (console(STEPS).replace(" - ", "\n - "), "train.log"),  # as pages break it up
         (console(STEPS).replace("\n", "\r\n"), "train.log"),
+        (console(STEPS).replace("actor/entropy", "\x1b[01;31mactor/entropy\x1b[0m"), "train.log"),  # grep --color
         ("".join(json.dumps({"step": s, "data": data}) + "\n" for s, data in STEPS), "metrics.jsonl"),
         (as_csv(STEPS), "history.csv"),
         (as_csv(STEPS, "Step", "my run - {}"), "chart.csv"),
+        (as_csv(WITH_RANGE, "Step", "my run - {}"), "chart.csv"),
     ],
 )
 def test_each_form_gives_the_same_steps(tmp_path, text, name):
@@ -125,6 +132,11 @@ def test_a_cut_line_gives_no_cut_number(tmp_path):
         ([(1, metrics(0.1, critic__advantages__min=0.5))], "No token had A < 0. With"),
         ([(1, metrics(0.1, critic__advantages__max=0.0, critic__advantages__min=0.0))], "In 1 of 1 steps no response"),
         ([(1, metrics(0.1, actor__bapo__zero_advantage_fraction=0.4))], "40.0% of the response tokens had no adv"),
+        ([(1, metrics(0.1) | {"actor/distillation/loss": 1.0})], "This run distils"),
+        (
+            [(1, metrics(0.1, **dict.fromkeys(OWN, 0.0005)))],
+            "The loss clipped 0.05% of the tokens with A > 0 and 0.05% with A < 0. Hardly any bound matters",
+        ),
         (
             [(1, metrics(0.1, **dict(zip(OUTCOMES, (0.2, 0.5, 0.3), strict=True))))],
             "BAPO's target would be met at the start in 20%, by moving bounds in 50%, saturated in 30%",

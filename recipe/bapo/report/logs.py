@@ -204,7 +204,7 @@ def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
 
 
 def _keep_last(log: Log, steps: Iterator[Step]) -> None:
-    """Keep the training steps of the last run in the file; an earlier step after a later one is a restart."""
+    """Keep the training steps. An earlier one after a later one is a restart or a new run, and replaces what follows."""
     kept: dict[int, dict[str, float]] = {}
     last = None
     for step, metrics in steps:
@@ -212,7 +212,7 @@ def _keep_last(log: Log, steps: Iterator[Step]) -> None:
             continue
         if last is not None and step < last:
             log.restarts += 1
-            kept = {} if step <= min(kept) else {one: values for one, values in kept.items() if one < step}
+            kept = {one: values for one, values in kept.items() if one < step}
         kept[step] = metrics if step != last else {**kept[step], **metrics}
         last = step
     log.steps = sorted(kept.items())
