@@ -179,8 +179,8 @@ def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
     rows = csv.DictReader(text.split("\n"))
     columns = list(rows.fieldnames or [])
     step_column = _step_column(columns)
-    # A chart's export has a column "RUN - METRIC" for each run, with its lowest and highest value.
-    named = {name: name.rpartition(" - ")[2] for name in columns if name and not name.endswith(("__MIN", "__MAX"))}
+    # A chart's export has a column "RUN - METRIC" for each run, and "RUN - METRIC__MIN" and "__MAX" beside it.
+    named = {name: name.rpartition(" - ")[2] for name in columns if name}
     wanted = Counter(metric for metric in named.values() if metric.startswith(_PARTS))
     several = [metric for metric, number in wanted.items() if number > 1]
     if several:
@@ -204,7 +204,7 @@ def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
 
 
 def _keep_last(log: Log, steps: Iterator[Step]) -> None:
-    """Keep the training steps. An earlier one after a later one is a restart or a new run, and replaces what follows."""
+    """Keep the training steps. An earlier one after a later one is a restart or a new run: it replaces what follows."""
     kept: dict[int, dict[str, float]] = {}
     last = None
     for step, metrics in steps:
