@@ -186,6 +186,71 @@ def test_of_what_may_be_meant_or_fails_later_it_warns(override, message, said, m
     assert not failed and "\n" not in warned
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    "override, said_of_it, fix",
+    [
+        ("trainer.val_only='false'", "takes any text for true", "trainer.val_only=false"),
+        (f"{ACTOR}.ppo_epochs=0", "whole number of 1 or more", f"{ACTOR}.ppo_epochs=1"),
+        (f"{ACTOR}.optim.clip_grad=0", "makes every gradient 0", f"{ACTOR}.optim.clip_grad=1.0"),
+        (f"{ROLLOUT}.top_p=0.7 {BYPASS}", "truncated", f"{ROLLOUT}.top_p=1"),
+        (f"{ROLLOUT}.top_k=20 {BYPASS}", "truncated", f"{CORRECTION}.bypass_mode=false"),
+        (f"{SEPARATE} {CORRECTION}.bypass_mode=false", "is no copy", f"{CORRECTION}.bypass_mode=true"),
+        (
+            f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
+            "no effect",
+            f"{CORRECTION}.rollout_is=null",
+        ),
+        (
+            f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
+            "no effect",
+            f"{ROLLOUT}.calculate_log_probs=true",
+        ),
+        (f"{CORRECTION}.loss_type=reinforce {BYPASS}", "no effect", f"{CORRECTION}.bypass_mode=false"),
+        ("trainer.val_only=true trainer.val_before_train=false", "no effect", "trainer.val_before_train=true"),
+        ("trainer.critic_warmup=1000", "keeps the actor from training", "trainer.critic_warmup=0"),
+        ("trainer.use_v1=false", "has no effect", "trainer.use_v1=true"),
+        ("ray_kwargs.ray_init.num_cpus=4", "would wait for ever", "ray_kwargs.ray_init.num_cpus=5"),
+        (
+            f"trainer.save_freq=1 {ACTOR}.checkpoint.save_contents=[modle]",
+            "save_contents",
+            f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]",
+        ),
+        (f"{ACTOR}.clip_ratio_c=1.0", "dual clip", f"{ACTOR}.clip_ratio_c=3.0"),
+        (f"{ACTOR}.strategy=ddp", "set it to fsdp", f"{ACTOR}.strategy=fsdp"),
+        ("data.train_files={files}/long.parquet", "cuts them in spite", "data.max_prompt_length=700"),
+        ("data.train_files={files}/long.parquet", "cuts them in spite", "data.filter_overlong_prompts=true"),
+        (f"{ROLLOUT}.max_model_len=10", "vLLM would cut responses", f"{ROLLOUT}.max_model_len=160"),
+        (
+            f"{ACTOR}.clip_ratio_high=0.28",
+            "have no effect",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig",
+        ),
+        (f"{ACTOR}.grad_clip=0.5", "has no effect", f"{ACTOR}.optim.clip_grad=0.5"),
+        (
+            f"{ACTOR}.policy_loss.ratio_lower_start=0.2 {ACTOR}.policy_loss.ratio_lower_max=0.28",
+            "an epsilon",
+            f"{ACTOR}.policy_loss.ratio_lower_max=0.72",
+        ),
+        ("trainer.v1.trainer_mode=colocate_async", "in an asynchronous mode", BYPASS),
+        ("data.train_batch_size=60", "does not divide", f"{ACTOR}.ppo_mini_batch_size=10"),
+        ("algorithm.adv_estimator=gae", "needs a critic", "algorithm.adv_estimator=grpo"),
+        ("algorithm.adv_estimator=remax", "use grpo", "algorithm.adv_estimator=grpo"),
+        (
+            f"{CORRECTION}.bypass_mode=true {ROLLOUT}.calculate_log_probs=false",
+            "needs the log-probs",
+            f"{ROLLOUT}.calculate_log_probs=true",
+        ),
+        ("data.train_max_samples=10", "fewer than data.train_batch_size", "data.train_max_samples=64"),
+    ],
+)
+def test_the_fix_that_is_named_takes_the_line_away(override, said_of_it, fix, said):
+    assert said_of_it in str(said(override))
+    assert said_of_it not in str(said(override, fix))
+
+
 def test_several_warnings_and_failures_of_the_rules_are_in_one_line(said):
     (refused,), _ = said(f"trainer.critic_warmup=9 {ACTOR}.optim.clip_grad=0")
     assert "makes every gradient 0" in refused and "trainer.critic_warmup=9 without a critic" in refused
@@ -288,7 +353,6 @@ def compute(token_level_rewards, response_mask, config=None, **kwargs):
             "+algorithm.my_beta=.25",
         ],
         ["+data.image_keys=[images]"],
-        ["+reward.custom_reward_function.reward_kwargs.penalty=1"],
         ["algorithm.rollout_correction.rollout_is_threshold='0.5_5.0'"],
         ["algorithm.rollout_correction=null"],
         [f"{ACTOR}.optim.clip_grad=inf"],

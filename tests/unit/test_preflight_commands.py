@@ -9,7 +9,7 @@ import pytest
 from support.commands import LIMIT
 from support.configs import ROOT
 
-from recipe.bapo.preflight.stages import STAGES, run_preflight
+from recipe.bapo.preflight.stages import OF_MAIN_PPO, STAGES, run_preflight
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss"
@@ -50,7 +50,7 @@ def stock(task):
 def found(arguments, **options):
     """Return what is not ok in a command of verl's entry point, as ``{stage: (status, detail)}``."""
     lines = run_preflight(arguments, **{"name": "ppo_trainer", **options})
-    return {line.name: (line.status, line.detail) for line in lines if line.status != "ok"}
+    return {line.name: (line.status, line.detail) for line in lines if line.status not in ("ok", "skipped")}
 
 
 # On a machine without GPUs: no GPU is found, and /dev/shm may be small in a container.
@@ -83,7 +83,7 @@ def test_the_command_prints_the_table_and_what_the_loss_is(stock, tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     printed = run.stdout.splitlines()
-    assert {line.split()[0] for line in printed} == {"ok", "warning"} and len(printed) == len(STAGES) + 1
+    assert {line.split()[0] for line in printed} == {"ok", "skipped", "warning"} and len(printed) == len(STAGES) + 1
     assert "bound_scope=none, because loss_mode=vanilla is only monitored" in run.stdout
 
 
@@ -115,6 +115,57 @@ def test_what_would_go_wrong_in_it_is_refused(stock, lines, said):
 def test_the_older_trainer_of_verl_takes_the_lines(stock):
     left = found([*stock, *MONITOR, "trainer.use_v1=false"])
     assert left.keys() <= OF_THE_MACHINE, left
+
+
+def test_the_older_trainers_advantages_are_not_looked_at(stock):
+    lines = run_preflight([*stock, "trainer.use_v1=false"], name="ppo_trainer")
+    assert {line.name for line in lines if line.status == "skipped"} == {"GPU memory", "advantages", "folders"}
+
+
+@pytest.mark.parametrize(
+    "name, overrides, module",
+    [
+        ("fully_async_ppo_trainer.yaml", ["data.train_batch_size=0"], "fully_async_policy.fully_async_main"),
+        ("one_step_off_ppo_trainer", [], "one_step_off_policy.main_ppo"),
+    ],
+)
+def test_another_entry_point_of_verl_is_named(stock, name, overrides, module):
+    old = ["custom_reward_function.path=pkg://recipe.bapo.example.reward", "custom_reward_function.name=compute_score"]
+    lines = run_preflight([*stock[:-3], *stock[-2:], *old, *overrides, *MONITOR], name=name, folder="config")
+    unlooked = {line.name: line.detail for line in lines if line.status == "skipped"}
+    assert unlooked.pop("folders") == "the config names no folder"
+    assert unlooked == dict.fromkeys(OF_MAIN_PPO, f"not known for verl.experimental.{module}, whose config this is")
+    assert not [line for line in lines if line.status == "failed"]
+    assert {line.name: line.detail for line in lines}["reward"] == "compute_score of pkg://recipe.bapo.example.reward"
+
+
+def test_the_entry_point_of_dapos_recipe_is_named(stock, tmp_path):
+    (tmp_path / "dapo_trainer.yaml").write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\n"
+    )
+    old = ["reward_model.reward_manager=dapo"]
+    lines = run_preflight([*stock, *old], name="dapo_trainer", folder=tmp_path)
+    assert {line.name for line in lines if line.status == "skipped"} == {*OF_MAIN_PPO, "folders"}
+    assert not [line for line in lines if line.status == "failed"]
+
+
+def test_a_loss_that_is_not_a_policy_loss_is_refused_as_in_the_worker(stock):
+    teacher = "distillation.teacher_models.teacher_model"
+    distils = ["distillation.enabled=true", "distillation.nnodes=1", "distillation.n_gpus_per_node=1"]
+    distils += [f"{teacher}.model_path=/teacher", f"{teacher}.inference.tensor_model_parallel_size=1"]
+    distils += [f"{teacher}.num_replicas=1", f"{teacher}.key=guess"]
+    status, detail = found([*stock, *TWO_LINES, *distils])["verl's config"]
+    assert status == "failed" and "needs verl's ppo_loss (distillation.enabled=false), not distillation_" in detail
+    status, detail = found([*stock, *MONITOR, *distils])["verl's config"]
+    assert status == "warning" and "MonitorConfig does nothing in this run: " in detail
+    assert "verl's config" not in found([*stock, *distils])
+
+
+def test_the_reward_function_is_called_where_the_user_asks_for_it(stock):
+    lines = run_preflight(stock, call_reward=True, name="ppo_trainer")
+    assert lines[-1].name == "reward call" and lines[-1].status == "warning"
+    assert "the function seems to read none of the forms" in lines[-1].detail  # the example's wants its own
+    assert "reward call" not in {line.name for line in run_preflight(stock, name="ppo_trainer")}
 
 
 def test_a_monitor_that_would_do_nothing_is_a_warning(stock):

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from support.configs import composed
 
-from recipe.bapo.preflight import CheckWarning
-from recipe.bapo.preflight.data import check_checkpoint, check_files
+from recipe.bapo.preflight import CheckSkipped, CheckWarning
+from recipe.bapo.preflight.data import call_reward, check_checkpoint, check_files, check_reward
 from recipe.bapo.preflight.model import check_model
 from recipe.bapo.run.train import configure_ray
 
@@ -80,14 +80,14 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
         (
             "openai/gsm8k",
             72,
-            "ground_truth 72 as an answer .it gives 0., because it is not text; it accepts '72': store",
+            "rejects the answer '72' where the ground_truth is 72 .it gives 0., because it is not text: store the",
         ),
         (
             "openai/gsm8k",
             "",
-            "gsm8k rejects the ground_truth '' as an answer .it gives 0. in any of the forms #### N,",
+            "gsm8k rejects the answer '' where the ground_truth is '' .it gives 0. in any of the forms #### N,",
         ),
-        ("openai/gsm8k", "seventy-two", "rejects the ground_truth 'seventy-two' as an answer"),
+        ("openai/gsm8k", "seventy-two", "rejects the answer 'seventy-two' where the ground_truth is .*check data_s"),
         ("nobody/knows", "72", "verl has no scorer for data_source=nobody/knows"),
     ],
 )
@@ -103,6 +103,175 @@ def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path,
     else:
         with pytest.raises(ValueError if truth not in ("", "seventy-two") else CheckWarning, match=said):
             check_train_data(config)
+
+
+@pytest.mark.parametrize(
+    "source, truth, answer",
+    [
+        ("openai/gsm8k", "5.0", "5"),
+        ("openai/gsm8k", '["5"]', "5"),
+        ("openai/gsm8k", ["1", "1.0"], "1"),
+        ("openai/gsm8k", '["1", "1.0"]', "1"),
+        ("openai/gsm8k", "72.50", "72.5"),
+        ("aime_2024", "007", "7"),
+    ],
+)
+def test_an_answer_that_no_model_writes_is_a_warning(task, tmp_path, source, truth, answer):
+    path = tmp_path / "data.parquet"
+    truths = [truth] if isinstance(truth, list) else ["72", truth]  # the first row of another kind hides none
+    pd.DataFrame(
+        [row(data_source=source, reward_model={"style": "rule", "ground_truth": one}) for one in truths]
+    ).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    with pytest.raises(CheckWarning) as warning:
+        check_train_data(config)
+    said = str(warning.value)
+    assert f"rejects the answer {answer!r} where the ground_truth is {truth!r}" in said and "'72' w" not in said
+    assert f"store the column as {answer!r}, or set" in said
+    stored = [{"style": "rule", "ground_truth": answer} for _ in truths]  # the fix
+    pd.DataFrame([row(data_source=source, reward_model=one) for one in stored]).to_parquet(path)
+    assert check_train_data(config).startswith("rows: ")
+
+
+@pytest.mark.parametrize(
+    "source, truth",
+    [
+        ("lighteval/MATH", "\\frac{1}{2}"),
+        ("openai/gsm8k", "1000"),
+        ("taco", json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})),
+        ("taco", json.dumps([{"input": "1", "output": "2"}])),
+        ("taco", json.dumps([["1"], ["2"]])),
+    ],
+)
+def test_what_a_scorer_accepts_or_runs_is_no_warning(task, tmp_path, source, truth):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame([row(data_source=source, reward_model={"style": "rule", "ground_truth": truth})]).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    assert check_train_data(config) == "rows: 1 for training and 1 for validation"
+
+
+REWARDS = """
+import functools
+import verl.utils.reward_score
+
+def usual(data_source, solution_str, ground_truth, extra_info=None): return float(ground_truth in solution_str)
+def keywords(**kwargs): return {"score": usual(**kwargs), "acc": 1}
+def of_kwargs(solution_str, ground_truth, weight, **_): return weight * (ground_truth in solution_str)
+async def waits(data_source, solution_str, ground_truth, extra_info): return float(ground_truth in solution_str)
+class Scorer:
+    def __init__(self, weight=1): pass
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None): return 1.0 * bool(solution_str)
+scorer = Scorer()
+partial = functools.partial(of_kwargs, weight=2)
+def two(solution_str, ground_truth): return 1.0
+def renamed(data_source, response, ground_truth, extra_info=None): return 1.0
+def needs_more(data_source, solution_str, ground_truth, extra_info, tokenizer): return 1.0
+def batch(data_sources, solution_strs, ground_truths, extra_infos=None): return [1.0]
+def positional(data_source, solution_str, ground_truth, extra_info=None, /): return 1.0
+def no_extra(data_source, solution_str, ground_truth): return 1.0
+class Takes:
+    def __init__(self, data_source, solution_str, ground_truth, extra_info=None): pass
+def yields(data_source, solution_str, ground_truth, extra_info=None): yield 1.0
+async def yields_late(data_source, solution_str, ground_truth, extra_info=None): yield 1.0
+def nothing(data_source, solution_str, ground_truth, extra_info=None): print("scored")
+def without_score(data_source, solution_str, ground_truth, extra_info=None): return {"reward": 1.0}
+def pair(data_source, solution_str, ground_truth, extra_info=None): return 1.0, "right"
+def raises(data_source, solution_str, ground_truth, extra_info=None): return extra_info["no such key"]
+def never_right(data_source, solution_str, ground_truth, extra_info=None): return 0.0
+"""
+CALLED = "verl calls it with data_source, solution_str, ground_truth, extra_info: "
+
+
+@pytest.fixture(scope="module")
+def with_reward(task, tmp_path_factory):
+    """Return a function: the example's config with a reward function of ``REWARDS``."""
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(REWARDS)
+
+    def changed(name, *overrides):
+        function = "reward.custom_reward_function"
+        return composed(task, f"{function}.path={path}", f"{function}.name={name}", *overrides)
+
+    return changed
+
+
+WEIGHT = "+reward.custom_reward_function.reward_kwargs.weight=1"
+
+
+@pytest.mark.parametrize("name", ["usual", "keywords", "waits", "scorer", "partial", "nothing", "raises"])
+def test_a_reward_function_that_verl_can_call_passes_uncalled(name, with_reward):
+    assert check_reward(with_reward(name)).startswith(f"{name} of /")
+    assert check_reward(with_reward("of_kwargs", WEIGHT))
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("of_kwargs", f"{CALLED}missing a required argument: 'weight'; write def of_kwargs(data_source, "),
+        ("two", f"{CALLED}got an unexpected keyword argument 'data_source'"),
+        ("renamed", f"{CALLED}missing a required argument: 'response'"),
+        ("needs_more", f"{CALLED}missing a required argument: 'tokenizer'"),
+        ("batch", f"{CALLED}missing a required argument: 'data_sources'"),
+        ("positional", f"{CALLED}"),
+        ("no_extra", f"{CALLED}got an unexpected keyword argument 'extra_info'"),
+        ("Takes", "it is a class or a generator, and verl takes what the call returns for the score"),
+        ("Scorer", "it is a class or a generator"),
+        ("yields", "it is a class or a generator"),
+        ("yields_late", "it is a class or a generator"),
+    ],
+)
+def test_one_that_verl_cannot_call_is_refused(name, said, with_reward):
+    with pytest.raises(ValueError) as refused:
+        check_reward(with_reward(name))
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+    fixed = with_reward("keywords")  # def f(**kwargs)
+    assert check_reward(fixed)
+
+
+def test_an_argument_of_a_reward_model_is_passed_where_there_is_one(with_reward):
+    router = ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"]
+    with pytest.raises(ValueError, match="unexpected keyword argument 'reward_router_address'"):
+        check_reward(with_reward("usual", *router))
+    assert check_reward(with_reward("keywords", *router))
+
+
+@pytest.mark.parametrize(
+    "name, kind, said",
+    [
+        ("usual", None, ", the right answer of the first row, 0 for no response"),
+        ("waits", None, "1 for '"),
+        ("keywords", None, "1 for '"),
+        (
+            "never_right",
+            CheckWarning,
+            "0 for no response: the function seems to read none of the forms #### N, ",
+        ),
+        ("nothing", ValueError, "TypeError: float"),
+        ("without_score", ValueError, "KeyError: 'score'"),
+        ("pair", ValueError, "TypeError: float"),
+        ("raises", ValueError, "KeyError: 'no such key'"),
+    ],
+)
+def test_a_call_of_the_reward_function_tells_what_it_gives(name, kind, said, with_reward):
+    if kind is None:
+        assert said in call_reward(with_reward(name))
+    else:
+        with pytest.raises(kind) as found:
+            call_reward(with_reward(name))
+        assert said in str(found.value)
+
+
+def test_a_reward_that_no_function_gives_is_not_called(with_reward):
+    with pytest.raises(CheckSkipped):
+        call_reward(with_reward("usual", "actor_rollout_ref.rollout.agent.agent_loop_config_path=/my/loops.yaml"))
+
+
+def test_pictures_for_a_model_of_text_are_named_as_such(task, tmp_path):
+    path = tmp_path / "data.parquet"
+    prompt = [{"role": "user", "content": "<image>What is this?"}]
+    pd.DataFrame([row(prompt=prompt, images=[{"path": "a.png"}])]).to_parquet(path)
+    with pytest.raises(ValueError, match="processor is needed to process multimodal data; give rows that verl can"):
+        check_train_data(composed(task, f"data.train_files={path}", f"data.val_files={path}"))
 
 
 @pytest.mark.parametrize(

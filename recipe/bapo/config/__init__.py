@@ -22,8 +22,8 @@ def compose_config(
         groups: Hydra's ``--config-dir``, a folder of further groups; with ``configs`` these are ``size``,
             ``experiment`` and ``method``.
         name: Hydra's ``--config-name``: ``bapo_trainer`` for our trainer, ``ppo_trainer`` for verl's.
-        folder: Hydra's ``--config-path``. None: ours or verl's. A relative one is relative to verl's folder
-            ``trainer``, as for ``verl.trainer.main_ppo``.
+        folder: Hydra's ``--config-path``. None: ours or verl's. A relative one is relative to the folder of verl's
+            entry point that has a config of this name: ``trainer``, or one below ``experimental``.
 
     Raises:
         hydra.errors.HydraException: an override is invalid.
@@ -36,13 +36,16 @@ def compose_config(
         overrides = [f"hydra.searchpath={path}", *overrides]
     import verl  # imported here, because verl's plugins import this module
 
-    of_verl = Path(verl.__file__).parent / "trainer"
-    folder = (
-        Path(__file__).parent
-        if folder is None and name.removesuffix(".yaml") == OURS
-        else of_verl / (folder or "config")
-    )
-    with initialize_config_dir(str(folder), version_base=None):
+    name = name.removesuffix(".yaml")
+    if folder is None and name == OURS:
+        found = Path(__file__).parent
+    else:
+        of_verl = Path(verl.__file__).parent
+        folders = [entry / (folder or "config") for entry in (of_verl / "trainer", *of_verl.glob("experimental/*"))]
+        found = next((path for path in folders if (path / f"{name}.yaml").is_file()), folders[0])
+        if found != folders[0] and groups is None:
+            overrides = ["hydra.searchpath=[pkg://verl.trainer.config]", *overrides]
+    with initialize_config_dir(str(found), version_base=None):
         return compose(name, overrides)
 
 

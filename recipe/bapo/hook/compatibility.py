@@ -4,7 +4,10 @@
 The worker refuses them in every run before the first update; preflight calls the same function before Ray starts.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+from verl.workers.utils.losses import ppo_loss
 
 # The reasons for refusing other strategies than fsdp, fsdp2 and megatron, for those that we looked into.
 UNSUPPORTED_STRATEGIES = {
@@ -12,6 +15,24 @@ UNSUPPORTED_STRATEGIES = {
     "torchtitan": "(verl 0.9.1's engine for it does not import with torchtitan 0.3.0.)",
     "automodel": "(verl 0.9.1 has no actor config for it.)",
 }
+
+
+def require_ppo_loss(function: Callable, policy_loss: Any) -> None:
+    """Refuse a run whose loss function is not the one that calls a policy loss, such as that of distillation.
+
+    Args:
+        function: the loss function that verl gives the worker.
+        policy_loss: the ``BAPOPolicyLossConfig`` or ``MonitorConfig``.
+
+    Raises:
+        ValueError: names both and the fix.
+    """
+    if function is not ppo_loss:
+        cls, name = type(policy_loss), getattr(function, "__qualname__", function)
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss._target_={cls.__module__}.{cls.__qualname__} needs verl's ppo_loss "
+            f"(distillation.enabled=false), not {name}."
+        )
 
 
 def refuse_unusable_settings(actor_config: Any, model_config: Any) -> None:

@@ -23,6 +23,7 @@ import bapo
 from bapo import BAPOConfig
 from recipe.bapo.hook.advice import EVERY, advise
 from recipe.bapo.hook.advice_inputs import advice_inputs
+from recipe.bapo.hook.compatibility import require_ppo_loss
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
@@ -33,7 +34,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import ppo_loss
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -168,9 +168,7 @@ class BAPOTrainingWorker(TrainingWorker):
         ours = f"actor_rollout_ref.actor.policy_loss._target_={cls.__module__}.{cls.__qualname__}"
         scope_class = SCOPES[config.policy_loss.bound_scope] if config.policy_loss.loss_mode == "bapo" else Monitor
         try:
-            if function is not ppo_loss:
-                name = getattr(function, "__qualname__", function)
-                raise ValueError(f"{ours} needs verl's ppo_loss (distillation.enabled=false), not {name}.")
+            require_ppo_loss(function, config.policy_loss)
             return scope_class(config, self.model_config, self.engine, get_device_id(), self.guard)
         except Exception as error:
             if scope_class.applied:

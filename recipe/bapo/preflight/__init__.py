@@ -2,13 +2,14 @@
 """Preflight: do before Ray starts what a run would do minutes later, so that errors surface now.
 
 It takes the arguments of any run of verl, with or without the lines that turn on BAPO or its monitor, and of our
-trainer. ``stages`` lists what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has three
+trainer. ``stages`` lists what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has four
 answers:
 
 - failed: verl itself refuses this, in verl's words. Or, by rules of our own, the run would train something else than
   its command says, wait for ever or lose data.
 - warning: everything else that the user may not want, and what this machine lacks (packages, GPUs, memory, disk), which
   need not be the one that trains. A stage raises ``CheckWarning``.
+- skipped: it looked at nothing, with the reason. A stage raises ``CheckSkipped``.
 - ok: with a text on what it found.
 """
 
@@ -18,7 +19,11 @@ from contextlib import contextmanager
 
 
 class CheckWarning(Exception):
-    """A warning: the run will start, but may not do what the user wants. Any other exception is a failure."""
+    """A warning: the run will start, but may not do what the user wants."""
+
+
+class CheckSkipped(Exception):
+    """A stage that could not look. Any exception but this and ``CheckWarning`` is a failure."""
 
 
 @contextmanager
@@ -29,7 +34,7 @@ def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueErro
     """
     try:
         yield
-    except CheckWarning:
+    except (CheckWarning, CheckSkipped):
         raise
     except (Exception, SystemExit) as error:
         reason = innermost(error).rstrip(".")

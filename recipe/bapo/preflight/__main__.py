@@ -5,8 +5,8 @@
     python -m recipe.bapo.preflight --config-name bapo_trainer ARGUMENTS             those of recipe.bapo.main_bapo
     bash recipe/bapo/run_bapo_example.sh --preflight [key=value ...]
 
-Each line is ok, a warning, or failed. The exit code is 1 if a line failed, else 0. Our trainer makes the same checks
-before it starts Ray; preflight=false leaves them out.
+Each line is ok, a warning, failed, or skipped where nothing was looked at. The exit code is 1 if a line failed, else 0.
+Our trainer makes the same checks before it starts Ray; preflight=false leaves them out.
 """
 
 import argparse
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--config-name", "-cn", dest="name", default="ppo_trainer", help="of the config (ppo_trainer)")
     parser.add_argument("--config-path", "-cp", dest="folder", help="the folder of that config (verl's, or ours)")
     parser.add_argument("--config-dir", "-cd", dest="groups", help="a folder with further groups, such as configs")
+    parser.add_argument("--call-reward", action="store_true", help="call the reward function on a row's right answer")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
     arguments = vars(parser.parse_intermixed_args())
     with nothing_printed():

@@ -4,7 +4,7 @@
 import numpy as np
 import torch
 
-from recipe.bapo.preflight import CheckWarning, blame
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame
 from recipe.bapo.preflight.settings import Settings
 from verl import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator
@@ -33,7 +33,7 @@ def check_advantages(config) -> str:
     right = torch.arange(len(prompts)) % max(2, per_prompt) == 0
     rows = _correct(_responses(settings, prompts, right), settings)
     if not settings.v1:
-        return f"{name}, which verl's older trainer (trainer.use_v1=false) computes"
+        raise CheckSkipped("they are computed as verl's V1 trainer does, and this is its older one (use_v1=false)")
     mask = rows.batch["response_mask"]
     advantages = _advantages(rows, prompts, settings)
     means = advantages.sum(-1) / mask.sum(-1)

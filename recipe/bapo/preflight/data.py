@@ -5,6 +5,10 @@ verl's own data set and scorers read the data. Only the check of the rows' schem
 first bad row, perhaps hours later.
 """
 
+import asyncio
+import inspect
+import json
+import math
 import re
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import datasets
 from omegaconf import OmegaConf
 
 from recipe.bapo.host.files import latest_checkpoint
-from recipe.bapo.preflight import CheckWarning, blame, innermost
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, innermost
 from recipe.bapo.preflight.model import model_of
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
@@ -46,7 +50,7 @@ def check_files(config) -> str:
         if data.custom_cls.path is None:
             rows = dataset.dataframe.to_list()
             check_rows(rows, data.prompt_key, what, use_of_truth(config))
-            with blame(f"data.{kind}_files", data[f"{kind}_files"], READABLE):
+            with blame(f"data.{kind}_files", data[f"{kind}_files"], "give rows that verl can read with this model"):
                 dataset[0]
             # Without the filter verl's agent loop cuts a long prompt from the left, whatever data.truncation says. So
             # count long prompts where truncation=error asks for an error, too.
@@ -85,6 +89,14 @@ def load_dataset(config, kind, tokenizer, processor):
         return create_rl_dataset(files, settings, tokenizer, processor, kind == "train", most)
 
 
+def training_steps(config) -> int:
+    """Return the number of steps that the run makes, without those that a filter of long prompts takes away."""
+    model, trainer = model_of(config), config.trainer
+    rows = len(load_dataset(config, "train", model.tokenizer, model.processor))
+    steps = rows // config.data.train_batch_size * trainer.total_epochs
+    return min(steps, trainer.total_training_steps or steps)
+
+
 def check_rows(rows, prompt_key, what, truth="scored") -> None:
     """Raise a ValueError for the first row that is not in verl's schema.
 
@@ -106,7 +118,7 @@ def _missing_in(row, prompt_key, truth):
         return "data_source has to be a name"
     prompt = row.get(prompt_key)
     messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(isinstance(one, dict) and one.get("role") and "content" in one for one in messages):
+    if not messages or not all(_is_message(one) for one in messages):
         return f"{prompt_key} (data.prompt_key) has to be a list of messages, each with role and content"
     reward = row.get("reward_model")
     if truth != "unused" and not (isinstance(reward, dict) and "ground_truth" in reward):
@@ -114,6 +126,12 @@ def _missing_in(row, prompt_key, truth):
     if truth == "scored" and reward["ground_truth"] is None and reward.get("style") in (None, "rule"):
         return "reward_model has no ground_truth, with which a rule compares responses"
     return None
+
+
+def _is_message(one) -> bool:
+    if not (isinstance(one, dict) and one.get("role")):
+        return False
+    return isinstance(one.get("content"), str | list) or bool(one.get("tool_calls"))  # None is rendered as "None"
 
 
 def use_of_truth(config) -> str:
@@ -131,7 +149,7 @@ def use_of_truth(config) -> str:
 
 
 def _check_scored(rows, what, config) -> list[str]:
-    """Ask verl's scorer of each data source whether it accepts a row's right answer. Returns a warning per refusal.
+    """Ask verl's scorer of each data source whether it accepts a model's right answer. Returns a warning per refusal.
 
     Some scorers compare texts. They never accept a number, and raise no error.
 
@@ -144,33 +162,62 @@ def _check_scored(rows, what, config) -> list[str]:
     kinds: dict[tuple, object] = {}
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
-        kinds.setdefault((row["data_source"], type(truth), not str(truth).strip()), truth)  # one row of each kind
-    for (source, *_), truth in kinds.items():
+        written = str(truth).strip()
+        kinds.setdefault((row["data_source"], type(truth), not written, _as_written(truth) == written), truth)
+    for (source, *_), truth in kinds.items():  # one row of each kind
         try:
-            answer = _ask_scorer(source, truth)
+            denial = _ask_scorer(source, truth, str(truth))
         except NotImplementedError as error:
             raise ValueError(
                 f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
                 f"name, or rewrite the column; see {DATA_PAGE}."
             ) from error
-        # Skip a ground_truth that no response could repeat, such as the tests of a program.
-        if answer is None or not isinstance(truth, str | int | float) or len(str(truth)) > LONGEST_ANSWER:
+        answer = _as_written(truth)
+        if answer is None or len(str(truth)) > LONGEST_ANSWER:
+            continue
+        if answer != str(truth).strip():
+            denial = _ask_scorer(source, truth, answer)
+        if denial is None:
             continue
         denial = (
-            f"{what}: verl's scorer for data_source={source} rejects the ground_truth {truth!r} as an answer ({answer})"
+            f"{what}: verl's scorer for data_source={source} rejects the answer {answer!r} where the ground_truth is "
+            f"{truth!r} ({denial})"
         )
-        if not isinstance(truth, str) and _ask_scorer(source, str(truth)) is None:
-            raise ValueError(f"{denial}, because it is not text; it accepts {str(truth)!r}: store the column as text.")
-        fix = "check data_source, or set reward.custom_reward_function"
-        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}: {fix}")
+        if not (as_text := _ask_scorer(source, answer, answer)) and isinstance(truth, int | float):
+            raise ValueError(f"{denial}, because it is not text: store the column as text, {answer!r}.")
+        fix = "check data_source" if as_text else f"store the column as {answer!r}"
+        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function")
     return denied
 
 
-def _ask_scorer(source, truth):
-    """Return None if verl's scorer accepts ``truth`` in one of ``FORMS``, else what it says of the last form."""
+def _as_written(truth) -> str | None:
+    """Return a right answer as a model would write it: 5 for ``5.0``, ``["5"]`` and ``005``; the first of several.
+
+    None for what no response could repeat, such as the tests of a program.
+    """
+    value = truth
+    if isinstance(truth, str):
+        text = truth.strip()
+        if re.fullmatch(r"0+\d+", text):  # not JSON
+            return text.lstrip("0") or "0"
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+        if isinstance(value, bool) or value is None:
+            return text
+    if isinstance(value, list) and value:
+        return None if isinstance(value[0], list) else _as_written(value[0])
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return str(int(value))
+    return str(value) if isinstance(value, str | int | float) else None
+
+
+def _ask_scorer(source, truth, answer):
+    """Return None if verl's scorer accepts ``answer`` in one of ``FORMS``, else what it says of the last form."""
     denial = None
     for form in FORMS:
-        response = form.replace("N", str(truth)) if len(str(truth)) <= LONGEST_ANSWER else ""
+        response = form.replace("N", answer) if len(answer) <= LONGEST_ANSWER else ""
         try:
             scored = default_compute_score(source, response, truth)
         except NotImplementedError:  # verl has no scorer
@@ -186,13 +233,75 @@ def _ask_scorer(source, truth):
 
 
 def check_reward(config) -> str:
-    """Import the reward function and the reward manager as verl imports them."""
-    function, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    with blame("reward.custom_reward_function", f"{function.path}, name={function.name}"):
-        get_custom_reward_fn(config)
+    """Import the reward function and the reward manager as verl imports them, and look whether verl can call it.
+
+    The function is not called.
+
+    Raises:
+        ValueError: one cannot be imported, or each of verl's calls would raise.
+    """
+    settings, manager = config.reward.custom_reward_function, config.reward.reward_manager
+    named = f"{settings.path}, name={settings.name}"
+    with blame("reward.custom_reward_function", named):
+        function = get_custom_reward_fn(config)
     with blame("reward.reward_manager", manager.name):
         resolve_reward_manager_cls(config)
-    return f"{function.name} of {function.path}" if function.path else "verl's own, by data_source"
+    if function is None:
+        return "verl's own, by data_source"
+    if manager.source != "register":
+        return f"{settings.name} of {settings.path}, which the reward manager {manager.name} calls in its own way"
+    raw, given = function.args  # type: ignore[attr-defined]  # a partial: verl/trainer/ppo/reward.py:84
+    fix = f"write def {settings.name}(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
+    with blame("reward.custom_reward_function", named, f"{fix}, which returns a number or a dict with a score"):
+        if inspect.isclass(raw) or inspect.isgeneratorfunction(raw) or inspect.isasyncgenfunction(raw):
+            raise ValueError("it is a class or a generator, and verl takes what the call returns for the score")
+        passed = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+        if config.reward.reward_model.enable:
+            passed |= dict.fromkeys(("reward_router_address", "reward_model_tokenizer"))
+        try:
+            signature = inspect.signature(raw)
+        except ValueError:  # of some functions that are not written in Python
+            return f"{settings.name} of {settings.path}"
+        try:
+            signature.bind(**{**passed, **given})
+        except TypeError as error:
+            raise ValueError(f"verl calls it with {', '.join({**passed, **given})}: {error}") from None
+    return f"{settings.name} of {settings.path}"
+
+
+def call_reward(config) -> str:
+    """Call the run's reward function on the right answer of the first row, and on an empty response.
+
+    Raises:
+        ValueError: it raises, or returns no score. verl drops such responses.
+        CheckWarning: the right answer has no higher score than the empty response.
+    """
+    if use_of_truth(config) == "unused":
+        raise CheckSkipped("a reward model, a manager or an agent loop gives the reward")
+    model, function = model_of(config), get_custom_reward_fn(config) or default_compute_score
+    row = load_dataset(config, "train", model.tokenizer, model.processor)[0]
+    truth = row["reward_model"]["ground_truth"]
+
+    def score(response):
+        with blame("reward.custom_reward_function", config.reward.custom_reward_function.path):
+            found = function(
+                data_source=row["data_source"],
+                solution_str=response,
+                ground_truth=truth,
+                extra_info={**(row.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
+            )
+            found = asyncio.run(found) if inspect.isawaitable(found) else found
+            return float(found["score"] if isinstance(found, dict) else found)
+
+    answers = dict.fromkeys((str(truth), _as_written(truth) or str(truth)))
+    scores = {
+        response: score(response) for one in answers for response in (one, *(form.replace("N", one) for form in FORMS))
+    }
+    best, empty = max(scores, key=scores.__getitem__), score("")
+    text = f"{scores[best]:g} for {best!r}, the right answer of the first row, {empty:g} for no response"
+    if not scores[best] > empty:
+        raise CheckWarning(f"{text}: the function seems to read none of the forms {', '.join(FORMS)}.")
+    return text
 
 
 def check_checkpoint(config) -> str:

@@ -5,6 +5,7 @@ The machine may be a login node, so what it lacks is a warning, except where a r
 weights with another run's.
 """
 
+import contextlib
 import os
 import shutil
 from importlib import metadata
@@ -15,14 +16,17 @@ from omegaconf import OmegaConf
 from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
-from recipe.bapo.config.memory import BESIDE, GIB, read_needs
+from recipe.bapo.config.memory import BESIDE, GIB, count_parameters, read_needs
+from recipe.bapo.host.files import latest_checkpoint
 from recipe.bapo.host.locks import check_ray_address, claim_machine
-from recipe.bapo.preflight import CheckWarning
+from recipe.bapo.preflight import CheckSkipped, CheckWarning
+from recipe.bapo.preflight.data import training_steps
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.single_controller.ray.base import ResourcePoolManager
 
 VERL = "0.9.1"
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
+BYTES = {"model": 4, "optimizer": 8, "hf_model": 2}  # of a checkpoint, by what it saves of a parameter
 
 
 def on_cpu(config) -> bool:
@@ -33,21 +37,23 @@ def on_cpu(config) -> bool:
 def check_versions(config) -> str:
     """Say which versions are installed. Warn if verl is not the supported one, or one of the others is missing."""
     engine = config.actor_rollout_ref.rollout.name
-    names = ("verl", "torch", "transformers", "ray", f"{engine}-cpu" if on_cpu(config) else engine)
-    found = {name: _version(name) for name in names}
-    text = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
-    if found["verl"] != VERL:
+    found = [_installed(name) for name in ("verl", "torch", "transformers", "ray")]
+    # vLLM for CPUs is another package with the same module.
+    found.append(_installed(*((f"{engine}-cpu", engine) if on_cpu(config) else (engine, f"{engine}-cpu"))))
+    text = ", ".join(found)
+    if found[0] != f"verl {VERL}":
         text += f"; the recipe is written for and tested with verl {VERL}"
-    if found["verl"] != VERL or not all(found.values()):
+    if found[0] != f"verl {VERL}" or "is not installed" in text:
         raise CheckWarning(f"{text}.")
     return text
 
 
-def _version(name):
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _installed(*packages):
+    """Name the first of the packages that is installed, with its version."""
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{package} {metadata.version(package)}"
+    return f"{packages[0]} is not installed"
 
 
 def gpus_wanted(config) -> int:
@@ -80,8 +86,10 @@ def check_gpu_memory(config) -> str:
     """
     needs = read_needs(config)
     if needs is None:
-        known = "FSDP trains on the GPUs that sample, the weights are in a folder, and nvidia-smi knows the memory"
-        return f"compared with a model only where {known}"
+        raise CheckSkipped(
+            "compared with the model only where FSDP trains on the GPUs that sample, the weights are in a folder, and "
+            "nvidia-smi is here"
+        )
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     kept, vllm, update, gpu = (number / GIB for number in (needs.kept, share * needs.gpu, needs.update, needs.gpu))
     text = (
@@ -96,7 +104,8 @@ def check_gpu_memory(config) -> str:
     if fits is not None:
         fix = f"Set {ROLLOUT}.gpu_memory_utilization={fits}"
     else:
-        fix = f"Take more GPUs, or set {ACTOR}.fsdp_config.offload_policy=true"
+        fsdp2 = f"{ACTOR}.strategy=fsdp2 and " if config.actor_rollout_ref.actor.strategy != "fsdp2" else ""
+        fix = f"Take more GPUs, or set {fsdp2}{ACTOR}.fsdp_config.offload_policy=true (docs/larger_models.md, Memory)"
     raise CheckWarning(f"{text}: from the first update on {missing:.1f} GiB are missing. {fix}.")
 
 
@@ -112,7 +121,7 @@ def check_cpus(config) -> str:
     enough, and with verl's own entry point Ray counts those of the machine.
     """
     if joins_a_cluster(config):
-        return "the nodes of the Ray cluster count their own"
+        raise CheckSkipped("the nodes of the Ray cluster count their own")
     demands, given = cpu_demands(config), config.ray_kwargs.ray_init.num_cpus
     asked = sum(demands.values())
     text = f"Ray is asked for {asked} CPUs ({', '.join(f'{count} for {what}' for what, count in demands.items())})"
@@ -171,27 +180,30 @@ def check_shared_memory(config) -> str:
 
 
 def check_disk(config) -> str:
-    """Warn if the disk cannot hold the checkpoints that are kept: the run would end at one of them, hours later.
+    """Warn if the disk cannot hold the checkpoints that will come: the run would end at one of them, hours later.
 
     verl keeps all if ``max_actor_ckpt_to_keep`` is null, and with 1 the old one until the new one is complete.
     """
     trainer = config.trainer
     if trainer.save_freq <= 0:
         return "no checkpoints are saved"
-    # A model's files are mostly bfloat16. A checkpoint has float32 weights and Adam's two moments.
-    each = 6 * sum(path.stat().st_size for path in Path(config.actor_rollout_ref.model.path).glob("*.safetensors"))
+    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
+    each = count_parameters(Path(config.actor_rollout_ref.model.path)) * sum(BYTES.get(name, 0) for name in contents)
     if not each:
-        return "the size of a checkpoint is not known before the model is fetched from the hub"
-    keep = trainer.max_actor_ckpt_to_keep
-    most = max(2, keep) if keep else 1
+        raise CheckSkipped("the size of a checkpoint is known only where the weights are in a folder")
     folder = Path(trainer.default_local_dir).absolute()
+    latest = latest_checkpoint(folder) if trainer.resume_mode == "auto" else None
+    steps = training_steps(config) - (int(latest.name.rpartition("_")[2]) if latest else 0)
+    coming = max(0, -(-steps // trainer.save_freq))  # the last step is saved, too
+    keep = trainer.max_actor_ckpt_to_keep
+    most = min(coming, max(2, keep)) if keep else coming
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    text = f"{most} x {_size(each)} of checkpoints" if keep else f"{_size(each)} for each checkpoint, and all are kept"
-    text += f", {_size(free)} free"
+    kept = "all are kept" if most == coming else f"{most} are kept"
+    text = f"{coming} checkpoints of {_size(each)} will come and {kept}, {_size(free)} free"
     if free < most * each:
         raise CheckWarning(
-            f"{text} in {folder}: set trainer.default_local_dir to another disk, or keep fewer "
-            f"(trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep})."
+            f"{text} in {folder}: set trainer.default_local_dir to another disk, a larger trainer.save_freq="
+            f"{trainer.save_freq}, or a smaller trainer.max_actor_ckpt_to_keep={keep}."
         )
     return text
 

@@ -11,18 +11,20 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import compose_config, is_of_our_trainer
-from recipe.bapo.preflight import CheckWarning, blame, data, innermost, machine, model
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, innermost, machine, model
 from recipe.bapo.preflight.advantages import check_advantages
 from recipe.bapo.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
 from recipe.bapo.preflight.rules import check_counts, check_rules
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
+from verl.trainer.distillation import distillation_ppo_loss, is_distillation_enabled
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
 from verl.utils.tracking import Tracking
+from verl.workers.utils.losses import ppo_loss
 
 WRITTEN_LATE = (  # keys of folders to which the run writes only hours later; by default the others are below run_dir
     "run_dir",
@@ -35,7 +37,7 @@ WRITTEN_LATE = (  # keys of folders to which the run writes only hours later; by
 
 @dataclass(frozen=True)
 class Result:
-    """What a stage found; ``status`` is ``ok``, ``warning`` or ``failed``."""
+    """What a stage found; ``status`` is ``ok``, ``warning``, ``failed`` or ``skipped``."""
 
     name: str
     status: str
@@ -54,16 +56,19 @@ def check_verls_config(config) -> str:
     for section in (ACTOR, ROLLOUT, *(["critic"] if need_critic(config) else [])):
         with blame(section):
             built[section] = omega_conf_to_dataclass(OmegaConf.select(config, section))
-    with blame("the config"):
-        validate_config(config, need_reference_policy(config), need_critic(config))
-    if config.trainer.use_v1:
+    if other_entry_point(config) is None:
+        with blame("the config"):
+            validate_config(config, need_reference_policy(config), need_critic(config))
+    if config.trainer.use_v1 and other_entry_point(config) is None:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
     loss_mode = built[ACTOR].policy_loss.loss_mode
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
         get_policy_loss_fn(loss_mode)
-    return check_loss(built[ACTOR], config.actor_rollout_ref.model)
+    # verl/workers/engine_workers.py:638
+    function = distillation_ppo_loss if is_distillation_enabled(config.get("distillation")) else ppo_loss
+    return check_loss(built[ACTOR], config.actor_rollout_ref.model, function)
 
 
 def check_loggers(config) -> str:
@@ -91,13 +96,15 @@ def check_folders(config) -> str:
     paths = {key: OmegaConf.select(config, key) for key in WRITTEN_LATE}
     if config.trainer.save_freq <= 0:
         paths.pop("trainer.default_local_dir")
+    paths = {key: path for key, path in paths.items() if path}
+    if not paths:
+        raise CheckSkipped("the config names no folder")
     for key, path in paths.items():
-        if path:
-            folder = Path(path).absolute()
-            existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-            with blame("run_dir (OUTPUT_DIR)" if key == "run_dir" else key, path, "choose another folder"):
-                tempfile.TemporaryDirectory(dir=existing).cleanup()
-    return ", ".join(sorted({str(path) for path in paths.values() if path})) or "none"
+        folder = Path(path).absolute()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        with blame("run_dir (OUTPUT_DIR)" if key == "run_dir" else key, path, "choose another folder"):
+            tempfile.TemporaryDirectory(dir=existing).cleanup()
+    return ", ".join(sorted({str(path) for path in paths.values()}))
 
 
 def check_unknown_keys(config, overrides: list[str]) -> str:
@@ -118,7 +125,6 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
     ("shared memory", machine.check_shared_memory, ()),
-    ("disk", machine.check_disk, ()),
     ("verl's config", check_verls_config, ()),
     ("settings", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
@@ -128,7 +134,28 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("reward", data.check_reward, ()),
     ("model", model.check_model, ()),
     ("data", data.check_files, ("model",)),
+    ("disk", machine.check_disk, ("data", "checkpoint")),
 )
+
+
+CALL_REWARD = ("reward call", data.call_reward, ("reward", "data"))  # only where the user asks for it
+
+# Stages that are made only for a config of verl.trainer.main_ppo or of our trainer.
+OF_MAIN_PPO = ("devices", "GPU memory", "CPUs", "settings", "advantages", "disk")
+
+
+def other_entry_point(config, name: str = "") -> str | None:
+    """Name the entry point for which a config is, if it is neither ``verl.trainer.main_ppo`` nor our trainer.
+
+    Args:
+        config: the config.
+        name: Hydra's ``--config-name``; the config of DAPO's recipe has no section by which to tell it.
+    """
+    if "async_training" in config:
+        return "verl.experimental.fully_async_policy.fully_async_main"
+    if "rollout" in config:
+        return "verl.experimental.one_step_off_policy.main_ppo"
+    return "recipe.dapo.main_dapo" if name.startswith("dapo_") else None
 
 
 def prepare(config) -> None:
@@ -143,31 +170,45 @@ def prepare(config) -> None:
     config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
 
 
-def run_stages(config, overrides: list[str] | None = None) -> list[Result]:
-    """Run the stages, except those that rely on a failed one.
+def run_stages(config, overrides: list[str] | None = None, call_reward: bool = False, name: str = "") -> list[Result]:
+    """Run the stages. Those that rely on a failed one are skipped.
 
     If a switch is a text, or one of ``rules.COUNTS`` is not 1 or more, only that is reported.
 
     Args:
         config: resolved, and of our trainer also prepared.
         overrides: the ``key=value`` arguments that gave the config.
+        call_reward: call the reward function.
+        name: Hydra's ``--config-name``.
     """
     misread = misread_switches(config)
     if misread:
         return [Result("keys", "failed", line) for line in misread]
+    other = other_entry_point(config, name)
     counts = _result("counts", check_counts, config)
-    if counts.status == "failed":
+    if counts.status == "failed" and other is None:
         return [counts]
     results = {"keys": _result("keys", partial(check_unknown_keys, overrides=overrides or []), config)}
-    for name, stage, relies_on in STAGES:
-        if all(other in results and results[other].status != "failed" for other in relies_on):
-            results[name] = _result(name, stage, config)
+    lost: set[str] = set()  # stages that failed, or rely on one that did
+    for stage_name, stage, relies_on in (*STAGES, *((CALL_REWARD,) if call_reward else ())):
+        if other is not None and stage_name in OF_MAIN_PPO:
+            results[stage_name] = Result(stage_name, "skipped", f"not known for {other}, whose config this is")
+        elif lost.isdisjoint(relies_on):
+            results[stage_name] = _result(stage_name, stage, config)
+        else:
+            results[stage_name] = Result(
+                stage_name, "skipped", f"it relies on {', '.join(lost.intersection(relies_on))}"
+            )
+        if results[stage_name].status == "failed" or lost.intersection(relies_on):
+            lost.add(stage_name)
     return list(results.values())
 
 
 def _result(name, stage, config):
     try:
         return Result(name, "ok", stage(config))
+    except CheckSkipped as reason:
+        return Result(name, "skipped", str(reason))
     except CheckWarning as warning:
         return Result(name, "warning", str(warning))
     except Exception as error:  # a stage with an error of its own must not hide the others
@@ -179,16 +220,21 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"{result.status:<8} {result.name:<16} {result.detail}" for result in results)
 
 
-def run_preflight(overrides: list[str], **where) -> list[Result]:
+def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> list[Result]:
     """Compose a config and run all stages. If it cannot be composed, the only result says why.
 
     Args:
         overrides: the ``key=value`` arguments.
+        call_reward: call the reward function, too.
         where: the other arguments of ``compose_config``.
     """
     try:
         config = compose_config(overrides, **where)
         (prepare if is_of_our_trainer(config) else OmegaConf.resolve)(config)
+        if (
+            other_entry_point(config, where.get("name", "")) is not None
+        ):  # they move the older keys, which verl.trainer.main_ppo does not
+            migrate_legacy_reward_impl(config)
     except Exception as error:
         return [Result("keys", "failed", explain(error))]
-    return run_stages(config, overrides)
+    return run_stages(config, overrides, call_reward, where.get("name", ""))
