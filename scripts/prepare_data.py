@@ -5,22 +5,26 @@ r"""Convert a published data set to verl's parquet schema, so that verl routes e
     .venv/bin/python scripts/prepare_data.py aime_2024 --source /downloads/aime --out /data/aime_2024.parquet
 
 `--source` takes a file, or a folder with the files of the hub. Without it, the data set is downloaded. The command
-prints how many rows it dropped. Every prompt asks for the answer in ``\boxed{}``, so that all columns of a table ask in
-one form; `--as-published` keeps the instruction of DAPO's sets, which ask for a line ``Answer: x``. To add a data set,
-add a row to ``DATA_SETS``.
+prints how many rows it dropped, by reason; one is that verl's scorer does not accept the row's own answer in a box.
+Every prompt asks for the answer in ``\boxed{}``, so that all columns of a table ask in one form; `--as-published` keeps
+the instruction of DAPO's sets, which ask for a line ``Answer: x``. To add a data set, add a row to ``DATA_SETS``.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from huggingface_hub import snapshot_download
+
+from verl.utils.reward_score import default_compute_score
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 # What DAPO's sets have before and after the problem.
@@ -31,10 +35,25 @@ DAPO = (
 )
 
 
+# What verl's own conversion of GSM8K puts behind the question. The scorer used here reads the box alone.
+HASHES = ("", 'Let\'s think step by step and output the final answer after "####".')
+
+
+class Unusable(Exception):
+    """A row that is dropped. The message ends the sentence "dropped: 3 ..."."""
+
+
 def only_one(answers: str) -> str:
-    """Read Skywork's JSON list of texts. verl's scorers take one answer, so a list of several counts as none ("")."""
-    found = json.loads(answers)
-    return found[0].strip() if len(found) == 1 else ""
+    """Read Skywork's JSON list of texts. verl's scorers take one answer."""
+    try:
+        found = json.loads(answers)
+    except ValueError:
+        raise Unusable("whose answer is not a JSON list") from None
+    if not isinstance(found, list):
+        return answers
+    if len(found) > 1:
+        raise Unusable("with several answers")
+    return str(found[0]).strip() if found else ""
 
 
 def after_hashes(answer: str) -> str:
@@ -62,7 +81,8 @@ class DataSet:
         data_source: the name by which verl chooses the reward. ``math_dapo`` and ``aime*`` read ``Answer: x`` or,
             without one, ``\\boxed{x}`` in the last 100 characters, and give -1 or 1. ``lighteval/MATH`` and
             ``HuggingFaceH4/MATH-500`` read ``\\boxed{x}``, ignore differences of notation, and give 0 or 1.
-        right_answer: converts the data set's answer to the one that verl compares with; "" if there is none.
+        right_answer: converts the data set's answer to the one that verl compares with; "" if there is none. It may
+            raise ``Unusable``.
         instruction: what its prompts have before and after the problem.
     """
 
@@ -72,40 +92,92 @@ class DataSet:
     right_answer: Callable[[str], str] = str
     instruction: tuple[str, str] = ("", "")
 
+    @property
+    def reads_a_line(self) -> bool:
+        """Whether the scorer reads a line ``Answer: x``."""
+        return self.data_source == "math_dapo" or self.data_source.startswith("aime")
+
 
 DATA_SETS = {
     "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", only_one),
     "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", instruction=DAPO),
-    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes),
-    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes),
+    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes, HASHES),
+    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes, HASHES),
     "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, DAPO),
     "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", without_zeros),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
 }
 
 
-def problem_and_answer(row: dict, data_set: DataSet) -> tuple[str, str]:
-    """Read a row in verl's layout with one user message, or one with ``problem`` (or ``question``) and ``answer``."""
-    problem = row["prompt"][-1]["content"] if "prompt" in row else row.get("problem") or row["question"]
-    answer = row["reward_model"]["ground_truth"] if "reward_model" in row else row["answer"]
-    if isinstance(answer, list):  # no scorer of verl's takes several
-        answer = answer[0] if len(answer) == 1 else None
-    if isinstance(answer, float) and answer.is_integer():  # verl's scorers compare with "7", not with "7.0"
+def read_messages(row: dict) -> list[dict[str, str]]:
+    """Read the prompt of a row in verl's layout, or of one with a text ``prompt``, ``problem`` or ``question``.
+
+    Returns:
+        the messages, each with role and content.
+
+    Raises:
+        Unusable: there is none, or something in it is not text.
+        KeyError: the row has no column of these names.
+    """
+    name = next((name for name in ("prompt", "problem") if row.get(name)), None)
+    prompt = row[name or "question"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages:
+        raise Unusable("without a problem")
+    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
+        raise Unusable("whose prompt is not a list of messages")
+    if not all(isinstance(one.get("content"), str) for one in messages):
+        raise Unusable("whose prompt is not text alone")
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise Unusable("without a problem")
+    return [{"role": one["role"], "content": one["content"].strip()} for one in messages]
+
+
+def read_answer(row: dict, data_set: DataSet) -> str:
+    """Read the right answer of a row in verl's layout, or of one with ``answer``.
+
+    Raises:
+        Unusable: there is none, or not one that verl's scorers can compare.
+        KeyError: the row has neither column.
+    """
+    answer = (row["reward_model"] or {}).get("ground_truth") if "reward_model" in row else row["answer"]
+    if isinstance(answer, list):
+        if len(answer) > 1:
+            raise Unusable("with several answers")
+        answer = answer[0] if answer else None
+    if isinstance(answer, float) and math.isfinite(answer) and answer.is_integer():  # scorers read "7", not "7.0"
         answer = int(answer)
-    return problem.strip(), "" if answer in (None, "") else data_set.right_answer(str(answer).strip())
+    if answer is None or answer != answer:
+        raise Unusable("without an answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise Unusable("whose answer is neither text nor a number")
+    answer = data_set.right_answer(str(answer).strip())
+    if not answer:
+        raise Unusable("without an answer")
+    scored = default_compute_score(data_set.data_source, f"\\boxed{{{answer}}}", answer)
+    if not (scored["score"] if isinstance(scored, dict) else scored) > 0:
+        raise Unusable("whose answer verl's scorer does not accept")
+    return answer
 
 
-def asks_for_an_answer(problem: str) -> bool:
-    """Whether a prompt says in which form to write the answer."""
-    return "\\boxed" in problem or "Answer:" in problem
+def ask_for_the_box(problem: str, data_set: DataSet) -> str:
+    """Add the instruction to a problem that does not say in which form to write the answer.
+
+    Raises:
+        Unusable: it asks for a form that the scorer of this data set does not read.
+    """
+    if "\\boxed" in problem or ("Answer:" in problem and data_set.reads_a_line):
+        return problem
+    if any(form in problem for form in ("Answer:", "####", "<answer>")):
+        raise Unusable("that ask for the answer in another form than \\boxed{}")
+    return f"{problem}\n\n{BOXED}"
 
 
-def make_row(problem: str, answer: str, index: int, data_set: DataSet) -> dict:
+def make_row(messages: list[dict[str, str]], answer: str, index: int, data_set: DataSet) -> dict:
     """Make a row in verl's schema."""
-    prompt = problem if asks_for_an_answer(problem) else f"{problem}\n\n{BOXED}"
     return {
         "data_source": data_set.data_source,
-        "prompt": [{"role": "user", "content": prompt}],
+        "prompt": messages,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"index": index},
@@ -142,38 +214,41 @@ def prepare(name: str, source: Path | None, out: Path, as_published: bool = Fals
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or choose another file with --out.")
     data_set = DATA_SETS[name]
-    answers: dict[str, str] = {}  # the answer to each problem that is kept
-    unusable = repeated = 0
+    rows: dict[tuple, dict] = {}  # by prompt
+    dropped: Counter[str] = Counter()
+    before, after = ("", "") if as_published and data_set.reads_a_line else data_set.instruction
     try:
         for row in published_rows(source, data_set):
-            problem, answer = problem_and_answer(row, data_set)
-            if not as_published:
-                before, after = data_set.instruction
-                problem = problem.removeprefix(before).removesuffix(after).strip()
-            if not problem or not answer:
-                unusable += 1
-            elif problem in answers:
-                repeated += 1
-            else:
-                answers[problem] = answer
+            try:
+                messages, answer = read_messages(row), read_answer(row, data_set)
+                last = messages[-1]
+                last["content"] = last["content"].removeprefix(before).removesuffix(after).strip()
+                if not last["content"]:
+                    raise Unusable("without a problem")
+                last["content"] = ask_for_the_box(last["content"], data_set)
+                prompt = tuple((one["role"], one["content"]) for one in messages)
+                if prompt in rows:
+                    raise Unusable("repeated")
+                rows[prompt] = make_row(messages, answer, len(rows), data_set)
+            except Unusable as reason:
+                dropped[str(reason)] += 1
     except Exception as error:  # the libraries raise errors of many types for a wrong file
         cause = error.__cause__ or error
         raise ValueError(
             f"{source or 'the hub'} cannot be read as {data_set.hub}: {type(cause).__name__}: {cause}. Give a file, or "
             "a folder with the files of the hub, with --source."
         ) from error
-    rows = [make_row(*pair, index, data_set) for index, pair in enumerate(answers.items())]
-    dropped = f"Dropped: {unusable:,} without a problem or one answer, {repeated:,} repeated problems."
-    other = sum("Answer:" in problem for problem in answers)
+    said = f"Dropped: {', '.join(f'{count:,} {reason}' for reason, count in dropped.items()) or 'none'}."
+    other = sum("Answer:" in prompt[-1][1] for prompt in rows)
     if other:
-        dropped += f" {other:,} prompts ask for a line 'Answer: x'."
+        said += f" {other:,} prompts ask for a line 'Answer: x'."
     if not rows:
-        raise ValueError(f"{out} was not written: no row was left. {dropped}")
+        raise ValueError(f"{out} was not written: no row was left. {said}")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f"{out.name}.unfinished")  # so that ``out`` is always complete
-    Dataset.from_list(rows).to_parquet(unfinished)
+    Dataset.from_list(list(rows.values())).to_parquet(unfinished)
     os.replace(unfinished, out)
-    return f"{out}: {len(rows):,} rows kept. {dropped}"
+    return f"{out}: {len(rows):,} rows kept. {said}"
 
 
 def main():

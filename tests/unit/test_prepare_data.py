@@ -27,23 +27,31 @@ def verl_row(content, truth):
     }
 
 
-# The file on the hub, some of its rows, and how many are kept, unusable and repeated.
+# The file on the hub, some of its rows, how many are kept, and what is said of the others.
 PUBLISHED = {
-    "gsm8k_train": ("main/train-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, 0, 0)),
-    "gsm8k_test": ("main/test-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, 0, 0)),
+    "gsm8k_train": ("main/train-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, "none")),
+    "gsm8k_test": ("main/test-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, "none")),
     "skywork_or1_math": (
         "data/math-0.parquet",
         [verl_row("A fraction?", '["\\\\frac{1}{2}"]'), verl_row("Both roots?", '["1", "2"]'), verl_row("", '["4"]')],
-        (1, 2, 0),
+        (1, "1 with several answers, 1 without a problem"),
     ),
     "dapo_math_17k": (
         "data/dapo.parquet",
         [verl_row(f"{i}+1?", str(i + 1)) for i in range(3)] * 9,
-        (3, 0, 24),
+        (3, "24 repeated"),
     ),
-    "aime_2024": ("data/aime-2024.parquet", [verl_row(f"{i}?", f"{i:03d}") for i in range(30)] * 32, (30, 0, 930)),
-    "aime_2025": ("test.jsonl", [{"id": str(i), "problem": f"{i}?", "answer": str(i)} for i in range(30)], (30, 0, 0)),
-    "math_500": ("test.jsonl", [{"problem": "Half?", "answer": "\\frac{1}{2}", "level": 1}], (1, 0, 0)),
+    "aime_2024": (
+        "data/aime-2024.parquet",
+        [verl_row(f"{i}?", f"{i:03d}") for i in range(30)] * 32,
+        (30, "930 repeated"),
+    ),
+    "aime_2025": (
+        "test.jsonl",
+        [{"id": str(i), "problem": f"{i}?", "answer": str(i)} for i in range(30)],
+        (30, "none"),
+    ),
+    "math_500": ("test.jsonl", [{"problem": "Half?", "answer": "\\frac{1}{2}", "level": 1}], (1, "none")),
 }
 
 
@@ -61,14 +69,12 @@ def rows_of(out):
 
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name, tmp_path):
-    file, rows, (kept, unusable, repeated) = PUBLISHED[name]
+    file, rows, (kept, dropped) = PUBLISHED[name]
     write(tmp_path / "source" / file, rows)
     if name == "skywork_or1_math":
         write(tmp_path / "source" / "data" / "code-0.parquet", [{"of": "another layout"}])
     out = tmp_path / "new" / "out.parquet"
-    assert prepare(name, tmp_path / "source", out) == (
-        f"{out}: {kept} rows kept. Dropped: {unusable} without a problem or one answer, {repeated} repeated problems."
-    )
+    assert prepare(name, tmp_path / "source", out) == f"{out}: {kept} rows kept. Dropped: {dropped}."
     data = {"train_files": str(out), "prompt_key": "prompt", "max_prompt_length": 4096}
     config = OmegaConf.create({"data": data})
     check_rows(load_dataset(config, "train", None, None).dataframe.to_list(), "prompt", "the file")
@@ -119,10 +125,71 @@ def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
     assert row["reward_model"]["ground_truth"] == truth
 
 
-@pytest.mark.parametrize("name, answer", [("gsm8k_train", "so it is 1,004"), ("math_500", ["7", "8"])])
-def test_a_row_without_one_answer_is_dropped(tmp_path, name, answer):
-    with pytest.raises(ValueError, match="no row was left. Dropped: 1 without a problem or one answer"):
-        rows_made(tmp_path, name, [{"problem": "x", "answer": answer}])
+VERLS_GSM8K = 'Two and two? Let\'s think step by step and output the final answer after "####".'
+
+
+def test_verls_own_conversion_of_gsm8k_asks_for_the_box(tmp_path):
+    (row,) = rows_made(tmp_path, "gsm8k_train", [verl_row(VERLS_GSM8K, "4")])
+    assert row["prompt"] == [{"role": "user", "content": f"Two and two?\n\n{BOXED}"}]
+
+
+def test_all_messages_of_a_prompt_are_kept(tmp_path):
+    first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+    longer = [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "times 2?"}]
+    same_end = [{"role": "user", "content": "times 2?"}]
+    rows = [{"prompt": prompt, "answer": "8"} for prompt in (longer, same_end, longer)]
+    made = rows_made(tmp_path, "math_500", rows)
+    assert [row["prompt"] for row in made] == [
+        [*longer[:-1], {"role": "user", "content": f"times 2?\n\n{BOXED}"}],
+        [{"role": "user", "content": f"times 2?\n\n{BOXED}"}],
+    ]
+
+
+NO_PROBLEM, NO_ANSWER = "without a problem", "without an answer"
+
+
+@pytest.mark.parametrize(
+    "name, row, reason",
+    [
+        ("gsm8k_train", {"question": None, "answer": "#### 4"}, NO_PROBLEM),
+        ("gsm8k_train", {"question": "x", "answer": "so it is 1,004"}, NO_ANSWER),
+        ("gsm8k_train", {"question": "x", "answer": None}, NO_ANSWER),
+        (
+            "gsm8k_train",
+            {"question": "Ends with #### 4", "answer": "4"},
+            "that ask for the answer in another form than",
+        ),
+        ("math_500", {"question": "Answer: x", "answer": "4"}, "that ask for the answer in another form than"),
+        ("math_500", {"problem": " ", "answer": "7"}, NO_PROBLEM),
+        ("math_500", {"problem": 7, "answer": "7"}, "whose prompt is not a list of messages"),
+        ("math_500", {"problem": "x", "answer": ["7", "8"]}, "with several answers"),
+        ("math_500", {"problem": "x", "answer": []}, NO_ANSWER),
+        ("math_500", {"problem": "x", "answer": True}, "whose answer is neither text nor a number"),
+        ("math_500", {"problem": "x", "answer": {"target": 4}}, "whose answer is neither text nor a number"),
+        ("math_500", {"prompt": [{"role": "user", "content": None}], "answer": "4"}, "whose prompt is not text alone"),
+        (
+            "math_500",
+            {"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "4"},
+            "whose prompt is not te",
+        ),
+        ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "whose prompt is not text alone"),
+        ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "whose prompt is not a list of messages"),
+        ("math_500", {"prompt": [{"role": "assistant", "content": "x"}], "answer": "4"}, NO_PROBLEM),
+        ("math_500", {"prompt": "x", "reward_model": None}, NO_ANSWER),
+        (
+            "aime_2024",
+            {"problem": "x", "answer": "in words, and more than the scorer reads" * 9},
+            "whose answer verl's",
+        ),
+        ("skywork_or1_math", {"problem": "x", "answer": "\\frac12"}, "whose answer is not a JSON list"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_dropped_with_a_reason(tmp_path, name, row, reason):
+    with pytest.raises(ValueError, match=f"out.parquet was not written: no row was left. Dropped: 1 {reason}"):
+        rows_made(tmp_path, name, [row])
+    good = {"gsm8k_train": "#### 4", "skywork_or1_math": '["4"]'}.get(name, "4")
+    if "prompt" not in row and "reward_model" not in row:  # the columns of a file are those of its first row
+        assert len(rows_made(tmp_path, name, [{next(iter(row)): "2 + 2", "answer": good}])) == 1
 
 
 def test_another_format_than_parquet_is_not_promised(tmp_path):
@@ -143,7 +210,7 @@ def test_the_hint_is_given_once(tmp_path, name, problem, hint):
     assert row["prompt"][0]["content"] == problem + hint
 
 
-@pytest.mark.parametrize("name", [name for name, data_set in DATA_SETS.items() if any(data_set.instruction)])
+@pytest.mark.parametrize("name", ["dapo_math_17k", "aime_2024"])
 def test_published_instructions_give_way_to_one_form_unless_they_are_asked_for(name, tmp_path):
     before, after = DATA_SETS[name].instruction
     published = f"{before}\n\n2 + 2\n\n{after}"
