@@ -110,7 +110,7 @@ def test_a_method_is_what_the_table_says_under_every_size(method, size):
 
 
 # Methods that set keys of verl's own losses, too.
-OF_VERL = {"dapo": "_global_", "gspo": "actor_rollout_ref.actor", "cispo": "actor_rollout_ref.actor"}
+OF_VERL = {"dapo": "_global_"} | dict.fromkeys(("gspo", "cispo", "bapo_paper"), "actor_rollout_ref.actor")
 
 
 def test_methods_of_bapos_loss_set_options_of_the_search_alone_and_all_of_them():
@@ -132,6 +132,16 @@ def test_a_method_of_verls_losses_names_the_source_of_every_line(method, package
     lines = [line.strip() for line in body.splitlines() if line.strip()]
     values = [k for k, line in enumerate(lines) if not line.startswith("#") and not line.endswith(":")]
     assert values and all(lines[k - 1].startswith("#") for k in values)
+
+
+def test_the_papers_method_is_bapo_without_a_dual_clip():
+    ours, paper = (
+        compose_in_groups("experiment=example", "size=gpu", f"method={name}") for name in ("bapo", "bapo_paper")
+    )
+    check(paper)
+    assert (ours.actor_rollout_ref.actor.clip_ratio_c, paper.actor_rollout_ref.actor.clip_ratio_c) == (3.0, 1e9)
+    ours.actor_rollout_ref.actor.clip_ratio_c = 1e9
+    assert ours == paper
 
 
 def test_the_cpu_example_has_a_method_of_its_own_and_a_gpu_gets_the_default():
