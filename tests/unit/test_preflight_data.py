@@ -228,6 +228,12 @@ def test_one_that_verl_cannot_call_is_refused(name, said, with_reward):
     assert check_reward(fixed)
 
 
+def test_a_package_that_a_reward_function_lacks_here_is_a_warning(task, tmp_path):
+    (tmp_path / "rewards.py").write_text("import no_such_package")
+    with pytest.raises(CheckWarning, match="rewards.py, name=compute_score: No module named 'no_such_package' on this"):
+        check_reward(composed(task, f"reward.custom_reward_function.path={tmp_path}/rewards.py"))
+
+
 def test_an_argument_of_a_reward_model_is_passed_where_there_is_one(with_reward):
     router = ["reward.reward_model.enable=true", "reward.reward_model.model_path=/m"]
     with pytest.raises(ValueError, match="unexpected keyword argument 'reward_router_address'"):

@@ -43,13 +43,19 @@ def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueErro
         raise kind(f"invalid {field}={value}: {reason}{'; ' if fix else ''}{fix}.") from error
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return the first exception in the chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def innermost(error: BaseException) -> str:
     """Return type and message of the first exception in the chain of causes, as one line.
 
     The type of a ValueError is left out. An assertion without a message is quoted from the source.
     """
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = root_cause(error)
     text = " ".join(str(error).split())
     if not text and error.__traceback__ is not None:
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -16,7 +16,7 @@ import datasets
 from omegaconf import OmegaConf
 
 from recipe.bapo.host.files import latest_checkpoint
-from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, innermost
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, innermost, root_cause
 from recipe.bapo.preflight.model import model_of
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
@@ -239,11 +239,20 @@ def check_reward(config) -> str:
 
     Raises:
         ValueError: one cannot be imported, or each of verl's calls would raise.
+        CheckWarning: the function imports what this machine lacks.
     """
     settings, manager = config.reward.custom_reward_function, config.reward.reward_manager
     named = f"{settings.path}, name={settings.name}"
     with blame("reward.custom_reward_function", named):
-        function = get_custom_reward_fn(config)
+        try:
+            function = get_custom_reward_fn(config)
+        except Exception as error:
+            cause = root_cause(error)
+            if isinstance(cause, ModuleNotFoundError) and not str(cause.name).startswith("verl"):
+                raise CheckWarning(
+                    f"reward.custom_reward_function={named}: {cause} on this machine: install it."
+                ) from error
+            raise
     with blame("reward.reward_manager", manager.name):
         resolve_reward_manager_cls(config)
     if function is None:
