@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
-from support.configs import compose_in_groups
+from support.configs import ROOT, compose_in_groups
 from support.gpus import write_model, write_nvidia_smi
 
 from recipe.bapo.config.memory import GIB, Needs, read_needs, usable_memory
@@ -94,6 +94,25 @@ def test_of_a_share_that_is_too_large_it_warns_with_the_one_that_fits(config_on)
     assert "from the first update on 10.6 GiB are missing" in said
     assert said.endswith(f"Set {ROLLOUT}.gpu_memory_utilization=0.54.")
     assert share_or_warning(config_on("H100", "3B", f"{ROLLOUT}.gpu_memory_utilization=0.54")) == 0.54
+
+
+@pytest.mark.parametrize(
+    "override, kept, update",
+    [
+        ("actor_rollout_ref.model.lora_rank=32", 5.8, 5.8),
+        (f"{FSDP}.offload_policy=true", 0.0, 0.0),
+        (f"{FSDP}.model_dtype=bfloat16", 8.6, 11.5),
+    ],
+)
+def test_what_the_page_says_of_1_5b_on_24_gb(config_on, override, kept, update):
+    assert isinstance(share_or_warning(config_on("RTX 4090", "1.5B", experiment="gsm8k")), str)
+    config = config_on("RTX 4090", "1.5B", override, experiment="gsm8k")
+    needs = read_needs(config)
+    assert (round(needs.kept / GIB, 1), round(needs.update / GIB, 1)) == (kept, update)
+    assert share_or_warning(config) == 0.5
+    page = (ROOT / "docs/larger_models.md").read_text()
+    shown = [f"{number:g}" if not number else f"{number}" for number in (kept, 0.5, update)]
+    assert f"| `{override}` | {shown[0]} | {shown[1]} | {shown[2]} |" in page
 
 
 def test_what_is_left_free_and_what_vllm_gets_at_least():
