@@ -250,7 +250,7 @@ def check_reward(config) -> str:
             cause = root_cause(error)
             if isinstance(cause, ModuleNotFoundError) and not str(cause.name).startswith("verl"):
                 raise CheckWarning(
-                    f"reward.custom_reward_function={named}: {cause} on this machine: install it."
+                    f"reward.custom_reward_function={named}: {cause} on this machine: install it, or set PYTHONPATH."
                 ) from error
             raise
     with blame("reward.reward_manager", manager.name):
