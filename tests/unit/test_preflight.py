@@ -154,6 +154,10 @@ def test_what_goes_wrong_is_refused_once(override, message, said):
             "ratio_lower_max=0.28 is a bound on the ratio, and a ratio of 1 means no change. If you meant an epsilon",
         ),
         ("trainer.v1.trainer_mode=colocate_async", "rollout_correction.bypass_mode=false in an asynchronous mode"),
+        (
+            f"{ACTOR}.fsdp_config.model_dtype=bfloat16",
+            "fsdp_config.model_dtype=bfloat16 keeps the weights in 16 bits, where most of a small step",
+        ),
         # What verl reports, but late or in other words.
         ("data.train_batch_size=60", "ppo_mini_batch_size=8 does not divide data.train_batch_size=60"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
@@ -229,6 +233,7 @@ CORRECTION = "algorithm.rollout_correction"
             f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig",
         ),
         (f"{ACTOR}.grad_clip=0.5", "has no effect", f"{ACTOR}.optim.clip_grad=0.5"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", "rounded away", f"{ACTOR}.fsdp_config.model_dtype=fp32"),
         (
             f"{ACTOR}.policy_loss.ratio_lower_start=0.2 {ACTOR}.policy_loss.ratio_lower_max=0.28",
             "an epsilon",

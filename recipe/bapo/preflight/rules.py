@@ -206,6 +206,11 @@ DOUBTED = (
         "computed just before it, so every ratio is 1 and no bound has an effect: set a smaller one, set ppo_epochs=2, "
         "or leave out the lines of BAPO and its monitor.",
     ),
+    Rule(  # docs/silent_faults.md has how much of it
+        lambda s: not s.fsdp or s.actor.fsdp_config.model_dtype in ("fp32", "float32"),
+        ACTOR + ".fsdp_config.model_dtype={s.actor.fsdp_config.model_dtype} keeps the weights in 16 bits, where most of a "
+        "small step of the optimizer is rounded away. Set it to fp32: FSDP computes in bfloat16 all the same.",
+    ),
     # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
         lambda s: not need_critic(s.config) or not s.fsdp or _attention(s.config) == "flash_attention_2",
