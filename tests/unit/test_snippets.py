@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands by which docs/silent_faults.md looks at a run that exists run as they stand there.
+
+The run is files that are made here, in the layout of verl's. README's commands, bapo/README.md's snippet and those of
+docs/monitor.md have tests of their own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from support.configs import ROOT
+
+PAGE = (ROOT / "docs/silent_faults.md").read_text()
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def block(language, words):
+    """Return the code block of a language that holds ``words``."""
+    (code,) = (code for kind, code in BLOCKS if kind == language and words in code)
+    return code
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs a code block in the folder of the run, and returns what it prints."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run_block(*command):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert not done.stderr, done.stderr
+        return done.stdout
+
+    return run_block
+
+
+def test_every_block_of_the_page_has_a_test():
+    assert len(BLOCKS) == 6
+
+
+def test_the_command_of_a_run_is_given_to_preflight(run, tmp_path):
+    folder = tmp_path / "outputs/DATE/TIME/.hydra"
+    folder.mkdir(parents=True)
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(["trainer.no_such_key=1"]))
+    said = run("bash", "-c", block("bash", "overrides.yaml"))
+    assert said.startswith("failed   keys             Could not override 'trainer.no_such_key'")
+
+
+def test_the_log_is_searched(run, tmp_path):
+    (tmp_path / "train.log").write_text(
+        "(Worker pid=1) BAPO: something is wrong.\n(Worker pid=1) BAPO: something is wrong.\n"
+        "WARN: grad_norm is not finite: nan\nstep:7 - actor/grad_norm:nan - actor/lr:1e-6\n"
+    )
+    said = run("bash", "-c", block("bash", "grep -h"))
+    assert said.split("\n") == ["      2 (Worker pid=1) BAPO: something is wrong.", "1", "step:7", ""]
+
+
+def test_steps_without_a_finite_gradient_norm_are_printed(run, tmp_path):
+    norms = {1: 0.5, 2: None, 3: None, 4: 0.4}
+    rows = [{"step": step, "data": {"actor/grad_norm": norm}} for step, norm in norms.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 5, "data": {}}]))
+    assert run("bash", "-c", block("bash", "metrics.jsonl")) == "step 2\nstep 3\n"
+
+
+def test_broken_weights_and_ranks_that_differ_are_found(run, tmp_path):
+    checkpoint = tmp_path / "global_step_1" / "actor"
+    checkpoint.mkdir(parents=True)
+    weights = {"same": torch.ones(2), "other": torch.ones(2)}
+    for rank in (0, 1):
+        changed = weights | {"other": weights["other"] * (1 + rank)}
+        torch.save(changed, checkpoint / f"model_world_size_2_rank_{rank}.pt")
+    save_file({"good": torch.ones(1), "bad": torch.tensor([float("nan")])}, checkpoint / "model.safetensors")
+    reads, compares = block("python", "def tensors"), block("python", "tensors differ")
+    (tmp_path / "look.py").write_text(f"{reads}\n{compares}")
+    assert run("python", "look.py", str(tmp_path / "global_step_1")) == (
+        "model.safetensors bad\n1 of 2 tensors differ between rank 0 and 1\n"
+    )
+
+
+def test_right_answers_without_a_reward_are_counted(run, tmp_path):
+    rows = [
+        ("so \\boxed{1,000}", "1000", -1.0),
+        ("so \\boxed{7}", "7", 1.0),
+        ("so \\boxed{8}", "7", -1.0),
+        ("", "7", -1.0),
+    ]
+    (tmp_path / "ROLLOUTS").mkdir()
+    lines = [json.dumps(dict(zip(("output", "gts", "score"), row, strict=True))) for row in rows]
+    (tmp_path / "ROLLOUTS" / "1.jsonl").write_text("\n".join(lines))
+    said = run("bash", "-c", block("bash", "math_dapo"))
+    assert said == "1 of 4 have the right answer in a box and no reward\n"
