@@ -208,8 +208,8 @@ DOUBTED = (
     ),
     Rule(  # docs/silent_faults.md has how much of it
         lambda s: not s.fsdp or s.actor.fsdp_config.model_dtype in ("fp32", "float32"),
-        ACTOR + ".fsdp_config.model_dtype={s.actor.fsdp_config.model_dtype} keeps the weights in 16 bits, where most of a "
-        "small step of the optimizer is rounded away. Set it to fp32: FSDP computes in bfloat16 all the same.",
+        ACTOR + ".fsdp_config.model_dtype={s.actor.fsdp_config.model_dtype} keeps the weights in 16 bits, where most "
+        "of a small step of the optimizer is rounded away. Set it to fp32: FSDP computes in bfloat16 all the same.",
     ),
     # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"

@@ -118,8 +118,8 @@ def _clipping(log: Log) -> Iterator[str]:
     else:
         yield (
             f"The loss clipped {percent(median(shares))} of the response tokens (median of the steps), "
-            f"{percent(max(shares))} at most. Published runs clip 0.06 to 2 % (docs/results/published.md). The "
-            "monitor tells whether other bounds would matter."
+            f"{percent(max(shares))} at most. Most published shares that we know are 0.06 to 2 % "
+            "(docs/results/published.md). The monitor tells whether other bounds would matter."
         )
 
 
