@@ -12,7 +12,6 @@ the instruction of DAPO's sets, which ask for a line ``Answer: x``. To add a dat
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
@@ -24,9 +23,11 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from huggingface_hub import snapshot_download
 
+from recipe.bapo.preflight.data import as_written
 from verl.utils.reward_score import default_compute_score
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+LONGEST_ANSWER = 100  # characters; verl's scorer of DAPO's sets reads no longer one
 # What DAPO's sets have before and after the problem.
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -66,11 +67,6 @@ def after_hashes(answer: str) -> str:
     return last if hashes or re.fullmatch(r"-?[\d.]+", last) else ""
 
 
-def without_zeros(answer: str) -> str:
-    """Remove the leading zeros of AIME's three-digit answers: verl's scorer compares texts, and "7" is not "007"."""
-    return (answer.lstrip("0") or "0") if answer.isdecimal() else answer
-
-
 @dataclass(frozen=True)
 class DataSet:
     """A published data set.
@@ -103,8 +99,8 @@ DATA_SETS = {
     "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", instruction=DAPO),
     "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes, HASHES),
     "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes, HASHES),
-    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", without_zeros, DAPO),
-    "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025", without_zeros),
+    "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", instruction=DAPO),
+    "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025"),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
 }
 
@@ -128,8 +124,8 @@ def read_messages(row: dict) -> list[dict[str, str]]:
         raise Unusable("whose prompt is not a list of messages")
     if not all(isinstance(one.get("content"), str) for one in messages):
         raise Unusable("whose prompt is not text alone")
-    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise Unusable("without a problem")
+    if messages[-1]["role"] != "user":
+        raise Unusable("whose last message is not the user's")
     return [{"role": one["role"], "content": one["content"].strip()} for one in messages]
 
 
@@ -145,15 +141,17 @@ def read_answer(row: dict, data_set: DataSet) -> str:
         if len(answer) > 1:
             raise Unusable("with several answers")
         answer = answer[0] if answer else None
-    if isinstance(answer, float) and math.isfinite(answer) and answer.is_integer():  # scorers read "7", not "7.0"
-        answer = int(answer)
     if answer is None or answer != answer:
         raise Unusable("without an answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise Unusable("whose answer is neither text nor a number")
-    answer = data_set.right_answer(str(answer).strip())
+    answer = as_written(
+        data_set.right_answer(str(answer).strip())
+    )  # verl's scorers compare with 7, not with 7.0 or 007
     if not answer:
         raise Unusable("without an answer")
+    if len(answer) > LONGEST_ANSWER:
+        raise Unusable(f"whose answer has more than {LONGEST_ANSWER} characters")
     scored = default_compute_score(data_set.data_source, f"\\boxed{{{answer}}}", answer)
     if not (scored["score"] if isinstance(scored, dict) else scored) > 0:
         raise Unusable("whose answer verl's scorer does not accept")
@@ -168,7 +166,7 @@ def ask_for_the_box(problem: str, data_set: DataSet) -> str:
     """
     if "\\boxed" in problem or ("Answer:" in problem and data_set.reads_a_line):
         return problem
-    if any(form in problem for form in ("Answer:", "####", "<answer>")):
+    if any(form in problem.lower() for form in ("answer:", "####", "<answer>")):
         raise Unusable("that ask for the answer in another form than \\boxed{}")
     return f"{problem}\n\n{BOXED}"
 

@@ -8,8 +8,8 @@ first bad row, perhaps hours later.
 import asyncio
 import inspect
 import json
-import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -39,6 +39,7 @@ def check_files(config) -> str:
         CheckWarning: a batch needs more rows, or the scorer does not accept an answer that the data call right.
     """
     model, data, counts, doubts = model_of(config), config.data, [], []
+    unasked: dict[str, bool] = {}  # sources, in their order
     for kind in ("train", "val"):
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
@@ -63,7 +64,7 @@ def check_files(config) -> str:
                     f"{data.max_prompt_length}, and verl cuts them in spite of data.truncation=error: raise the "
                     "length, or set data.filter_overlong_prompts=true."
                 )
-            doubts += _check_scored(rows, what, config)
+            doubts += _check_scored(rows, what, config, unasked)
         more = f"give more (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
         if usable == 0:
             doubts.append(f"{what} has no usable row: {more}")
@@ -73,6 +74,8 @@ def check_files(config) -> str:
                 f"{more}"
             )
     text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
+    if unasked:
+        text += f"; verl's scorer was not asked about the ground_truth of {', '.join(unasked)}, which no answer repeats"
     if doubts:
         raise CheckWarning("; ".join((text, *doubts)))
     return text
@@ -148,10 +151,11 @@ def use_of_truth(config) -> str:
     return "read" if reward.custom_reward_function.path else "scored"
 
 
-def _check_scored(rows, what, config) -> list[str]:
+def _check_scored(rows, what, config, unasked) -> list[str]:
     """Ask verl's scorer of each data source whether it accepts a model's right answer. Returns a warning per refusal.
 
-    Some scorers compare texts. They never accept a number, and raise no error.
+    Some scorers compare texts. They never accept a number, and raise no error. The sources of answers that no response
+    could repeat become keys of ``unasked``.
 
     Raises:
         ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
@@ -163,7 +167,7 @@ def _check_scored(rows, what, config) -> list[str]:
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
         written = str(truth).strip()
-        kinds.setdefault((row["data_source"], type(truth), not written, _as_written(truth) == written), truth)
+        kinds.setdefault((row["data_source"], type(truth), not written, as_written(truth) == written), truth)
     for (source, *_), truth in kinds.items():  # one row of each kind
         try:
             denial = _ask_scorer(source, truth, str(truth))
@@ -172,8 +176,9 @@ def _check_scored(rows, what, config) -> list[str]:
                 f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
                 f"name, or rewrite the column; see {DATA_PAGE}."
             ) from error
-        answer = _as_written(truth)
+        answer = as_written(truth)
         if answer is None or len(str(truth)) > LONGEST_ANSWER:
+            unasked[source] = True
             continue
         if answer != str(truth).strip():
             denial = _ask_scorer(source, truth, answer)
@@ -190,27 +195,30 @@ def _check_scored(rows, what, config) -> list[str]:
     return denied
 
 
-def _as_written(truth) -> str | None:
+def as_written(truth) -> str | None:
     """Return a right answer as a model would write it: 5 for ``5.0``, ``["5"]`` and ``005``; the first of several.
 
     None for what no response could repeat, such as the tests of a program.
     """
-    value = truth
-    if isinstance(truth, str):
-        text = truth.strip()
-        if re.fullmatch(r"0+\d+", text):  # not JSON
-            return text.lstrip("0") or "0"
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return text
-        if isinstance(value, bool) or value is None:
-            return text
-    if isinstance(value, list) and value:
-        return None if isinstance(value[0], list) else _as_written(value[0])
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return str(int(value))
-    return str(value) if isinstance(value, str | int | float) else None
+    if isinstance(truth, str) and truth.strip().startswith(("[", "{")):
+        with suppress(ValueError):
+            found = json.loads(truth)
+            # [-3, -1] is an interval, as a model would write it.
+            return as_written(found) if isinstance(found, dict) or not _are_numbers(found) else truth.strip()
+    if isinstance(truth, list) and truth:
+        return None if isinstance(truth[0], list) else as_written(truth[0])
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        return None
+    text = str(truth).strip()
+    number = re.fullmatch(r"(-?)0*(\d+?)(?:\.(\d*?)0*)?", text)
+    if number is None:
+        return text
+    sign, whole, fraction = number.groups()
+    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
+
+
+def _are_numbers(values) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _ask_scorer(source, truth, answer):
@@ -302,7 +310,7 @@ def call_reward(config) -> str:
             found = asyncio.run(found) if inspect.isawaitable(found) else found
             return float(found["score"] if isinstance(found, dict) else found)
 
-    answers = dict.fromkeys((str(truth), _as_written(truth) or str(truth)))
+    answers = dict.fromkeys((str(truth), as_written(truth) or str(truth)))
     scores = {
         response: score(response) for one in answers for response in (one, *(form.replace("N", one) for form in FORMS))
     }
