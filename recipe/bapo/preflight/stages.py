@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from recipe.bapo.config import compose_config, is_of_our_trainer
-from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, innermost, machine, model
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, innermost, machine, model, reward
 from recipe.bapo.preflight.advantages import check_advantages
 from recipe.bapo.preflight.keys import explain, misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
@@ -131,14 +131,14 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("loggers", check_loggers, ()),
     ("folders", check_folders, ()),
     ("checkpoint", data.check_checkpoint, ()),
-    ("reward", data.check_reward, ()),
+    ("reward", reward.check_reward, ()),
     ("model", model.check_model, ()),
     ("data", data.check_files, ("model",)),
     ("disk", machine.check_disk, ("data", "checkpoint")),
 )
 
 
-CALL_REWARD = ("reward call", data.call_reward, ("reward", "data"))  # only where the user asks for it
+CALL_REWARD = ("reward call", reward.call_reward, ("reward", "data"))  # only where the user asks for it
 
 # Stages that are made only for a config of verl.trainer.main_ppo or of our trainer.
 OF_MAIN_PPO = ("devices", "GPU memory", "CPUs", "settings", "advantages", "disk")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask verl's scorers whether they accept the right answers of the data, as a model would write them."""
+
+import json
+import re
+from contextlib import suppress
+
+from recipe.bapo.preflight import innermost
+from verl.utils.reward_score import default_compute_score
+
+DATA_PAGE = "docs/running.md, Data"
+# The forms in which verl's scorers read an answer N.
+FORMS = ("#### N", "\\boxed{N}", "Answer: N")
+LONGEST_ANSWER = 200  # characters; the scorer is not asked about a longer answer, only whether it exists
+
+
+def use_of_truth(config) -> str:
+    """Say what becomes of the data's right answers.
+
+    Returns:
+        ``scored``: verl's scorers compare responses with them. ``read``: a reward function of the user's gets them.
+        ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
+    """
+    reward = config.reward
+    not_verls = reward.reward_model.enable or reward.reward_manager.source != "register"
+    if not_verls or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
+        return "unused"
+    return "read" if reward.custom_reward_function.path else "scored"
+
+
+def check_scored(rows, what, config, unasked) -> list[str]:
+    """Ask verl's scorer of each data source whether it accepts a model's right answer. Returns a warning per refusal.
+
+    Some scorers compare texts. They never accept a number, and raise no error. The sources of answers that no response
+    could repeat become keys of ``unasked``.
+
+    Raises:
+        ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
+    """
+    if use_of_truth(config) != "scored":
+        return []
+    denied: list[str] = []
+    kinds: dict[tuple, object] = {}
+    for row in rows:
+        truth = row["reward_model"].get("ground_truth")
+        written = str(truth).strip()
+        kinds.setdefault((row["data_source"], type(truth), not written, as_written(truth) == written), truth)
+    for (source, *_), truth in kinds.items():  # one row of each kind
+        try:
+            denial = _ask_scorer(source, truth, str(truth))
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
+                f"name, or rewrite the column; see {DATA_PAGE}."
+            ) from error
+        answer = as_written(truth)
+        if answer is None or len(str(truth)) > LONGEST_ANSWER:
+            unasked[source] = True
+            continue
+        if answer != str(truth).strip():
+            denial = _ask_scorer(source, truth, answer)
+        if denial is None:
+            continue
+        denial = (
+            f"{what}: verl's scorer for data_source={source} rejects the answer {answer!r} where the ground_truth is "
+            f"{truth!r} ({denial})"
+        )
+        if not (as_text := _ask_scorer(source, answer, answer)) and isinstance(truth, int | float):
+            raise ValueError(f"{denial}, because it is not text: store the column as text, {answer!r}.")
+        fix = "check data_source" if as_text else f"store the column as {answer!r}"
+        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function")
+    return denied
+
+
+def as_written(truth) -> str | None:
+    """Return a right answer as a model would write it: 5 for ``5.0``, ``["5"]`` and ``005``; the first of several.
+
+    None for what no response could repeat, such as the tests of a program.
+    """
+    if isinstance(truth, str) and truth.strip().startswith(("[", "{")):
+        with suppress(ValueError):
+            found = json.loads(truth)
+            # [-3, -1] is an interval, as a model would write it.
+            return as_written(found) if isinstance(found, dict) or not _are_numbers(found) else truth.strip()
+    if isinstance(truth, list) and truth:
+        return None if isinstance(truth[0], list) else as_written(truth[0])
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        return None
+    text = str(truth).strip()
+    number = re.fullmatch(r"(-?)0*(\d+?)(?:\.(\d*?)0*)?", text)
+    if number is None:
+        return text
+    sign, whole, fraction = number.groups()
+    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
+
+
+def _are_numbers(values) -> bool:
+    return all(isinstance(value, int | float) for value in values)
+
+
+def _ask_scorer(source, truth, answer):
+    """Return None if verl's scorer accepts ``answer`` in one of ``FORMS``, else what it says of the last form."""
+    denial = None
+    for form in FORMS:
+        response = form.replace("N", answer) if len(answer) <= LONGEST_ANSWER else ""
+        try:
+            scored = default_compute_score(source, response, truth)
+        except NotImplementedError:  # verl has no scorer
+            raise
+        except Exception as error:  # it wants more of a response, or another ground truth
+            denial = innermost(error)
+            continue
+        score = scored.get("score", 0) if isinstance(scored, dict) else scored
+        if score > 0:
+            return None
+        denial = f"it gives {score:g}"
+    return denial
