@@ -6,6 +6,7 @@ import functools
 import os
 from pathlib import Path
 
+import pandas as pd
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -23,6 +24,14 @@ def compose_in_groups(*overrides):
 @functools.cache
 def _composed(overrides, platform):
     return compose_config(list(overrides), ROOT / "configs")
+
+
+def few_rows(task):
+    """Return overrides that name 64 rows of the example's data, which are read and tokenized in a tenth of the time."""
+    path = task / "few.parquet"
+    if not path.exists():
+        pd.read_parquet(task / "train.parquet")[:64].to_parquet(path)
+    return [f"data.train_files={path}", f"data.val_files={path}"]
 
 
 def composed(task, *overrides):

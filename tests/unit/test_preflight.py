@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
-from support.configs import ROOT, composed
+from support.configs import ROOT, composed, few_rows
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo import main_bapo
@@ -57,7 +57,7 @@ def said(task, files):
 
     def lines_of(*overrides):
         overrides = [one.format(files=files) for override in overrides for one in override.split(" ")]
-        config = composed(task, *overrides)
+        config = composed(task, *few_rows(task), *overrides)
         prepare(config)
         lines = run_stages(config, overrides)
         return [[line.detail for line in lines if line.status == status] for status in ("failed", "warning")]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support.commands import LIMIT
-from support.configs import ROOT
+from support.configs import ROOT, few_rows
 
 from recipe.bapo.preflight.stages import OF_MAIN_PPO, STAGES, run_preflight
 
@@ -29,8 +29,7 @@ def stock(task):
     """Return the arguments of a small run of verl's own entry point."""
     return [
         f"actor_rollout_ref.model.path={task}/model",
-        f"data.train_files={task}/train.parquet",
-        f"data.val_files={task}/test.parquet",
+        *few_rows(task),
         "algorithm.adv_estimator=grpo",
         "data.train_batch_size=64",
         "data.max_prompt_length=128",
@@ -141,7 +140,7 @@ def test_another_entry_point_of_verl_is_named(stock, name, overrides, module):
 
 def test_the_entry_point_of_dapos_recipe_is_named(stock, tmp_path):
     (tmp_path / "dapo_trainer.yaml").write_text(
-        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\n"
+        "hydra: {searchpath: [file://verl/trainer/config]}\ndefaults: [ppo_trainer, _self_]\n"
     )
     old = ["reward_model.reward_manager=dapo"]
     lines = run_preflight([*stock, *old], name="dapo_trainer", folder=tmp_path)

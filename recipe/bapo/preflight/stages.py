@@ -141,7 +141,7 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
 CALL_REWARD = ("reward call", reward.call_reward, ("reward", "data"))  # only where the user asks for it
 
 # Stages that are made only for a config of verl.trainer.main_ppo or of our trainer.
-OF_MAIN_PPO = ("devices", "GPU memory", "CPUs", "settings", "advantages", "disk")
+OF_MAIN_PPO = ("keys", "devices", "GPU memory", "CPUs", "settings", "advantages", "disk")
 
 
 def other_entry_point(config, name: str = "") -> str | None:
@@ -188,9 +188,10 @@ def run_stages(config, overrides: list[str] | None = None, call_reward: bool = F
     counts = _result("counts", check_counts, config)
     if counts.status == "failed" and other is None:
         return [counts]
-    results = {"keys": _result("keys", partial(check_unknown_keys, overrides=overrides or []), config)}
+    keys = ("keys", partial(check_unknown_keys, overrides=overrides or []), ())
+    results = {}
     lost: set[str] = set()  # stages that failed, or rely on one that did
-    for stage_name, stage, relies_on in (*STAGES, *((CALL_REWARD,) if call_reward else ())):
+    for stage_name, stage, relies_on in (keys, *STAGES, *((CALL_REWARD,) if call_reward else ())):
         if other is not None and stage_name in OF_MAIN_PPO:
             results[stage_name] = Result(stage_name, "skipped", f"not known for {other}, whose config this is")
         elif lost.isdisjoint(relies_on):
