@@ -148,6 +148,8 @@ def read_answer(row: dict, data_set: DataSet) -> str:
     answer = as_written(
         data_set.right_answer(str(answer).strip())
     )  # verl's scorers compare with 7, not with 7.0 or 007
+    if answer is None:  # such as the tests of a program
+        raise Unusable("whose answer is neither text nor a number")
     if not answer:
         raise Unusable("without an answer")
     if len(answer) > LONGEST_ANSWER:

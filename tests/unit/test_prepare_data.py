@@ -183,7 +183,11 @@ NO_PROBLEM, NO_ANSWER = "without a problem", "without an answer"
             {"prompt": [{"role": "human", "content": "x"}], "answer": "4"},
             "whose last message is not the user",
         ),
-        ("math_500", {"problem": "x", "answer": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, NO_ANSWER),
+        (
+            "math_500",
+            {"problem": "x", "answer": json.dumps({"inputs": ["1"], "outputs": ["2"]})},
+            "whose answer is neither",
+        ),
         ("math_500", {"problem": "x", "answer": "a long text " * 9}, "whose answer has more than 100 characters"),
         ("math_500", {"prompt": "x", "reward_model": None}, NO_ANSWER),
         ("math_500", {"problem": "x", "answer": "}{"}, "whose answer verl's scorer does not accept"),
