@@ -5,8 +5,8 @@
 #   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
 #   bash scripts/test.sh all       all of the above, and stale data, resume, cluster and faults on the real stack
 #   bash scripts/test.sh rest      only what `all` adds
-#   bash scripts/test.sh slow      tests that are in none of the above: faults, two ranks, Slurm, and a rehearsal of the
-#                                  GPU tests on the CPU
+#   bash scripts/test.sh slow      what is in none of the above: faults, two ranks, Slurm, more random examples, and a
+#                                  rehearsal of the GPU tests on the CPU
 #   bash scripts/test.sh ARGUMENTS pytest with these arguments, such as tests/unit -k search
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,6 @@ first() {
     pytest tests/stack/test_example.py
 }
 rest() {
-    HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis
     pytest tests/stack --ignore tests/stack/test_example.py
 }
 case ${1:-} in
@@ -30,6 +29,7 @@ case ${1:-} in
 all) first; rest ;;
 rest) rest ;;
 slow)
+    HYPOTHESIS_PROFILE=ci pytest -n 2 tests/unit -m hypothesis  # with more examples
     pytest -m slow -rP
     bash scripts/gpu_check.sh --rehearse --out runs/gpu_check_rehearsed
     ;;
