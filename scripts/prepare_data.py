@@ -41,7 +41,7 @@ HASHES = ("", 'Let\'s think step by step and output the final answer after "####
 
 
 class Unusable(Exception):
-    """A row that is dropped. The message ends the sentence "dropped: 3 ..."."""
+    """A row that is dropped. The message is the reason, as in "Dropped: 3 without an answer"."""
 
 
 def only_one(answers: str) -> str:
@@ -145,9 +145,8 @@ def read_answer(row: dict, data_set: DataSet) -> str:
         raise Unusable("without an answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise Unusable("whose answer is neither text nor a number")
-    answer = as_written(
-        data_set.right_answer(str(answer).strip())
-    )  # verl's scorers compare with 7, not with 7.0 or 007
+    # verl's scorers compare with 7, and not with 7.0 or 007.
+    answer = as_written(data_set.right_answer(str(answer).strip()))
     if answer is None:  # such as the tests of a program
         raise Unusable("whose answer is neither text nor a number")
     if not answer:

@@ -149,7 +149,7 @@ def test_what_a_scorer_accepts_or_runs_is_no_warning(task, tmp_path, source, tru
     pd.DataFrame([row(data_source=source, reward_model={"style": "rule", "ground_truth": truth})]).to_parquet(path)
     config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
     said = check_train_data(config)
-    unasked = f"; verl's scorer was not asked about the ground_truth of {source}, which no answer repeats"
+    unasked = f"; verl's scorer was not asked about data_source={source}, whose ground_truth is no short answer"
     assert said == "rows: 1 for training and 1 for validation" + (unasked if source == "taco" else "")
 
 

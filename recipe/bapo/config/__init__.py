@@ -43,13 +43,10 @@ def compose_config(
         of_verl = Path(verl.__file__).parent
         folders = [entry / (folder or "config") for entry in (of_verl / "trainer", *of_verl.glob("experimental/*"))]
         found = next((path for path in folders if (path / f"{name}.yaml").is_file()), folders[0])
-        if (
-            found.resolve() != (of_verl / "trainer/config").resolve()
-            and groups is None
-            and (found / f"{name}.yaml").is_file()
-        ):
-            # Such a config builds on verl's, and looks for it below the folder of a clone of verl.
-            own = OmegaConf.select(OmegaConf.load(found / f"{name}.yaml"), "hydra.searchpath") or []
+        primary = found / f"{name}.yaml"
+        if groups is None and primary.is_file():
+            # It may build on verl's config, and look for that below the folder of a clone of verl.
+            own = OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath") or []
             path = ",".join(f"'{one}'" for one in (*own, "pkg://verl.trainer.config"))
             overrides = [f"hydra.searchpath=[{path}]", *overrides]
     with initialize_config_dir(str(found), version_base=None):

@@ -66,7 +66,8 @@ def check_files(config) -> str:
             )
     text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
     if unasked:
-        text += f"; verl's scorer was not asked about the ground_truth of {', '.join(unasked)}, which no answer repeats"
+        sources = ", ".join(unasked)
+        text += f"; verl's scorer was not asked about data_source={sources}, whose ground_truth is no short answer"
     if doubts:
         raise CheckWarning("; ".join((text, *doubts)))
     return text

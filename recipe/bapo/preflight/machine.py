@@ -5,7 +5,6 @@ The machine may be a login node, so what it lacks is a warning, except where a r
 weights with another run's.
 """
 
-import contextlib
 import os
 import shutil
 from importlib import metadata
@@ -37,23 +36,23 @@ def on_cpu(config) -> bool:
 def check_versions(config) -> str:
     """Say which versions are installed. Warn if verl is not the supported one, or one of the others is missing."""
     engine = config.actor_rollout_ref.rollout.name
-    found = [_installed(name) for name in ("verl", "torch", "transformers", "ray")]
     # vLLM for CPUs is another package with the same module.
-    found.append(_installed(*((f"{engine}-cpu", engine) if on_cpu(config) else (engine, f"{engine}-cpu"))))
-    text = ", ".join(found)
-    if found[0] != f"verl {VERL}":
+    engines = (f"{engine}-cpu", engine) if on_cpu(config) else (engine, f"{engine}-cpu")
+    names = ("verl", "torch", "transformers", "ray", next(filter(_version, engines), engines[0]))
+    found = {name: _version(name) for name in names}
+    text = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
+    if found["verl"] != VERL:
         text += f"; the recipe is written for and tested with verl {VERL}"
-    if found[0] != f"verl {VERL}" or "is not installed" in text:
+    if found["verl"] != VERL or not all(found.values()):
         raise CheckWarning(f"{text}.")
     return text
 
 
-def _installed(*packages):
-    """Name the first of the packages that is installed, with its version."""
-    for package in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return f"{package} {metadata.version(package)}"
-    return f"{packages[0]} is not installed"
+def _version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def gpus_wanted(config) -> int:

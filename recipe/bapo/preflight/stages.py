@@ -139,23 +139,22 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
 
 
 CALL_REWARD = ("reward call", reward.call_reward, ("reward", "data"))  # only where the user asks for it
-
-# Stages that are made only for a config of verl.trainer.main_ppo or of our trainer.
+# Stages that know only the configs of verl.trainer.main_ppo and of our trainer.
 OF_MAIN_PPO = ("keys", "devices", "GPU memory", "CPUs", "settings", "advantages", "disk")
 
 
-def other_entry_point(config, name: str = "") -> str | None:
+def other_entry_point(config, config_name: str = "") -> str | None:
     """Name the entry point for which a config is, if it is neither ``verl.trainer.main_ppo`` nor our trainer.
 
     Args:
         config: the config.
-        name: Hydra's ``--config-name``; the config of DAPO's recipe has no section by which to tell it.
+        config_name: Hydra's ``--config-name``. The config of DAPO's recipe has no section by which to tell it.
     """
     if "async_training" in config:
         return "verl.experimental.fully_async_policy.fully_async_main"
     if "rollout" in config:
         return "verl.experimental.one_step_off_policy.main_ppo"
-    return "recipe.dapo.main_dapo" if name.startswith("dapo_") else None
+    return "recipe.dapo.main_dapo" if config_name.startswith("dapo_") else None
 
 
 def prepare(config) -> None:
@@ -170,7 +169,9 @@ def prepare(config) -> None:
     config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
 
 
-def run_stages(config, overrides: list[str] | None = None, call_reward: bool = False, name: str = "") -> list[Result]:
+def run_stages(
+    config, overrides: list[str] | None = None, call_reward: bool = False, config_name: str = ""
+) -> list[Result]:
     """Run the stages. Those that rely on a failed one are skipped.
 
     If a switch is a text, or one of ``rules.COUNTS`` is not 1 or more, only that is reported.
@@ -179,30 +180,30 @@ def run_stages(config, overrides: list[str] | None = None, call_reward: bool = F
         config: resolved, and of our trainer also prepared.
         overrides: the ``key=value`` arguments that gave the config.
         call_reward: call the reward function.
-        name: Hydra's ``--config-name``.
+        config_name: Hydra's ``--config-name``.
     """
     misread = misread_switches(config)
     if misread:
         return [Result("keys", "failed", line) for line in misread]
-    other = other_entry_point(config, name)
+    other = other_entry_point(config, config_name)
     counts = _result("counts", check_counts, config)
     if counts.status == "failed" and other is None:
         return [counts]
     keys = ("keys", partial(check_unknown_keys, overrides=overrides or []), ())
-    results = {}
-    lost: set[str] = set()  # stages that failed, or rely on one that did
-    for stage_name, stage, relies_on in (keys, *STAGES, *((CALL_REWARD,) if call_reward else ())):
-        if other is not None and stage_name in OF_MAIN_PPO:
-            results[stage_name] = Result(stage_name, "skipped", f"not known for {other}, whose config this is")
-        elif lost.isdisjoint(relies_on):
-            results[stage_name] = _result(stage_name, stage, config)
+    results = []
+    lost: list[str] = []  # stages that failed, or rely on one that did
+    for name, stage, relies_on in (keys, *STAGES, *((CALL_REWARD,) if call_reward else ())):
+        missing = [one for one in relies_on if one in lost]
+        if other is not None and name in OF_MAIN_PPO:
+            result = Result(name, "skipped", f"not known for {other}, whose config this is")
+        elif missing:
+            result = Result(name, "skipped", f"it relies on {', '.join(missing)}")
         else:
-            results[stage_name] = Result(
-                stage_name, "skipped", f"it relies on {', '.join(lost.intersection(relies_on))}"
-            )
-        if results[stage_name].status == "failed" or lost.intersection(relies_on):
-            lost.add(stage_name)
-    return list(results.values())
+            result = _result(name, stage, config)
+        if missing or result.status == "failed":
+            lost.append(name)
+        results.append(result)
+    return results
 
 
 def _result(name, stage, config):
@@ -229,13 +230,12 @@ def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> l
         call_reward: call the reward function, too.
         where: the other arguments of ``compose_config``.
     """
+    config_name = where.get("name", "")
     try:
         config = compose_config(overrides, **where)
         (prepare if is_of_our_trainer(config) else OmegaConf.resolve)(config)
-        if (
-            other_entry_point(config, where.get("name", "")) is not None
-        ):  # they move the older keys, which verl.trainer.main_ppo does not
-            migrate_legacy_reward_impl(config)
+        if other_entry_point(config, config_name) is not None:
+            migrate_legacy_reward_impl(config)  # as that entry point does, and verl.trainer.main_ppo does not
     except Exception as error:
         return [Result("keys", "failed", explain(error))]
-    return run_stages(config, overrides, call_reward, where.get("name", ""))
+    return run_stages(config, overrides, call_reward, config_name)
