@@ -92,10 +92,7 @@ class BAPOConfig:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                fix = f"use one of {', '.join(choices)}"
-                if value == "previous_batch":
-                    fix = "leave it out: the default is exact, works with Megatron, and rarely needs an extra forward"
-                _refuse(name, value, fix)
+                _refuse(name, value, f"use one of {', '.join(choices)}")
         target = self.positive_contribution_target
         _require_number("positive_contribution_target", target)
         if not 0 < target < 1:

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update of the real actor worker has the same bounds and gradient however its mini-batch is split or sharded."""
 
-import io
-import json
-from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -54,7 +50,7 @@ def updates_of_rank(rank, size, port, task, folder, engine):
 def stock_updates(rank, size, port, task, folder):
     """Make updates from verl's own config plus the two lines. Returns the gradients."""
     found = {}
-    for name in ("halves", "single", "dynamic", "whole", "micro_batch scope"):
+    for name in ("dynamic", "micro_batch scope"):
         capture_to(f"{folder}/stock/{name}")
         overrides = [
             f"actor_rollout_ref.model.path={task}/model",
@@ -114,53 +110,6 @@ def updates_with_tool_tokens(rank, size, port, task):
         ]
         found.append({"logged": actor.logged, "gradient": gradient, "model tokens": model_tokens})
     return found
-
-
-def dropout_update(rank, port, task, folder):
-    """Make one update with dropout, captured to ``folder``."""
-    actor = make_actor(
-        [
-            f"actor_rollout_ref.model.path={task}/model",
-            *COMMON,
-            "+actor_rollout_ref.model.override_config.attention_dropout=0.3",
-        ],
-        port=port,
-    )
-    capture_to(folder)
-    data = make_mini_batch(actor, seed=7, rows=ROWS)
-    before = torch.get_rng_state()
-    run_update(actor, data)
-    assert not torch.equal(before, torch.get_rng_state())  # dropout has drawn random numbers
-
-
-def test_the_search_sees_the_dropout_masks_of_training(task, tmp_path):
-    mp.spawn(dropout_update, args=(free_port(), str(task), str(tmp_path)))
-    config = BAPOConfig(positive_contribution_target=0.45)
-    (update,), (found,) = read_updates(tmp_path), values_of_updates(tmp_path, config)
-    assert len(update["micro_batches"]) > 1  # else their training forward is also the search's
-    assert {name: update["logged"][name] for name in found} == pytest.approx(found, abs=1e-9)
-
-
-def warnings_of_rollout_batches(rank, port, task, folder):
-    """Return the worker's warnings in 20 rollout batches with rho far above the target."""
-    from verl.utils import tensordict_utils as tu
-
-    overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON]
-    overrides += [f"{LOSS}.positive_contribution_target=0.05"]
-    actor = make_actor(overrides, port=port)
-    data = make_mini_batch(actor, seed=7, rows=4)
-    tu.assign_non_tensor(data, mini_batch_size=4, epochs=1)
-    warned = []
-    for number in range(20):
-        with redirect_stderr(io.StringIO()) as printed:
-            actor.train_mini_batch(data.copy())
-        warned += [number] * printed.getvalue().count("was met at the start")
-    (Path(folder) / "warned.json").write_text(json.dumps(warned))
-
-
-def test_a_target_that_does_nothing_is_logged_once_in_ten_rollout_batches(task, tmp_path):
-    mp.spawn(warnings_of_rollout_batches, args=(free_port(), str(task), str(tmp_path)))
-    assert json.loads((tmp_path / "warned.json").read_text()) == [9, 19]
 
 
 @pytest.fixture(scope="module", params=RANKS)

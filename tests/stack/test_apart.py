@@ -50,7 +50,6 @@ def test_a_signal_reaches_the_command():
     "variables, arguments, named",
     [
         ({"OUTPUT_DIR": "/tmp/run"}, [], "OUTPUT_DIR=/tmp/run"),
-        ({"BAPO_CACHE": "/tmp/cache"}, [], "BAPO_CACHE=/tmp/cache"),
         ({}, ["trainer.rollout_data_dir=/tmp/samples"], "trainer.rollout_data_dir=/tmp/samples"),
         ({}, ["data.train_files=[/data/a.parquet,/tmp]"], "data.train_files=[/data/a.parquet,/tmp]"),
     ],

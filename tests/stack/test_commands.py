@@ -8,21 +8,21 @@ import shutil
 import subprocess
 import sys
 
-from support.commands import ROOT, run_script
 from support.gpus import write_model
+from support.stack_runs import ROOT, run_example
 
 RECIPE = ROOT / "recipe" / "bapo"
 
 
 def test_a_wrong_key_ends_the_run_before_ray_starts(tmp_path):
     key = "actor_rollout_ref.actor.policy_loss.positive_contribution"
-    run = run_script(f"{key}=0.4", OUTPUT_DIR=str(tmp_path / "run"))
+    run = run_example(tmp_path / "run", f"{key}=0.4")
     assert run.returncode == 1 and f"Could not override '{key}'." in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) <= 8 and "Starting Ray" not in run.stdout
 
 
 def test_preflight_prints_its_table_alone_and_fails(tmp_path):
-    run = run_script("--preflight", "trainer.critic_warmup=9", OUTPUT_DIR=str(tmp_path / "run"))
+    run = run_example(tmp_path / "run", "--preflight", "trainer.critic_warmup=9")
     lines = run.stdout.splitlines()
     status = {line.split()[0] for line in lines} - {"warning"}  # a small machine may be warned of
     assert run.returncode == 1 and status == {"ok", "skipped", "failed"}, run.stdout + run.stderr
@@ -43,8 +43,8 @@ def test_a_papers_config_is_checked_on_a_login_node(task, tmp_path):
     }
     variables = {name: str(path) for name, path in inputs.items()}
     reward = "reward.custom_reward_function.path=pkg://recipe.bapo.example.reward"  # scores the task's data
-    environment = {**variables, "OUTPUT_DIR": str(tmp_path / "run"), "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
-    run = run_script(*shlex.split(overrides), "--preflight", reward, **environment)
+    environment = {**variables, "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
+    run = run_example(tmp_path / "run", *shlex.split(overrides), "--preflight", reward, **environment)
     warned = [line.split()[1] for line in run.stdout.splitlines() if not line.startswith(("ok", "skipped"))]
     assert run.returncode == 0 and "devices" in warned, run.stdout + run.stderr
     assert set(warned) <= {"devices", "disk", "shared", "versions"}, run.stdout

@@ -19,13 +19,11 @@ from bapo import BAPOConfig
         ({"positive_contribution_target": True}, "positive_contribution_target"),
         ({"ratio_lower_start": 0.95}, "ratio_lower_start"),
         ({"ratio_lower_start": -0.1}, "ratio_lower_start"),
-        ({"ratio_lower_max": 1.0}, "ratio_lower_max"),
         ({"ratio_lower_max": 1 - 1e-9}, "ratio_lower_max"),  # 1 in float32
         ({"ratio_upper_start": 1 + 1e-9}, "ratio_upper_start"),
         ({"ratio_lower_step": 0.0}, "ratio_lower_step"),
         ({"ratio_lower_step": 1e-9}, "ratio_lower_step"),
         ({"ratio_upper_start": 0.2, "ratio_upper_max": 0.28}, "ratio_upper_start"),
-        ({"ratio_upper_start": 1.0}, "ratio_upper_start"),
         ({"ratio_upper_max": 1.1}, "ratio_upper_start"),
         ({"ratio_upper_max": float("inf")}, "ratio_upper_max"),
         ({"ratio_upper_step": -0.05}, "ratio_upper_step"),

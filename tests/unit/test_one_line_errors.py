@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
     "command, message",
     [
         (["-m", "recipe.bapo.run", "--config-name=ppo_megatron_trainer"], "For Megatron's config give model_engine="),
-        (["-m", "recipe.bapo.report", "/no/run"], "No such file or directory: '/no/run'"),
         (
             ["scripts/cluster/job.py", "stop", "job"],
             "RAY_ADDRESS=file:///no/cluster accepts no jobs: set it to http://HEAD:8265",

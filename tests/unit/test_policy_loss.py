@@ -14,7 +14,7 @@ from support.actor import actor_config
 from support.batches import make_batch
 
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds
+from bapo import BAPOConfig, find_clip_bounds
 from recipe.bapo.hook.compatibility import refuse_unusable_settings
 from recipe.bapo.hook.worker import BAPOTrainingWorker
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig, compute_policy_loss_bapo
@@ -68,16 +68,6 @@ def test_fixed_bounds_reproduce_verls_vanilla_loss(seed, weighted, mode):
         assert found[2][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
-def test_the_losss_own_metrics_are_those_of_the_surrogate():
-    batch = make_batch(1)
-    config = with_batch_info(actor_config(BAPOPolicyLossConfig()), rows=5)
-    config.policy_loss.current_bounds = 0.8, 1.28
-    metrics = compute_policy_loss_bapo(*batch, config=config)[1]
-    surrogate = clipped_surrogate_loss(*batch, low=0.8, high=1.28, clip_ratio_c=config.clip_ratio_c)
-    expected = {f"actor/{name}": getattr(surrogate, name) for name in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")}
-    assert metrics == pytest.approx({name: value.item() for name, value in expected.items()})
-
-
 def test_a_call_by_another_worker_than_ours_is_refused():
     config = actor_config(BAPOPolicyLossConfig())
     with pytest.raises(ValueError, match="BAPOTrainingWorker finds them, but another worker trains here"):
@@ -114,17 +104,14 @@ def make_config_after(statements):
     return done.stderr.splitlines()[-1] if done.returncode else "nothing"
 
 
-def test_a_worker_with_a_training_worker_of_its_own_is_named():
-    error = make_config_after(
-        "from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker\n"
-        "class Mine(TrainingWorker): pass\n"
-        "class MyWorker(ActorRolloutRefWorker): actor_worker_cls = Mine"
-    )
-    assert error.startswith("TypeError: MyWorker has actor_worker_cls=Mine, which does not find clip bounds")
-
-
-@pytest.mark.parametrize("parent", ["ActorRolloutRefWorker", "TinkerActorRolloutRefWorker"])
-def test_a_worker_below_another_subclass_is_named(parent):
+@pytest.mark.parametrize(
+    "parent, named",
+    [
+        ("ActorRolloutRefWorker", "MyWorker has actor_worker_cls=Mine"),
+        ("TinkerActorRolloutRefWorker", "Between has actor_worker_cls=TinkerTrainingWorker"),
+    ],
+)
+def test_a_worker_below_another_subclass_is_named(parent, named):
     error = make_config_after(
         "from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker\n"
         "from verl.workers.engine_workers_tinker import *\n"
@@ -132,28 +119,18 @@ def test_a_worker_below_another_subclass_is_named(parent):
         f"class Between({parent}): pass\n"
         "class MyWorker(Between): actor_worker_cls = Mine"
     )
-    assert error.startswith("TypeError: ") and "does not find clip bounds" in error
+    assert error.startswith(f"TypeError: {named}, which does not find clip bounds")
 
 
-def test_the_scope_that_is_gone_gets_a_sentence():
-    with pytest.raises(ValueError, match="'previous_batch': leave it out: the default is exact"):
-        BAPOPolicyLossConfig(bound_scope="previous_batch")
+def test_a_worker_that_inherits_the_training_worker_and_verls_own_for_tinker_are_accepted():
+    code = "from verl.workers.engine_workers import *\nfrom verl.workers import engine_workers_tinker\n"
+    assert make_config_after(f"{code}class MyWorker(ActorRolloutRefWorker): pass") == "nothing"
 
 
-def test_a_worker_that_inherits_the_training_worker_is_accepted():
-    imported = "from verl.workers.engine_workers import ActorRolloutRefWorker"
-    assert make_config_after(f"{imported}\nclass MyWorker(ActorRolloutRefWorker): pass") == "nothing"
-
-
-def test_a_verl_without_a_place_for_our_worker_is_refused():
-    error = make_config_after(
-        "from verl.workers.engine_workers import ActorRolloutRefWorker\ndel ActorRolloutRefWorker.actor_worker_cls"
-    )
-    assert error.startswith("TypeError: verl 0.9.1 has no ActorRolloutRefWorker.actor_worker_cls")
-
-
-def test_a_run_does_not_notice_that_tinkers_worker_was_imported():
-    assert make_config_after("from verl.workers import engine_workers_tinker") == "nothing"
+def test_a_verl_without_a_place_for_our_worker_is_refused(monkeypatch):
+    monkeypatch.delattr(ActorRolloutRefWorker, "actor_worker_cls")
+    with pytest.raises(TypeError, match="verl 0.9.1 has no ActorRolloutRefWorker.actor_worker_cls"):
+        BAPOPolicyLossConfig()
 
 
 def test_importing_verl_imports_nothing_of_ours_but_the_gate_of_the_cpu_platform():
@@ -208,7 +185,6 @@ def test_the_cpu_platform_keeps_a_variable_that_is_set():
             "sum-norm with loss_scale_factor=null: .* Set actor_rollout_ref.actor.loss_scale_factor",
         ),
         ("micro_batch", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1024}, {}, None),
-        ("mini_batch", {}, {"enable_activation_offload": True}, None),
         ("micro_batch", {"clip_ratio_c": 1.0}, {}, "clip_ratio_c=1.0: it is the dual clip"),
     ],
 )
@@ -222,6 +198,6 @@ def test_settings_under_which_bounds_would_be_wrong_are_refused(scope, actor, mo
         policy_loss=BAPOPolicyLossConfig(bound_scope=scope),
         **{name: value for name, value in actor.items() if name == "megatron"},
     )
-    model = SimpleNamespace(**{"override_config": {}, "enable_activation_offload": False, **model})
+    model = SimpleNamespace(**{"override_config": {}, **model})
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         refuse_unusable_settings(settings, model)

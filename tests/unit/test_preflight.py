@@ -19,7 +19,6 @@ import verl  # noqa: F401  loads the plugin
 from recipe.bapo import main_bapo
 from recipe.bapo.config import compose_config
 from recipe.bapo.preflight import keys, stages
-from recipe.bapo.preflight.rules import check_rules
 from recipe.bapo.preflight.stages import check_verls_config, prepare, run_preflight, run_stages
 from recipe.bapo.run import train
 
@@ -66,48 +65,88 @@ def said(task, files):
 
 
 @pytest.mark.parametrize(
-    "override, message",
+    "row",
     [
         # Text for true or false, and numbers.
-        ("trainer.val_only='false'", "trainer.val_only='false': verl takes any text for true"),
-        (f"{ACTOR}.ppo_epochs=0", f"{ACTOR}.ppo_epochs=0: set it to a whole number of 1 or more"),
+        (
+            "trainer.val_only='false'",
+            "trainer.val_only='false': verl takes any text for true",
+            "trainer.val_only=false",
+        ),
+        (
+            f"{ACTOR}.ppo_epochs=0",
+            f"{ACTOR}.ppo_epochs=0: set it to a whole number of 1 or more",
+            f"{ACTOR}.ppo_epochs=1",
+        ),
         (f"{ACTOR}.ppo_epochs='2'", f"{ACTOR}.ppo_epochs='2': set it to a whole number of 1 or more"),
         ("data.train_batch_size=null", "data.train_batch_size=None"),
         # What verl gets wrong in silence, and options that would have no effect.
-        (f"{ACTOR}.optim.clip_grad=0", f"{ACTOR}.optim.clip_grad=0: 0 makes every gradient 0, and a neg"),
+        (
+            f"{ACTOR}.optim.clip_grad=0",
+            f"{ACTOR}.optim.clip_grad=0: 0 makes every gradient 0, and a neg",
+            f"{ACTOR}.optim.clip_grad=1.0",
+        ),
         (f"{ACTOR}.optim.clip_grad=-1", f"{ACTOR}.optim.clip_grad=-1"),
-        (f"{ROLLOUT}.top_p=0.7 {BYPASS}", f"{ROLLOUT}.top_p=0.7, top_k=-1 with bypass_mode=true"),
-        (f"{ROLLOUT}.top_k=20 {BYPASS}", f"{ROLLOUT}.top_p=1, top_k=20 with bypass_mode=true"),
+        (f"{ROLLOUT}.top_p=0.7 {BYPASS}", f"{ROLLOUT}.top_p=0.7, top_k=-1 with bypass_mode=true", f"{ROLLOUT}.top_p=1"),
+        (
+            f"{ROLLOUT}.top_k=20 {BYPASS}",
+            f"{ROLLOUT}.top_p=1, top_k=20 with bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=false",
+        ),
         (
             f"{SEPARATE} algorithm.rollout_correction.bypass_mode=false",
             "separate_async without algorithm.rollout_correction.bypass_mode with strategy=fsdp2 on",
+            "algorithm.rollout_correction.bypass_mode=true",
         ),
         (
             f"algorithm.rollout_correction.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
             "rollout_is and rollout_rs of algorithm.rollout_correction have no effect without",
+            "algorithm.rollout_correction.rollout_is=null",
+            f"{ROLLOUT}.calculate_log_probs=true",
         ),
         (
             f"algorithm.rollout_correction.rollout_rs=token_k1 {ROLLOUT}.calculate_log_probs=false",
             "rollout_is and rollout_rs of algorithm.rollout_correction have no effect without",
         ),
         (f"algorithm.rollout_correction.rollout_rs=token_k1 {BYPASS}", "rollout_rs and loss_type of algorithm.rollout"),
-        (f"algorithm.rollout_correction.loss_type=reinforce {BYPASS}", "have no effect with bypass_mode=true"),
-        ("trainer.val_only=true trainer.val_before_train=false", "trainer.val_only=true has no effect with"),
-        ("trainer.critic_warmup=1000", "trainer.critic_warmup=1000 without a critic keeps the actor from training"),
-        ("trainer.use_v1=false", "trainer.use_v1=false has no effect in recipe.bapo.main_bapo"),
+        (
+            f"algorithm.rollout_correction.loss_type=reinforce {BYPASS}",
+            "have no effect with bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=false",
+        ),
+        (
+            "trainer.val_only=true trainer.val_before_train=false",
+            "trainer.val_only=true has no effect with",
+            "trainer.val_before_train=true",
+        ),
+        (
+            "trainer.critic_warmup=1000",
+            "trainer.critic_warmup=1000 without a critic keeps the actor from training",
+            "trainer.critic_warmup=0",
+        ),
+        ("trainer.use_v1=false", "trainer.use_v1=false has no effect in recipe.bapo.main_bapo", "trainer.use_v1=true"),
         ("watchdog.max_sync_s=nan", "each limit is a number of seconds above 0"),
         ("watchdog.min_arrived=1.5", "watchdog.min_arrived=1.5: it is a share between 0 and 1"),
         # What would wait for ever, or lose data.
-        ("ray_kwargs.ray_init.num_cpus=4", "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its"),
-        (f"trainer.save_freq=1 {ACTOR}.checkpoint.save_contents=[modle]", "save_contents=['modle']"),
+        (
+            "ray_kwargs.ray_init.num_cpus=4",
+            "Ray is asked for 5 CPUs (1 for the transfer queue's controller, 1 for its",
+            "ray_kwargs.ray_init.num_cpus=5",
+        ),
+        (
+            f"trainer.save_freq=1 {ACTOR}.checkpoint.save_contents=[modle]",
+            "save_contents=['modle']",
+            f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]",
+        ),
         ("trainer.rollout_data_dir=/proc/nope", "trainer.rollout_data_dir=/proc/nope: FileNotFoundErr"),
         ("trainer.save_freq=1 trainer.default_local_dir=/proc/nope", "default_local_dir=/proc/nope"),
         ("run_dir=/proc/nope", "run_dir (OUTPUT_DIR)=/proc/nope: FileNotFoundError"),
         # What verl and BAPO's loss refuse themselves.
-        (f"{ACTOR}.clip_ratio_c=1.0", "actor.clip_ratio_c=1.0: it is the dual clip's"),
+        (f"{ACTOR}.clip_ratio_c=1.0", "actor.clip_ratio_c=1.0: it is the dual clip's", f"{ACTOR}.clip_ratio_c=3.0"),
         (
             f"{ACTOR}.strategy=ddp",
             f"{ACTOR}.strategy=ddp with loss_mode=bapo: set it to fsdp, fsdp2 or megatron",
+            f"{ACTOR}.strategy=fsdp",
         ),
         ("trainer.v1.trainer_mode=async", "trainer.v1.trainer_mode=async: Unknown trainer"),
         (f"{ACTOR}.policy_loss.positive_contribution_target=40", "positive_contribution_target=40"),
@@ -123,28 +162,45 @@ def said(task, files):
         ("reward.reward_manager.name=nope", "reward.reward_manager=nope"),
         ("data.val_files=null", "data.val_files=None"),
         ("data.train_files={files}/truncated.parquet", "truncated.parquet: "),
-        ("data.train_files={files}/long.parquet", "has 70 prompts of more tokens than data.max_prompt_length=128"),
+        (
+            "data.train_files={files}/long.parquet",
+            "has 70 prompts of more tokens than data.max_prompt_length=128",
+            f"data.max_prompt_length=700 {ROLLOUT}.max_model_len=null",
+            "data.filter_overlong_prompts=true",
+        ),
         # The model.
         (
-            "data.max_response_length=2000",
-            "vLLM would cut responses where prompt and response reach 160 tokens. Change one",
+            f"{ROLLOUT}.max_model_len=10",
+            "with actor_rollout_ref.rollout.max_model_len=10 and",
+            f"{ROLLOUT}.max_model_len=160",
         ),
-        (f"{ROLLOUT}.max_model_len=10", "with actor_rollout_ref.rollout.max_model_len=10 and"),
         (f"{MODEL}/no_tokenizer", "its tokenizer has 1 tokens and the end token '<|endoftext|>': give the model's"),
         (f"{MODEL}/headless", "1 of the 27 tensors are missing (lm_head.weight is one)"),
     ],
+    ids=lambda row: row[0],
 )
-def test_what_goes_wrong_is_refused_once(override, message, said):
+def test_what_goes_wrong_is_refused_once_and_passes_with_each_fix_that_is_named(row, said):
+    override, message, *fixes = row
     (refused,), _ = said(override)
     assert message in refused and "\n" not in refused
+    for fix in fixes:
+        assert not said(override, fix)[0], fix
 
 
 @pytest.mark.parametrize(
-    "override, message",
+    "row",
     [
         # What was hardly meant.
-        (f"{ACTOR}.clip_ratio_high=0.28", "clip_ratio_high of actor_rollout_ref.actor have no effect"),
-        (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.grad_clip=0.5 has no effect: verl 0.9.1 reads {ACTOR}.optim.clip_grad"),
+        (
+            f"{ACTOR}.clip_ratio_high=0.28",
+            "clip_ratio_high of actor_rollout_ref.actor have no effect",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig",
+        ),
+        (
+            f"{ACTOR}.grad_clip=0.5",
+            f"{ACTOR}.grad_clip=0.5 has no effect: verl 0.9.1 reads {ACTOR}.optim.clip_grad",
+            f"{ACTOR}.optim.clip_grad=0.5",
+        ),
         (
             f"{ROLLOUT}.n=1 {ACTOR}.ppo_micro_batch_size_per_gpu=8",
             "rollout.n=1 with algorithm.adv_estimator=grpo leaves no other response",
@@ -152,26 +208,49 @@ def test_what_goes_wrong_is_refused_once(override, message, said):
         (
             f"{ACTOR}.policy_loss.ratio_lower_start=0.2 {ACTOR}.policy_loss.ratio_lower_max=0.28",
             "ratio_lower_max=0.28 is a bound on the ratio, and a ratio of 1 means no change. If you meant an epsilon",
+            f"{ACTOR}.policy_loss.ratio_lower_max=0.72",
         ),
-        ("trainer.v1.trainer_mode=colocate_async", "rollout_correction.bypass_mode=false in an asynchronous mode"),
+        (
+            "trainer.v1.trainer_mode=colocate_async",
+            "rollout_correction.bypass_mode=false in an asynchronous mode",
+            BYPASS,
+        ),
         (
             f"{ACTOR}.fsdp_config.model_dtype=bfloat16",
             "fsdp_config.model_dtype=bfloat16 keeps the weights in 16 bits, where most of a small step",
+            f"{ACTOR}.fsdp_config.model_dtype=fp32",
         ),
         # What verl reports, but late or in other words.
-        ("data.train_batch_size=60", "ppo_mini_batch_size=8 does not divide data.train_batch_size=60"),
+        (
+            "data.train_batch_size=60",
+            "ppo_mini_batch_size=8 does not divide data.train_batch_size=60",
+            f"{ACTOR}.ppo_mini_batch_size=10",
+        ),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=7", "per_gpu=7 does not divide a rank's responses=512"),
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae needs a critic, which verl loads with flash"),
+        (
+            "algorithm.adv_estimator=gae",
+            "algorithm.adv_estimator=gae needs a critic, which verl loads with flash",
+            "algorithm.adv_estimator=grpo",
+        ),
         ("algorithm.adv_estimator=GRPO", "algorithm.adv_estimator=GRPO: Unknown advantage estimator"),
-        ("algorithm.adv_estimator=remax", "argument: 'reward_baselines'; use grpo, or another"),
+        (
+            "algorithm.adv_estimator=remax",
+            "argument: 'reward_baselines'; use grpo, or another",
+            "algorithm.adv_estimator=grpo",
+        ),
         ("algorithm.adv_estimator=gdpo", "algorithm.adv_estimator=gdpo"),
         (
             f"algorithm.rollout_correction.bypass_mode=true {ROLLOUT}.calculate_log_probs=false",
             "bypass_mode=true needs the log-probs of the rollout engine: set",
+            f"{ROLLOUT}.calculate_log_probs=true",
         ),
         (f"{MODEL}/truncated", "truncated: SafetensorError: Error while deserializing header"),
-        ("data.train_max_samples=10", "has 10 usable rows, fewer than data.train_batch_size=64: lower it, give more"),
+        (
+            "data.train_max_samples=10",
+            "has 10 usable rows, fewer than data.train_batch_size=64: lower it, give more",
+            "data.train_max_samples=64",
+        ),
         (
             "data.train_files={files}/long.parquet data.filter_overlong_prompts=true",
             "has no usable row: give more (data.train_max_samples), or raise data.max_prompt_length=128",
@@ -180,80 +259,18 @@ def test_what_goes_wrong_is_refused_once(override, message, said):
         ("trainer.logger=[console,nope]", "trainer.logger=nope: verl logs to wandb, mlflow"),
         ("trainer.logger=wandb", "trainer.logger=wandb: UsageError: No API key configured"),
     ],
+    ids=lambda row: row[0],
 )
-def test_of_what_may_be_meant_or_fails_later_it_warns(override, message, said, monkeypatch, tmp_path):
+def test_of_what_may_be_meant_or_fails_later_it_warns_until_it_is_fixed(row, said, monkeypatch, tmp_path):
+    override, message, *fixes = row
     monkeypatch.setenv("NETRC", os.devnull)  # wandb finds no key
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     monkeypatch.setattr("sys.stdin", io.StringIO())  # and asks for none, where pytest -s leaves it a terminal
     failed, warned = said(override)
-    (warned,) = [line for line in warned if message in line]
-    assert not failed and "\n" not in warned
-
-
-CORRECTION = "algorithm.rollout_correction"
-
-
-@pytest.mark.parametrize(
-    "override, said_of_it, fix",
-    [
-        ("trainer.val_only='false'", "takes any text for true", "trainer.val_only=false"),
-        (f"{ACTOR}.ppo_epochs=0", "whole number of 1 or more", f"{ACTOR}.ppo_epochs=1"),
-        (f"{ACTOR}.optim.clip_grad=0", "makes every gradient 0", f"{ACTOR}.optim.clip_grad=1.0"),
-        (f"{ROLLOUT}.top_p=0.7 {BYPASS}", "truncated", f"{ROLLOUT}.top_p=1"),
-        (f"{ROLLOUT}.top_k=20 {BYPASS}", "truncated", f"{CORRECTION}.bypass_mode=false"),
-        (f"{SEPARATE} {CORRECTION}.bypass_mode=false", "is no copy", f"{CORRECTION}.bypass_mode=true"),
-        (
-            f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
-            "no effect",
-            f"{CORRECTION}.rollout_is=null",
-        ),
-        (
-            f"{CORRECTION}.rollout_is=token {ROLLOUT}.calculate_log_probs=false",
-            "no effect",
-            f"{ROLLOUT}.calculate_log_probs=true",
-        ),
-        (f"{CORRECTION}.loss_type=reinforce {BYPASS}", "no effect", f"{CORRECTION}.bypass_mode=false"),
-        ("trainer.val_only=true trainer.val_before_train=false", "no effect", "trainer.val_before_train=true"),
-        ("trainer.critic_warmup=1000", "keeps the actor from training", "trainer.critic_warmup=0"),
-        ("trainer.use_v1=false", "has no effect", "trainer.use_v1=true"),
-        ("ray_kwargs.ray_init.num_cpus=4", "would wait for ever", "ray_kwargs.ray_init.num_cpus=5"),
-        (
-            f"trainer.save_freq=1 {ACTOR}.checkpoint.save_contents=[modle]",
-            "save_contents",
-            f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]",
-        ),
-        (f"{ACTOR}.clip_ratio_c=1.0", "dual clip", f"{ACTOR}.clip_ratio_c=3.0"),
-        (f"{ACTOR}.strategy=ddp", "set it to fsdp", f"{ACTOR}.strategy=fsdp"),
-        ("data.train_files={files}/long.parquet", "cuts them in spite", "data.max_prompt_length=700"),
-        ("data.train_files={files}/long.parquet", "cuts them in spite", "data.filter_overlong_prompts=true"),
-        (f"{ROLLOUT}.max_model_len=10", "vLLM would cut responses", f"{ROLLOUT}.max_model_len=160"),
-        (
-            f"{ACTOR}.clip_ratio_high=0.28",
-            "have no effect",
-            f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig",
-        ),
-        (f"{ACTOR}.grad_clip=0.5", "has no effect", f"{ACTOR}.optim.clip_grad=0.5"),
-        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", "rounded away", f"{ACTOR}.fsdp_config.model_dtype=fp32"),
-        (
-            f"{ACTOR}.policy_loss.ratio_lower_start=0.2 {ACTOR}.policy_loss.ratio_lower_max=0.28",
-            "an epsilon",
-            f"{ACTOR}.policy_loss.ratio_lower_max=0.72",
-        ),
-        ("trainer.v1.trainer_mode=colocate_async", "in an asynchronous mode", BYPASS),
-        ("data.train_batch_size=60", "does not divide", f"{ACTOR}.ppo_mini_batch_size=10"),
-        ("algorithm.adv_estimator=gae", "needs a critic", "algorithm.adv_estimator=grpo"),
-        ("algorithm.adv_estimator=remax", "use grpo", "algorithm.adv_estimator=grpo"),
-        (
-            f"{CORRECTION}.bypass_mode=true {ROLLOUT}.calculate_log_probs=false",
-            "needs the log-probs",
-            f"{ROLLOUT}.calculate_log_probs=true",
-        ),
-        ("data.train_max_samples=10", "fewer than data.train_batch_size", "data.train_max_samples=64"),
-    ],
-)
-def test_the_fix_that_is_named_takes_the_line_away(override, said_of_it, fix, said):
-    assert said_of_it in str(said(override))
-    assert said_of_it not in str(said(override, fix))
+    (line,) = [line for line in warned if message in line]
+    assert not failed and "\n" not in line
+    for fix in fixes:
+        assert len(said(override, fix)[1]) < len(warned), fix
 
 
 def test_several_warnings_and_failures_of_the_rules_are_in_one_line(said):
@@ -292,12 +309,6 @@ def test_a_folder_of_groups_that_is_not_there_is_named():
     assert line.detail == "invalid --config-dir=/nope: there is no such folder."
 
 
-def test_an_error_without_a_message_is_quoted_from_its_source():
-    with pytest.raises(AssertionError) as caught:
-        raise AssertionError
-    assert keys.explain(caught.value).startswith("AssertionError: raise AssertionError (")
-
-
 def test_an_unknown_key_in_a_yaml_file_is_a_warning(task, tmp_path, monkeypatch):
     for name in ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE"):
         monkeypatch.setenv(name, str(task))
@@ -317,12 +328,6 @@ def test_an_unknown_key_in_a_yaml_file_is_a_warning(task, tmp_path, monkeypatch)
     assert line.status == "warning" and "has data.train_batch_sise, algorithm.kl_ctrl.kl_coeff. If you" in line.detail
 
 
-def test_against_which_policy_the_ratio_is(task):
-    assert check_rules(composed(task)).endswith("against the policy before the updates of each step")
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    assert check_rules(composed(task, bypass)).endswith("against the policy that sampled")
-
-
 def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_config(task):
     separate = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1"]
     sizes = [f"{ACTOR}.ppo_mini_batch_size=8", "data.train_batch_size=16"]
@@ -332,11 +337,6 @@ def test_verls_trainer_says_what_devices_of_their_own_for_sampling_ask_of_a_conf
         ValueError, match="train_batch_size must equal parameter_sync_step . ppo_mini_batch_size in sep"
     ):
         check_verls_config(composed(task, *separate, *sizes, f"{steps}4"))
-
-
-def test_the_updates_on_a_batch_count_the_epochs(task):
-    sizes = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=3")
-    assert "12 updates on each batch" in check_rules(composed(task, *sizes, f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"))
 
 
 OWN_ESTIMATOR = """

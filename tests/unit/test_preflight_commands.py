@@ -86,11 +86,6 @@ def test_the_command_prints_the_table_and_what_the_loss_is(stock, tmp_path):
     assert "bound_scope=none, because loss_mode=vanilla is only monitored" in run.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/monitor.md", "docs/your_own_run.md"])
-def test_the_pages_of_the_lines_name_the_command(page):
-    assert "python -m recipe.bapo.preflight YOUR_ARGUMENTS" in (ROOT / page).read_text()
-
-
 @pytest.mark.parametrize(
     "lines, said",
     [
@@ -98,7 +93,6 @@ def test_the_pages_of_the_lines_name_the_command(page):
         ([*MONITOR, f"{LOSS}.loss_mode=bapo"], "loss_mode=bapo with MonitorConfig, which leaves the"),
         (TWO_LINES[:1], f"loss_mode=bapo without its config: set {TWO_LINES[1]}"),
         (TWO_LINES[1:], "loss_mode='vanilla' with BAPOPolicyLossConfig: use loss_mode=bapo"),
-        ([*TWO_LINES, f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c=1: it is the dual clip's bound"),
         (
             ["custom_reward_function.path=/my/reward.py"],
             "custom_reward_function.path: verl.trainer.main_ppo 0.9.1 does",
@@ -111,13 +105,9 @@ def test_what_would_go_wrong_in_it_is_refused(stock, lines, said):
     assert len(failed) == 1 and said in failed[0], failed
 
 
-def test_the_older_trainer_of_verl_takes_the_lines(stock):
-    left = found([*stock, *MONITOR, "trainer.use_v1=false"])
-    assert left.keys() <= OF_THE_MACHINE, left
-
-
-def test_the_older_trainers_advantages_are_not_looked_at(stock):
-    lines = run_preflight([*stock, "trainer.use_v1=false"], name="ppo_trainer")
+def test_the_older_trainer_of_verl_takes_the_lines_and_its_advantages_are_not_looked_at(stock):
+    lines = run_preflight([*stock, *MONITOR, "trainer.use_v1=false"], name="ppo_trainer")
+    assert {line.name for line in lines if line.status in ("failed", "warning")} <= OF_THE_MACHINE
     assert {line.name for line in lines if line.status == "skipped"} == {"GPU memory", "advantages", "folders"}
 
 
@@ -171,14 +161,6 @@ def test_a_monitor_that_would_do_nothing_is_a_warning(stock):
     engine = ["model_engine=torchtitan", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"]
     status, detail = found([*stock, *MONITOR, *engine])["verl's config"]
     assert status == "warning" and "MonitorConfig does nothing in this run: strategy=torchtitan was not tried" in detail
-
-
-def test_a_run_waits_for_ever_where_ray_counts_too_few_cpus(stock):
-    given = [*stock, "ray_kwargs.ray_init.num_cpus=4"]
-    status, detail = found(given)["CPUs"]
-    assert status == "failed" and "would wait for ever, because it counts 4 (by ray_kwargs.ray_init.num_cpus)" in detail
-    platform = {"groups": ROOT / "recipe/bapo/config"}
-    assert "CPUs" not in found([*given, "+platform=cpu", "ray_kwargs.ray_init.num_cpus=16"], **platform)
 
 
 def test_hydras_options_are_those_of_verls_entry_point(stock, tmp_path):

@@ -14,7 +14,6 @@ from support.configs import ROOT, compose_in_groups, composed
 from support.gpus import SHAPES, pretend_gpus, write_model
 
 from recipe.bapo.config.memory import count_parameters
-from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.preflight import CheckSkipped, CheckWarning, machine, model, rules, stages
 from recipe.bapo.verl_patches import attention
 
@@ -55,13 +54,6 @@ def test_a_check_that_breaks_does_not_hide_the_others(task, monkeypatch):
     lines = results_of(composed(task))
     assert lines["broken"].status == "failed" and "no_such_key" in lines["broken"].detail
     assert lines["versions"].status == "ok"
-
-
-def test_the_command_prints_the_table_alone():
-    command = [sys.executable, "-m", "recipe.bapo.preflight", "trainer.no_such_key=1"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr == "" and len(run.stdout.splitlines()) == 1
-    assert run.stdout.startswith("failed   keys             Could not override 'trainer.no_such_key'.")
 
 
 def test_what_libraries_print_is_not_in_the_table():
@@ -149,42 +141,25 @@ def config(composed_once, models):
     return changed
 
 
-def lines_of_engine(engine, monkeypatch, task, *overrides):
+# The sizes here are FSDP's: with Megatron a run takes away the keys that it does not have.
+MEGATRON = ["model_engine=megatron", f"{ACTOR}.strategy=megatron", f"~{ACTOR}.fsdp_config"]
+MEGATRON += [f"~{ACTOR}.entropy_checkpointing"]
+
+
+@pytest.fixture
+def on_megatron(task, monkeypatch):
+    """Return a function: the example's config for Megatron on eight GPUs, with overrides."""
     for name, value in {"MODEL_PATH": task / "model", "TRAIN_FILE": task, "TEST_FILE": task}.items():
         monkeypatch.setenv(name, str(value))
-    given = ["experiment=example", "size=gpu", "platform=gpu", f"model_engine={engine}", *overrides]
-    lines = stages.run_preflight(given, name="bapo_trainer", groups=ROOT / "configs")
-    return {line.name: line for line in lines}
+    groups = ["experiment=example", "size=gpu", "platform=gpu", "trainer.n_gpus_per_node=8"]
+    return lambda *overrides: compose_in_groups(*groups, *MEGATRON, *overrides)
 
 
-def test_another_engine_composes_and_is_refused_with_the_reason(monkeypatch, task):
-    needed = (f"{ACTOR}.strategy=torchtitan", *NOT_OF_FSDP, f"~{ACTOR}.entropy_from_logits_with_chunking")
-    refused = lines_of_engine("torchtitan", monkeypatch, task, *needed)["verl's config"]
-    assert refused.status == "failed" and "strategy=torchtitan with loss_mode=bapo" in refused.detail
-    assert refused.detail.endswith(UNSUPPORTED_STRATEGIES["torchtitan"])
-
-
-# The sizes here are FSDP's: with another engine a run takes away the keys that it does not have.
-NOT_OF_FSDP = (f"~{ACTOR}.fsdp_config", f"~{ACTOR}.entropy_checkpointing")
-MEGATRON = ("megatron", f"{ACTOR}.strategy=megatron", *NOT_OF_FSDP)
-
-
-def lines_of_megatron(monkeypatch, task, *overrides):
-    engine, *needed = MEGATRON
-    return lines_of_engine(engine, monkeypatch, task, *needed, *overrides)
-
-
-def test_megatron_takes_the_default_scope_alone(monkeypatch, task):
-    refused = lines_of_megatron(monkeypatch, task, f"{ACTOR}.policy_loss.bound_scope=micro_batch")["verl's config"]
-    assert refused.status == "failed" and "bound_scope=micro_batch with strategy=meg" in refused.detail
-    lines = lines_of_megatron(monkeypatch, task, f"{ACTOR}.megatron.tensor_model_parallel_size=2")
-    assert "bound_scope=mini_batch" in lines["verl's config"].detail and lines["settings"].status == "ok"
-
-
-def test_a_key_of_fsdp_is_refused_by_megatrons_config(monkeypatch, task):
-    engine, strategy, *_ = MEGATRON
-    refused = lines_of_engine(engine, monkeypatch, task, strategy)["verl's config"]
-    assert refused.status == "failed" and "unexpected keyword argument" in refused.detail
+def test_megatron_takes_the_default_scope_alone(on_megatron):
+    with pytest.raises(ValueError, match="bound_scope=micro_batch with strategy=megatron"):
+        stages.check_verls_config(on_megatron(f"{ACTOR}.policy_loss.bound_scope=micro_batch"))
+    config = on_megatron(f"{ACTOR}.megatron.tensor_model_parallel_size=2")
+    assert "bound_scope=mini_batch" in stages.check_verls_config(config) and rules.check_rules(config)
 
 
 def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypatch):
@@ -205,11 +180,6 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
     monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)  # the head of a cluster
     with pytest.raises(CheckWarning, match="finds 0 GPUs"):
         machine.check_devices(apart)
-
-
-def test_what_the_worker_refuses_is_refused_before_the_run(config):
-    with pytest.raises(ValueError, match="seq-mean-token-sum-norm with loss_scale_factor=null"):
-        stages.check_verls_config(config(changes={f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}))
 
 
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
@@ -372,10 +342,10 @@ def test_a_cluster_counts_its_own_cpus(config, monkeypatch):
         ("actor.megatron.pipeline_model_parallel_size=4", "does not divide num_hidden_layers=2.", 2),
     ],
 )
-def test_sizes_that_do_not_divide_the_model_are_a_warning(monkeypatch, task, size, said, fix):
-    for value, status in ((size, "warning"), (f"{size.partition('=')[0]}={fix}", "ok")):
-        lines = lines_of_megatron(monkeypatch, task, f"actor_rollout_ref.{value}", "trainer.n_gpus_per_node=8")
-        assert lines["model"].status == status and (said in lines["model"].detail) == (status == "warning")
+def test_sizes_that_do_not_divide_the_model_are_a_warning(on_megatron, size, said, fix):
+    with pytest.raises(CheckWarning, match=re.escape(said)):
+        model.check_model(on_megatron(f"actor_rollout_ref.{size}"))
+    assert model.check_model(on_megatron(f"actor_rollout_ref.{size.partition('=')[0]}={fix}"))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))

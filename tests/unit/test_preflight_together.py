@@ -73,11 +73,6 @@ REFUSED = [
         [FSDP2, f"{MODEL}.lora.merge=true"],
     ),
     (
-        f"{LORA} {SEPARATE} {FSDP2}",
-        "lora.merge=false with LoRA and trainer.v1",
-        [f"{MODEL}.lora.merge=true"],
-    ),
-    (
         f"{LORA} {SEPARATE} {FSDP1}",
         "lora.merge=false with LoRA and trainer.v1",
         [f"{MODEL}.lora.merge=true"],

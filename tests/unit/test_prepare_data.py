@@ -129,6 +129,11 @@ def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
     assert row["reward_model"]["ground_truth"] == truth
 
 
+def test_a_problem_that_asks_for_the_box_is_not_asked_twice(tmp_path):
+    (row,) = rows_made(tmp_path, "math_500", [{"problem": "Put it in \\boxed{}: 2 + 2", "answer": "4"}])
+    assert row["prompt"][0]["content"] == "Put it in \\boxed{}: 2 + 2"
+
+
 VERLS_GSM8K = 'Two and two? Let\'s think step by step and output the final answer after "####".'
 
 
@@ -157,25 +162,16 @@ NO_PROBLEM, NO_ANSWER = "without a problem", "without an answer"
     [
         ("gsm8k_train", {"question": None, "answer": "#### 4"}, NO_PROBLEM),
         ("gsm8k_train", {"question": "x", "answer": "so it is 1,004"}, NO_ANSWER),
-        ("gsm8k_train", {"question": "x", "answer": None}, NO_ANSWER),
         (
             "gsm8k_train",
             {"question": "Ends with #### 4", "answer": "4"},
             "that ask for the answer in another form than",
         ),
-        ("math_500", {"question": "Answer: x", "answer": "4"}, "that ask for the answer in another form than"),
         ("math_500", {"problem": " ", "answer": "7"}, NO_PROBLEM),
-        ("math_500", {"problem": 7, "answer": "7"}, "whose prompt is not a list of messages"),
         ("math_500", {"problem": "x", "answer": ["7", "8"]}, "with several answers"),
         ("math_500", {"problem": "x", "answer": []}, NO_ANSWER),
         ("math_500", {"problem": "x", "answer": True}, "whose answer is neither text nor a number"),
         ("math_500", {"problem": "x", "answer": {"target": 4}}, "whose answer is neither text nor a number"),
-        ("math_500", {"prompt": [{"role": "user", "content": None}], "answer": "4"}, "whose prompt is not text alone"),
-        (
-            "math_500",
-            {"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "4"},
-            "whose prompt is not te",
-        ),
         ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "whose prompt is not text alone"),
         ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "whose prompt is not a list of messages"),
         (
@@ -206,19 +202,6 @@ def test_a_row_that_cannot_be_used_is_dropped_with_a_reason(tmp_path, name, row,
 def test_another_format_than_parquet_is_not_promised(tmp_path):
     with pytest.raises(ValueError, match="m.csv: parquet is written"):
         prepare("math_500", None, tmp_path / "m.csv")
-
-
-@pytest.mark.parametrize(
-    "name, problem, hint",
-    [
-        ("math_500", "2 + 2", f"\n\n{BOXED}"),
-        ("math_500", "Put it in \\boxed{}: 2 + 2", ""),
-        ("dapo_math_17k", "2 + 2", f"\n\n{BOXED}"),
-    ],
-)
-def test_the_hint_is_given_once(tmp_path, name, problem, hint):
-    (row,) = rows_made(tmp_path, name, [{"problem": problem, "answer": "4"}])
-    assert row["prompt"][0]["content"] == problem + hint
 
 
 @pytest.mark.parametrize("name", ["dapo_math_17k", "aime_2024"])

@@ -131,13 +131,10 @@ def test_a_driver_that_is_too_old_ends_it_before_anything_is_made(set_up, tmp_pa
     set_up(DRIVER="550.54.15", CUDA_VERSION="13.0")  # a compatibility package replaces the driver's libraries
 
 
-@pytest.mark.parametrize("glibc", ["glibc 2.28", "musl"])
-def test_a_c_library_for_which_there_are_no_wheels_ends_it_before_anything_is_made(set_up, tmp_path, glibc):
-    output, calls = set_up(code=1, GLIBC=glibc)
-    here = glibc.removeprefix("glibc ") if "glibc" in glibc else "another C library"
-    assert f"Error: glibc here is {here}, and glibc 2.31 or newer is needed" in output
+def test_a_c_library_for_which_there_are_no_wheels_ends_it_before_anything_is_made(set_up, tmp_path):
+    output, calls = set_up(code=1, GLIBC="glibc 2.28")
+    assert "Error: glibc here is 2.28, and glibc 2.31 or newer is needed" in output
     assert calls == [] and not list(tmp_path.glob(".venv*"))
-    set_up(GLIBC="glibc 2.31")
 
 
 def test_what_the_machine_lacks_is_said_at_once_before_anything_is_made(set_up, tmp_path):
@@ -158,21 +155,22 @@ def test_what_the_machine_lacks_is_said_at_once_before_anything_is_made(set_up, 
     "capabilities, variables, said",
     [
         ("7.5", {}, "a compute capability below 8.0 (0, 7.5, a GPU), for which vLLM has no bfloat16"),
-        ("7.5 7.0", {"CUDA_VISIBLE_DEVICES": "0"}, "below 8.0 (0, 7.5, a GPU;1, 7.0, a GPU)"),
         (
             "6.1 8.9 12.0",
             {},
             "(0, 6.1, a GPU). Use the others: export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2",
         ),
-        ("6.1 8.9", {"CUDA_VISIBLE_DEVICES": "1"}, None),
-        ("9.0 9.0", {}, None),
-        ("[N/A]", {}, None),  # as some new machines answer
-        ("6.1", {"VERL_PLATFORM": "cpu"}, None),
+        ("6.1 8.9", {"CUDA_VISIBLE_DEVICES": "1"}, "Setting up .venv-cuda ("),
+        ("[N/A]", {}, "Setting up .venv-cuda ("),  # as some new machines answer
+        ("6.1", {"VERL_PLATFORM": "cpu"}, "Setting up .venv ("),
+        ("9.0", {"CUDA_VISIBLE_DEVICES": ""}, "Setting up .venv ("),
+        ("9.0", {"CUDA_VISIBLE_DEVICES": "-1"}, "Setting up .venv ("),
     ],
 )
-def test_gpus_that_are_too_old_are_refused_before_anything_is_made(set_up, capabilities, variables, said):
-    output, calls = set_up(code=int(said is not None), **GPUS | {"CAPABILITIES": capabilities}, **variables)
-    assert (said or "Setting up .venv") in output and bool(calls) == (said is None)
+def test_the_environment_fits_the_gpus_and_those_that_are_too_old_are_refused(set_up, capabilities, variables, said):
+    sets_up = said.startswith("Setting up")
+    output, calls = set_up(code=int(not sets_up), **GPUS | {"CAPABILITIES": capabilities}, **variables)
+    assert said in output and bool(calls) == sets_up
 
 
 def test_it_goes_on_where_files_cannot_be_locked(set_up):

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 from support.commands import LIMIT, ROOT
-from support.gpus import DRIVER_FILES, write_driver_file, write_nvidia_smi
+from support.gpus import DRIVER_FILES, write_driver_file
 
 SCRIPTS = (
     "recipe/bapo/run_bapo_example.sh",
@@ -35,34 +35,6 @@ def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(scrip
         )
         message = f"Error: /{sign} is here, and nvidia-smi lists no GPU (Failed to initialize NVML: Unknown Error)."
         assert run.returncode == 1 and message in run.stderr and not run.stdout, run.stdout + run.stderr
-
-
-@pytest.mark.parametrize(
-    "platform, tool, driver, said",
-    [
-        ("", None, True, "no GPU (nvidia-smi: command not found). Repair or install nvidia-smi (in a container"),
-        ("cpu", 8, True, "device cpu"),
-        ("", None, False, "device cpu"),
-        ("", 8, True, "device gpu"),
-    ],
-)
-@pytest.mark.parametrize("visible", [None, "", "-1"])
-def test_the_device_is_chosen_or_the_driver_is_named(platform, tool, driver, said, visible, tmp_path):
-    (tmp_path / "grep").symlink_to(shutil.which("grep"))
-    if tool:
-        write_nvidia_smi(tmp_path, tool)
-        for name in ("sed", "paste"):
-            (tmp_path / name).symlink_to(shutil.which(name))
-    if driver:
-        write_driver_file(tmp_path, DRIVER_FILES[0])
-    code = 'fail() { echo "Error: $*"; exit 1; }; source scripts/gpus.sh; choose_device; echo "device $device"'
-    environment = {"PATH": str(tmp_path), "VERL_PLATFORM": platform, "BAPO_DEVICE_ROOT": str(tmp_path)}
-    if visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"], said = visible, "device cpu"
-    run = subprocess.run(
-        [shutil.which("bash"), "-euc", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert said in run.stdout and run.returncode == ("Error" in run.stdout), run.stdout + run.stderr
 
 
 @pytest.fixture

@@ -125,16 +125,3 @@ def test_items_without_a_name_are_not_judged(capsys):
         weights.begin_call()
         assert list(engine.get_per_tensor_param_delta_shard()[0]) == [(("slots",), "float32", [1])]
     assert told(capsys) == 0
-
-
-@pytest.mark.parametrize("name", ["get_per_tensor_param", "get_per_tensor_param_delta_shard"])
-def test_each_way_of_sending_begins_a_batch(name):
-    engine, weights = engine_and_weights()
-    began = [weights.begin_call(), weights.begin_call()]
-    getattr(engine, name)()
-    assert [*began, weights.begin_call(), weights.begin_call()] == [True, False, True, False]
-
-
-def test_on_an_engine_without_verls_methods_every_call_begins_a_batch():
-    weights = SentWeights(SimpleNamespace(), LORA)
-    assert [weights.begin_call() for _ in range(3)] == [True, True, True]

@@ -39,7 +39,6 @@ def choose(given, gpus, arguments=(), **options):
     "gpus, given, message",
     [
         (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
-        (0, {"TEST_FILE": __file__}, "TEST_FILE is set, and TRAIN_FILE is not: give both"),
         # Variables of earlier versions, which would otherwise have no effect.
         (0, {"CONFIG": "replay"}, "CONFIG=replay has no effect any more: unset it, and add experiment=replay"),
         (8, {"CONFIG": "evaluate", "EXPERIMENT": "paper_7b"}, "it, and add 'experiment=[paper_7b,evaluate]'"),
@@ -54,8 +53,6 @@ def choose(given, gpus, arguments=(), **options):
         # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
         (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
         (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
-        (0, {"RAY_ADDRESS": "10.0.0.1:6379"}, "RAY_ADDRESS=10.0.0.1:6379 but this machine has no GPU"),
-        (0, {"RAY_ADDRESS": "auto"}, "RAY_ADDRESS=auto but this machine has no GPU"),
         ("AMD", {}, "this machine has AMD GPUs, which are not supported"),
         (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei: leave it unset"),
         (8, {"VERL_PLATFORM": "nvidia", "experiment": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
@@ -68,11 +65,6 @@ def choose(given, gpus, arguments=(), **options):
             1,
             {"experiment": "language_model", "TEST_FILE": __file__},
             "experiment=language_model makes its own model and",
-        ),
-        (
-            8,
-            {"experiment": "language_model", "RAY_ADDRESS": "auto"},
-            "experiment=language_model makes its own model and data",
         ),
         (
             8,

@@ -2,30 +2,18 @@
 """What we rely on in verl 0.9.1, as far as a change would break it silently. tests/actor covers the rest."""
 
 import importlib.util
-import inspect
 from pathlib import Path
 
-import pytest
-import torch
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 import verl
-from recipe.bapo import policy_loss
 from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
 from recipe.bapo.preflight.machine import VERL
 from recipe.bapo.run import trainer
-from recipe.bapo.verl_patches import fused_heads
-from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
-from verl.utils import fsdp_utils
 from verl.workers.config import ActorConfig, McoreActorConfig, McoreEngineConfig
 
 ROOT = Path(__file__).parents[2]
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 def test_every_file_names_the_version_that_was_read():
@@ -38,11 +26,6 @@ def test_every_file_names_the_version_that_was_read():
     assert verl.__version__ == VERL and f"verl=={VERL}\n" in (ROOT / "requirements.txt").read_text()
 
 
-def test_the_policy_loss_has_the_parameters_of_verls():
-    assert core_algos.get_policy_loss_fn("bapo") is policy_loss.compute_policy_loss_bapo
-    assert parameters(policy_loss.compute_policy_loss_bapo) == parameters(core_algos.compute_policy_loss_vanilla)
-
-
 def test_each_mode_gets_our_trainer_on_top_of_its_own(monkeypatch):
     of_verl = dict(trainer_base.TRAINER_REGISTRY)
     monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", registry := dict(of_verl))
@@ -52,19 +35,6 @@ def test_each_mode_gets_our_trainer_on_top_of_its_own(monkeypatch):
     assert registry.keys() == of_verl.keys()
     for mode, ours in registry.items():
         assert issubclass(ours, of_verl[mode]) and ours is not of_verl[mode] and get_trainer_cls(mode) is ours
-
-
-@pytest.mark.parametrize("backend, is_a_unit", [(None, True), ("torch", False), ("triton", False)])
-def test_verl_would_shard_an_output_layer_that_fused_kernels_read(backend, is_a_unit):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2, vocab_size=16, **sizes))
-    model._verl_fused_kernels_backend = backend
-    selected = fused_heads._select_of_verl(model, model._no_split_modules)
-    assert any(module is model.lm_head for module in selected)
-    ours = fsdp_utils._select_fsdp2_wrap_targets(model, model._no_split_modules)  # apply_fsdp2 calls it by this name
-    assert any(module is model.lm_head for module in ours) == is_a_unit
-    assert len(selected) - len(ours) == (not is_a_unit)
 
 
 def test_each_strategy_of_verls_actor_configs_is_known_here():

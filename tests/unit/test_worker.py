@@ -16,12 +16,13 @@ from support.metrics import METRICS
 from support.stand_in import DELTA, WHOLE, make_mini_batch, make_worker, train_call, update
 
 import verl  # noqa: F401  loads the plugin
-from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics, search_clip_bounds
+from bapo import BAPOConfig, BoundsForecaster, Forecast, collect_clip_statistics
 from recipe.bapo.hook.marks import STEP, pop_mark
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
+from verl.trainer.distillation import distillation_ppo_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss
 
 TARGET = 0.47
 OPTIONS = BAPOConfig(positive_contribution_target=TARGET)
@@ -265,7 +266,7 @@ def test_what_is_logged_describes_the_update(monkeypatch):
     assert ours == {f"actor/bapo/{name}" for name in expected.keys() | in_other_tests}
 
 
-@pytest.mark.parametrize("strategy, skipped", [("fsdp", 1), ("fsdp2", 1), ("megatron", 0)])
+@pytest.mark.parametrize("strategy, skipped", [("fsdp2", 1), ("megatron", 0)])
 def test_what_became_of_an_unusable_gradient_is_logged(monkeypatch, capsys, strategy, skipped):
     """FSDP skips the step, and Megatron makes it; tests/engines looks at the weights."""
     config = config_of()
@@ -288,22 +289,13 @@ def test_an_update_without_advantages_keeps_the_start(monkeypatch):
     assert found == [literal_bounds(batch_of_pairs(1)), (0.6, 1.2), literal_bounds(batch_of_pairs(3))]
 
 
-def count_collectives_and_reads(worker, monkeypatch, batch):
-    """Make an update. Returns the groups of its collectives, and how many reads of several numbers were made."""
-    groups, reads = [], []
-    tolist = torch.Tensor.tolist
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", lambda vector, group: groups.append(group))
-        patch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(len(tensor)) or tolist(tensor))
-        update(worker, batch)
-    return groups, len([count for count in reads if count > 30])
-
-
 def test_two_collectives_over_the_world_in_any_update(monkeypatch):
     worker = worker_with(monkeypatch)
     worker.updates_since_sent = 1
     for batch in [batch_of_pairs(1)] * 3:
-        groups, _ = count_collectives_and_reads(worker, monkeypatch, batch)
+        groups = []
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group, groups=groups: groups.append(group))
+        update(worker, batch)
         assert groups == [torch.distributed.group.WORLD] * 2
 
 
@@ -420,15 +412,6 @@ def test_invalid_input_of_another_rank_raises_here(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda vector, group: vector.add_(of_other))
     with pytest.raises(ValueError, match="1 in advantages"):
         update(worker, batch_of_pairs(2))
-    assert worker.engine.steps == 0
-
-
-def test_a_non_finite_advantage_on_a_token_that_the_bounds_clip_is_found(monkeypatch):
-    worker = worker_with(monkeypatch)
-    old, log_prob, advantages, mask = batch_of_pairs(1, masked=0)
-    log_prob[0, 0], advantages[0, 0] = old[0, 0] + 2, math.inf  # a ratio of 7.4, far above the upper bound
-    with pytest.raises(ValueError, match="1 in advantages"):
-        update(worker, (old, log_prob, advantages, mask))
     assert worker.engine.steps == 0
 
 
@@ -584,7 +567,7 @@ def costs_of(worker, batches):
     return found
 
 
-@pytest.mark.parametrize("case", ["FSDP", "no forward alone", "no second pass", "one sign only"])
+@pytest.mark.parametrize("case", ["no forward alone", "no second pass", "one sign only"])
 def test_the_monitor_says_what_bapo_would_cost(monkeypatch, case):
     if case == "no second pass":
         monkeypatch.setattr("recipe.bapo.hook.scopes.can_be_restored", lambda engine: False)
@@ -646,6 +629,16 @@ def test_a_batch_of_another_kind_has_no_marks():
     assert [pop_mark(data, STEP, 0) for _ in range(2)] == [3, 0]
 
 
+def test_distillation_is_refused_by_name_and_another_callable_goes_through(monkeypatch):
+    worker = worker_with(monkeypatch)
+    of_sft = partial(sft_loss, config=None)
+    worker.set_loss_fn(of_sft)
+    assert worker.loss_fn is of_sft and worker.scope is None
+    refused = r"BAPOPolicyLossConfig needs verl's ppo_loss \(distillation.enabled=false\), not distillation_ppo_loss"
+    with pytest.raises(ValueError, match=refused):
+        worker.set_loss_fn(partial(distillation_ppo_loss, config=config_of(), distillation_config=None))
+
+
 def test_unusable_settings_are_refused_when_the_loss_is_set(monkeypatch):
     config = actor_config(BAPOPolicyLossConfig(), loss_agg_mode="seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="sum-norm with loss_scale_factor=null"):
@@ -667,5 +660,3 @@ def test_the_search_takes_the_sums_of_the_update(monkeypatch, scope, rows):
     both = [torch.cat(pair) for pair in zip(batch_of_pairs(1), other, strict=True)]
     found = bounds_of(update(worker, batch_of_pairs(1)))
     assert found == literal_bounds(both) != literal_bounds(batch_of_pairs(1))
-    bounds = search_clip_bounds(collect_clip_statistics(*both, config, 3.0), config)
-    assert found == (bounds.low, bounds.high)
