@@ -29,12 +29,12 @@ class Update(NamedTuple):
     stats: ClipStatistics
 
 
-def read_updates(path, **how):
+def read_updates(path):
     """Return the updates in a record one by one."""
     start = read_start(path)
     return [
         Update(numbers, values, ClipStatistics(TokenSums(*(part[k] for part in some.stats.sums)), some.stats.config))
-        for some in (start.updates(**how) if start else ())
+        for some in (start.updates() if start else ())
         for k, (numbers, values) in enumerate(zip(some.numbers, some.values, strict=True))
     ]
 
