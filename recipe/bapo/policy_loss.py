@@ -2,10 +2,9 @@
 """The policy loss ``bapo``, and the configs that select it in a verl run.
 
 verl instantiates ``policy_loss._target_`` in the actor process before it creates the worker. The config's
-``__post_init__`` then replaces ``ActorRolloutRefWorker.actor_worker_cls`` by our worker
-(``worker.replace_actor_worker_class``). The worker puts the bounds into the config before the loss of each micro-batch,
-and verl passes the config to the loss. ``bapo_trainer.yaml`` lists the config's keys with their defaults; a test
-compares the two.
+``__post_init__`` then has verl train with our worker (``hook/install.py``). The worker puts the bounds into the config
+before the loss of each micro-batch, and verl passes the config to the loss. ``bapo_trainer.yaml`` lists the config's
+keys with their defaults; a test compares the two.
 """
 
 import os
@@ -16,8 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from bapo import BAPOConfig, clipped_surrogate_loss, read_scalars
-from recipe.bapo.hook import worker
-from recipe.bapo.hook.scopes import Bounds
+from recipe.bapo.hook.install import install_worker
 from recipe.bapo.hook.tell import tell
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import PolicyLossConfig
@@ -41,7 +39,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     # Not an option: our worker sets it before each loss. verl freezes every attribute of a config that is not named in
     # ``_mutable_fields``. (ClassVar: the dataclass must not make it a field, which would be an option.)
-    current_bounds: ClassVar[Bounds | None] = None
+    current_bounds: ClassVar[tuple[float, float] | None] = None
     _mutable_fields = PolicyLossConfig._mutable_fields | {"current_bounds"}
 
     def __post_init__(self):
@@ -53,9 +51,8 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
                 "fixed bounds (start equal to max) it is verl's vanilla loss; for another loss remove _target_ and use "
                 "python -m verl.trainer.main_ppo."
             )
+        install_worker()
         import recipe.bapo.verl_patches.fused_heads  # noqa: F401  it changes verl, which a monitored run must not
-
-        worker.replace_actor_worker_class()
 
 
 @dataclass
@@ -83,8 +80,8 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
                 "of verl's losses, or _target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig to train with BAPO."
             )
         try:
-            worker.replace_actor_worker_class()
-        except TypeError as error:
+            install_worker()
+        except Exception as error:
             tell(f"MonitorConfig does nothing in this run: {error} Training goes on without the monitor.")
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from support.actor import free_port, make_actor, make_mini_batch, run_update
+from support.actor import TWO_LINES, free_port, make_actor, make_mini_batch, run_update
 
 ROWS = 8
 STEPS = 2  # updates before the checkpoint, and after it
@@ -78,7 +78,8 @@ def save_and_resume(rank, port, task, folder):
                 f"actor_rollout_ref.model.path={task}/model",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-                "actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
+                *TWO_LINES,
+                "++actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45",
             ],
             rank,
             2,

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support.actor import free_port, make_actor, make_mini_batch, run_update, untie_embeddings
+from support.actor import TWO_LINES, free_port, make_actor, make_mini_batch, run_update, untie_embeddings
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from recipe.bapo.config import cpu_environment
@@ -32,6 +32,7 @@ def make_updates(rank, size, ports, kind, model, folder):
         actor = make_actor(
             [
                 f"{MODEL}.path={model}",
+                *TWO_LINES,
                 f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
                 *KINDS[kind],

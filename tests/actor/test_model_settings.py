@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support.actor import free_port, make_actor, make_mini_batch, run_update
+from support.actor import TWO_LINES, free_port, make_actor, make_mini_batch, run_update
 from support.capture import bounds_of, bounds_used, capture_to, read_updates
 
 ROWS = 16
@@ -34,9 +34,10 @@ def update_with_settings(_, names, task, folder):
                 [
                     f"{MODEL}.path={task}/model",
                     f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-                    f"{ACTOR}.policy_loss.contribution=gradient",
-                    f"{ACTOR}.policy_loss.positive_contribution_target=0.56",
-                    f"{ACTOR}.policy_loss.bound_scope={scope}",
+                    *TWO_LINES,
+                    f"++{ACTOR}.policy_loss.contribution=gradient",
+                    f"++{ACTOR}.policy_loss.positive_contribution_target=0.56",
+                    f"++{ACTOR}.policy_loss.bound_scope={scope}",
                     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
                     *setting,
                 ],

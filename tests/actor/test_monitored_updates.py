@@ -27,11 +27,17 @@ CUTS = {
 BAD = {"old_log_probs": float("-inf"), "advantages": float("nan")}
 
 
+def is_repeatable(metric):
+    """Whether a metric does not depend on the time that an update takes, or on the memory of the machine."""
+    return metric != "mfu" and "perf/" not in metric
+
+
 def spoil(data, field):
     """Set a field of one token to a value that no loss can use."""
     rows = [row.clone() for row in data[field].unbind()]
     rows[1][1] = BAD[field]
-    data[field] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    jagged = data[field].is_nested
+    data[field] = torch.nested.as_nested_tensor(rows, layout=torch.jagged) if jagged else torch.stack(rows)
 
 
 def train(overrides, task, rank, size, port, engine, bad=None):
@@ -42,7 +48,7 @@ def train(overrides, task, rank, size, port, engine, bad=None):
         f"actor_rollout_ref.model.path={task}/model",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
-    actor = make_actor([*common, *engine, *overrides], rank, size, port, stock=True)
+    actor = make_actor([*common, *engine, *overrides], rank, size, port)
     data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
     if bad is not None:
         spoil(data, bad)
@@ -52,7 +58,7 @@ def train(overrides, task, rank, size, port, engine, bad=None):
     counter.stop()
     weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in actor.engine.module.parameters()]
     return {
-        "metrics": {name: values for name, values in tu.get(output, "metrics").items() if "perf" not in name},
+        "metrics": {name: values for name, values in tu.get(output, "metrics").items() if is_repeatable(name)},
         "weights": torch.cat([weight.flatten() for weight in weights]),
         "collectives": counter.collectives,
         "passes": counter.passes,

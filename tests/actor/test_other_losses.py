@@ -22,7 +22,7 @@ def train(overrides, task, **settings):
     """Make two updates on one batch with ``train_mini_batch``. Returns the actor, its metrics and its weights."""
     from verl.utils import tensordict_utils as tu
 
-    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port(), stock=True)
+    actor = make_actor([f"actor_rollout_ref.model.path={task}/model", *CUT, *overrides], port=free_port())
     data = make_mini_batch(actor, seed=7, rows=ROWS)
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1, **settings)
     metrics = tu.get(actor.train_mini_batch(data), "metrics")
@@ -32,10 +32,11 @@ def train(overrides, task, **settings):
 
 
 def runs_of_vanilla(rank, task, folder):
-    from recipe.bapo.hook.worker import BAPOTrainingWorker, replace_actor_worker_class
+    from recipe.bapo.hook.install import install_worker
+    from recipe.bapo.hook.worker import BAPOTrainingWorker
 
     runs = {"verl": train([], task)}  # whose loss is vanilla by default
-    replace_actor_worker_class()
+    install_worker()
     runs["our worker"] = train([], task)
     workers = {name: isinstance(actor, BAPOTrainingWorker) for name, (actor, _, _) in runs.items()}
     assert workers == {"verl": False, "our worker": True}

@@ -17,8 +17,9 @@ from support.capture import (
     tokens_of_updates,
     values_of_updates,
 )
-from support.oracle import entropy_covariance
-from support.updates import COMMON, CUTS, LOSS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
+from support.oracle import entropy_covariance, sequential_search
+from support.updates import COMMON, CUTS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
+from support.versions import ONLY_OUR_TRAINERS, is_our_trainers
 
 from bapo import BAPOConfig
 
@@ -43,22 +44,17 @@ def updates_of_rank(rank, size, port, task, folder, engine):
             "gathered": [metrics[f"actor/bapo/clip_{side}"] for side in ("low", "high")],
         }
     results["marked"] = marked_updates(rank, size, port, task, folder)
-    results["stock"] = stock_updates(rank, size, port, task, folder)
+    results["our trainer"] = updates_of_our_trainer(rank, size, port, task, folder)
     torch.save(results, f"{folder}/rank{rank}.pt")
 
 
-def stock_updates(rank, size, port, task, folder):
-    """Make updates from verl's own config plus the two lines. Returns the gradients."""
+def updates_of_our_trainer(rank, size, port, task, folder):
+    """Make updates from the config of our trainer, with the verl that it is written for. Returns the gradients."""
     found = {}
-    for name in ("dynamic", "micro_batch scope"):
-        capture_to(f"{folder}/stock/{name}")
-        overrides = [
-            f"actor_rollout_ref.model.path={task}/model",
-            f"{LOSS}.loss_mode=bapo",
-            f"{LOSS}._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-            *(f"++{option}" if "policy_loss" in option else option for option in (*COMMON, *cut_of(name, size))),
-        ]
-        actor = make_actor(overrides, rank, size, port, stock=True)
+    for name in ("dynamic", "micro_batch scope") if is_our_trainers() else ():
+        capture_to(f"{folder}/our trainer/{name}")
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of(name, size)]
+        actor = make_actor(overrides, rank, size, port, ours=True)
         _, found[name] = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
     return found
 
@@ -152,15 +148,21 @@ def test_all_ranks_use_and_log_bit_identical_bounds(ranks):
             assert all(set(bounds_used(rank[name]["update"])) == {bounds_of(update)} for rank in ranks), name
 
 
-def test_a_replay_of_the_captured_tokens_finds_what_was_logged(ranks):
-    config = BAPOConfig(positive_contribution_target=0.45)
+def test_bounds_are_those_of_a_literal_search_over_the_tokens_of_all_ranks(ranks):
+    """Some end between the first pair and the last."""
+    config, steps = BAPOConfig(positive_contribution_target=0.45), set()
     for name in CUTS.keys() - {"micro_batch scope"}:
         definition = replace(config, contribution="gradient" if "gradient" in name else "value")
         logged = ranks[0][name]["update"]["logged"]
+        (tokens,) = tokens_of_updates(ranks[0]["folder"] / name)
+        low, high, *_, number, _ = sequential_search(*tokens, definition, 3.0)
+        assert (logged["clip_low"], logged["clip_high"], logged["search_steps"]) == (low, high, number), name
+        steps.add(number)
         (found,) = values_of_updates(ranks[0]["folder"] / name, definition)
         assert_rounding_changes_no_bounds(ranks[0]["folder"] / name, definition)
         assert (found["clip_low"], found["clip_high"]) == (logged["clip_low"], logged["clip_high"]), name
         assert {value: logged[value] for value in found} == pytest.approx(found, abs=1e-9), name
+    assert any(0 < number < 51 for number in steps)
 
 
 def test_the_entropy_covariance_is_that_of_all_ranks(ranks):
@@ -183,10 +185,12 @@ def test_a_first_update_makes_two_collectives_and_a_forward(ranks):
         assert len(scope["update"]["micro_batches"]) == micro_batches
 
 
-def test_two_lines_in_verls_own_config_bring_the_same_bounds_and_gradients(ranks):
+@pytest.mark.skipif(not is_our_trainers(), reason=ONLY_OUR_TRAINERS)
+def test_our_trainers_config_brings_the_same_bounds_and_gradients(ranks):
     for number, rank in enumerate(ranks):
-        for name, gradient in rank["stock"].items():
-            (update,) = read_updates(rank["folder"] / "stock" / name, number)
+        assert rank["our trainer"]
+        for name, gradient in rank["our trainer"].items():
+            (update,) = read_updates(rank["folder"] / "our trainer" / name, number)
             assert update["logged"] == rank[name]["update"]["logged"], name
             assert bounds_used(update) == bounds_used(rank[name]["update"]), name
             torch.testing.assert_close(gradient, rank[name]["gradient"], rtol=1e-5, atol=1e-7)

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 import torch.multiprocessing as mp
-from support.actor import FSDP1, free_port, make_actor, make_mini_batch
+from support.actor import FSDP1, TWO_LINES, free_port, make_actor, make_mini_batch
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"]
@@ -29,7 +29,7 @@ def make_updates(_, name, task, folder):
 
     overrides, how, _ = CASES[name]
     rows = f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8"
-    options = [f"{MODEL}.path={task}/model", f"{ACTOR}.optim.lr=0.05", *rows, *LORA, *overrides]
+    options = [f"{MODEL}.path={task}/model", f"{ACTOR}.optim.lr=0.05", *TWO_LINES, *rows, *LORA, *overrides]
     actor = make_actor(options, port=free_port())
     sent = []
     for seed in (1, 2):

@@ -22,7 +22,7 @@ overrides = [
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
 ]
-actor = make_actor(overrides, port=free_port(), stock=True)
+actor = make_actor(overrides, port=free_port())
 metrics, _ = run_update(actor, make_mini_batch(actor, seed=7, rows=16))
 assert 0.6 <= metrics["actor/bapo/clip_low"][0][0] <= 0.9
 files = [Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)]

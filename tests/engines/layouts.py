@@ -144,7 +144,7 @@ def make_reference(rank, size, port, folder, name):
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
     trust_forecasts(False)
-    actor = make_actor([*options, *loss_options()], rank, size, port, stock=True)
+    actor = make_actor([*options, *loss_options()], rank, size, port)
     for number in range(BATCHES):
         torch.save(make_mini_batch(actor, seed=number + 1, rows=ROWS), folder / name / f"batch{number}.pt")
     return {"updates": make_updates(actor, folder / name, folder / name)}

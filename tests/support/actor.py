@@ -5,17 +5,18 @@ import os
 from pathlib import Path
 
 from .ports import free_port as free_port
+from .versions import WITHOUT_PLATFORM, as_padded_batch, has_platforms, has_v1_trainer, run_on_a_cpu
 
 ROOT = Path(__file__).parents[2]
 
 
-def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", stock=False, role="actor"):
-    """Make the actor's worker as verl's ``ActorRolloutRefWorker`` does, from our example's config with ``overrides``.
+def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", ours=False, role="actor"):
+    """Make the actor's worker as verl's ``ActorRolloutRefWorker`` does, from verl's config with ``overrides``.
 
     Args:
         role: ``actor``, or ``ref`` for the worker of a reference model.
         platform: a file of ``recipe/bapo/config/platform``. On GPUs each rank uses the GPU of its number.
-        stock: use the config of ``verl.trainer.main_ppo`` instead of ours.
+        ours: use the config of our trainer, with the settings of our example, instead of verl's.
 
     The engine is FSDP2, unless ``overrides`` has ``FSDP1``.
     """
@@ -37,17 +38,20 @@ def make_actor(overrides, rank=0, size=1, port=0, platform="cpu", stock=False, r
     import verl  # noqa: F401
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
+    if platform == "cpu" and not has_platforms():
+        run_on_a_cpu()
     if platform == "cpu" and FSDP1 in overrides:
         let_fsdp1_run_on_a_cpu()
     torch.set_num_threads(1)  # also in processes that a test has started
     torch.manual_seed(0)
     common = ["actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.optim.total_training_steps=100"]
-    if stock:
-        config = compose_stock_config([f"+platform={platform}", *STOCK, *common, *overrides])
-    else:
+    if ours:
         groups = ["experiment=example", "size=cpu", f"platform={platform}"]
         no_record = "actor_rollout_ref.actor.policy_loss.record_dir=null"
         config = compose_config([*groups, *common, no_record, *overrides], ROOT / "configs")
+    else:
+        without = [] if has_platforms() else WITHOUT_PLATFORM
+        config = compose_stock_config([f"+platform={platform}", *without, *STOCK, *common, *overrides])
     worker = ActorRolloutRefWorker(config.actor_rollout_ref, role=role)
     worker.init_model()
     return getattr(worker, role)
@@ -77,6 +81,11 @@ def let_fsdp1_run_on_a_cpu():
     fsdp_utils.get_device_id = lambda: 0  # for offload
 
 
+# What switches BAPO on in a run of verl.
+TWO_LINES = (
+    "actor_rollout_ref.actor.policy_loss.loss_mode=bapo",
+    "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
+)
 FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"  # verl's default engine
 
 # Values of the example's config, so that both configs make the same updates.
@@ -122,8 +131,10 @@ def untie_embeddings(source, folder):
     return folder
 
 
-def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1, axes=1):
-    """Make this rank's share of a mini-batch of ``rows`` sequences in verl's jagged layout.
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1, axes=1, padded=None):
+    """Make this rank's share of a mini-batch of ``rows`` sequences in the layout of verl's trainer.
+
+    V1's is jagged. ``padded``: in that of the trainer before it, which is the default of a verl without V1.
 
     The old log-probs differ from the model's by ``staleness`` (standard deviation). ``samples`` consecutive rows have
     the same prompt. Vision-language models have positions on 4 ``axes``.
@@ -161,14 +172,14 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     data["advantages"] = jagged(advantages)
     tu.assign_non_tensor(data, temperature=1.0, global_batch_size=rows, calculate_entropy=True, compute_loss=False)
     log_probs = actor.infer_batch(data.copy())["log_probs"].cpu()
-    from verl.workers.utils.padding import response_from_nested
-
-    responses = response_from_nested(log_probs, data["response_mask"])
-    old = [part + off for part, off in zip(responses.unbind(), noise[mine], strict=True)]
+    # The log-prob of a token is one position before it.
+    responses = [part[-1 - len(off) : -1] for part, off in zip(log_probs.unbind(), noise[mine], strict=True)]
+    old = [part + off for part, off in zip(responses, noise[mine], strict=True)]
     data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
     lengths = [len(ids) for ids in sequences["input_ids"]]  # of all ranks, as in verl's train_mini_batch
     tu.assign_non_tensor(data, compute_loss=True, global_token_num=NonTensorData(lengths))
-    return data
+    padded = not has_v1_trainer() if padded is None else padded
+    return as_padded_batch(data) if padded else data
 
 
 def run_update(actor, data):

@@ -100,7 +100,7 @@ def train(rank, port, model, overrides):
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     ]
     with redirect_stderr(io.StringIO()) as printed:
-        actor = make_actor([*common, *overrides], rank, RANKS, port, stock=True)
+        actor = make_actor([*common, *overrides], rank, RANKS, port)
     axes = 4 if hasattr(actor.engine.module.config, "vision_config") else 1
     data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=RANKS, axes=axes)
     tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, global_batch_size=ROWS // 2, epochs=1)

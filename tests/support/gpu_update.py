@@ -91,7 +91,7 @@ def run(overrides, platform, rank, size, port, rows=16, longest=20):
     """
     from tests.support.actor import make_actor, make_mini_batch
 
-    actor = make_actor(overrides, rank, size, port, platform=platform)
+    actor = make_actor(overrides, rank, size, port, platform=platform, ours=True)
     infer, dtypes = actor.infer_batch, []
 
     def infer_batch(data):

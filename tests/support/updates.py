@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support.actor import FSDP1
+from support.actor import FSDP1, TWO_LINES
 
 ROWS = 16
 # The number of ranks, and the overrides that choose the engine. FSDP1 is verl's default.
@@ -22,11 +22,12 @@ CUTS = {
     "single": [f"{MICRO_BATCH}=1"],
     "dynamic": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=64"],
     "dynamic, whole": [*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
-    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"{LOSS}.contribution=gradient"],
-    "gradient, quarters": [f"{MICRO_BATCH}=4", f"{LOSS}.contribution=gradient"],
-    "micro_batch scope": [f"{MICRO_BATCH}=4", f"{LOSS}.bound_scope=micro_batch"],
+    "gradient, whole": [f"{MICRO_BATCH}={{whole}}", f"++{LOSS}.contribution=gradient"],
+    "gradient, quarters": [f"{MICRO_BATCH}=4", f"++{LOSS}.contribution=gradient"],
+    "micro_batch scope": [f"{MICRO_BATCH}=4", f"++{LOSS}.bound_scope=micro_batch"],
 }
-COMMON = [f"{LOSS}.positive_contribution_target=0.45", f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
+SIZES = [f"{LOG_PROBS}_micro_batch_size_per_gpu=4", f"{MICRO_BATCH}=2"]
+COMMON = [*TWO_LINES, f"++{LOSS}.positive_contribution_target=0.45", *SIZES]
 
 
 def cut_of(name, size):

@@ -8,11 +8,10 @@ in any trainer and with any entry point. How the bounds are found is in ``scopes
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from tensordict import TensorDict
@@ -24,6 +23,7 @@ from bapo import BAPOConfig
 from recipe.bapo.hook.advice import EVERY, advise
 from recipe.bapo.hook.advice_inputs import advice_inputs
 from recipe.bapo.hook.compatibility import require_ppo_loss
+from recipe.bapo.hook.install import verl_version
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
@@ -33,7 +33,7 @@ from recipe.bapo.hook.tell import Guard, tell
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, TrainingWorkerConfig
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.engine_workers import TrainingWorker
 
 
 class BAPOTrainingWorker(TrainingWorker):
@@ -48,6 +48,10 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig):
         super().__init__(config)
+        self.begin()
+
+    def begin(self) -> None:
+        """Set what this class adds to verl's worker, whose engine is there."""
         self.verl_forward_backward_batch = self.engine.forward_backward_batch
         self.scope: BoundScope | None = None  # None: nothing is searched
         self.guard = Guard()
@@ -87,12 +91,12 @@ class BAPOTrainingWorker(TrainingWorker):
         about = self.scope.about()
         if policy_loss.record_dir is not None:
             with self.guard("making the record"):
-                self.record = Record(policy_loss.record_dir, policy_loss, {"verl": version("verl"), **about})
+                self.record = Record(policy_loss.record_dir, policy_loss, {"verl": verl_version(), **about})
         with self.guard("saying what runs"):
             if self._reports():
                 does = "trains with BAPO's bounds" if self.scope.applied else f"monitors loss_mode={about['loss_mode']}"
                 target = self.scope.config.positive_contribution_target
-                tell(f"bapo-verl {bapo.__version__} {does}, target {target:g}, in verl {version('verl')}.")
+                tell(f"bapo-verl {bapo.__version__} {does}, target {target:g}, in verl {verl_version()}.")
         engine.forward_backward_batch = partial(self._forward_backward_batch, self.scope)
         super().set_loss_fn(partial(self._compute_loss, self.scope, loss_fn, config))
 
@@ -239,39 +243,3 @@ def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict
     if entropy is None or actor_config.entropy_coeff != 0:
         return model_output
     return {**model_output, "entropy": entropy.detach()}
-
-
-def replace_actor_worker_class() -> None:
-    """Have verl make a ``BAPOTrainingWorker`` for every actor of this process, by setting its class attribute.
-
-    The configs in ``policy_loss.py`` call this when they are built, which verl does before it reads the attribute.
-    Subclasses that verl itself defines (Tinker's) are not checked, because a process may import them without using
-    them. If their worker calls the loss, the loss refuses.
-
-    Raises:
-        TypeError: verl has no such attribute, or a subclass of verl's worker, defined outside verl, sets another actor
-            worker.
-    """
-    if not hasattr(ActorRolloutRefWorker, "actor_worker_cls"):
-        raise TypeError(
-            f"verl {version('verl')} has no ActorRolloutRefWorker.actor_worker_cls, by which BAPO's worker is "
-            "installed: use verl 0.9.1."
-        )
-    for subclass in subclasses_of(ActorRolloutRefWorker):
-        # The nearest class that sets the attribute; verl's worker itself gets ours below.
-        setter = next(cls for cls in subclass.__mro__ if "actor_worker_cls" in vars(cls))
-        own = BAPOTrainingWorker if setter is ActorRolloutRefWorker else vars(setter)["actor_worker_cls"]
-        if not issubclass(own, BAPOTrainingWorker) and not subclass.__module__.startswith("verl."):
-            raise TypeError(
-                f"{subclass.__qualname__} has actor_worker_cls={own.__qualname__}, which does not find clip bounds: "
-                "derive that class from recipe.bapo.hook.worker.BAPOTrainingWorker."
-            )
-    ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
-
-
-def subclasses_of(cls: type) -> Iterator[type]:
-    """Yield all classes that inherit from a class, at any depth."""
-    subclasses: list[type] = cls.__subclasses__()
-    for subclass in subclasses:
-        yield subclass
-        yield from subclasses_of(subclass)
