@@ -2,6 +2,7 @@
 """Preflight takes anyone's command: verl's own entry point without our lines, with the monitor's, and with the two."""
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -172,3 +173,14 @@ def test_hydras_options_are_those_of_verls_entry_point(stock, tmp_path):
     assert (
         left.pop("keys")[1].startswith("neither verl nor BAPO has trainer.val_onli") and left.keys() <= OF_THE_MACHINE
     )
+
+
+def test_a_verl_that_lacks_what_preflight_needs_is_one_row(monkeypatch, capsys):
+    """As 0.8.0, which has no ``create_rl_dataset``."""
+    monkeypatch.delitem(sys.modules, "recipe.bapo.preflight.stages")
+    monkeypatch.delattr("verl.experimental.reward_loop.migrate_legacy_reward_impl")
+    monkeypatch.setattr(sys, "argv", ["preflight", "trainer.nnodes=1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("recipe.bapo.preflight", run_name="__main__")
+    row = r"skipped  versions +verl \S+ lacks what preflight needs .*migrate_legacy_reward_impl.*; the two lines .*\n"
+    assert ended.value.code == 0 and re.fullmatch(row, capsys.readouterr().out)

@@ -16,6 +16,7 @@ from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
 from recipe.bapo.config.memory import BESIDE, GIB, count_parameters, read_needs
+from recipe.bapo.hook.install import RUN_WITH, verl_version
 from recipe.bapo.host.files import latest_checkpoint
 from recipe.bapo.host.locks import check_ray_address, claim_machine
 from recipe.bapo.preflight import CheckSkipped, CheckWarning
@@ -23,7 +24,7 @@ from recipe.bapo.preflight.data import training_steps
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.single_controller.ray.base import ResourcePoolManager
 
-VERL = "0.9.1"
+VERL = "0.9.1"  # for which our trainer and preflight are written
 CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 BYTES = {"model": 4, "optimizer": 8, "hf_model": 2}  # of a checkpoint, by what it saves of a parameter
 
@@ -38,11 +39,11 @@ def check_versions(config) -> str:
     engine = config.actor_rollout_ref.rollout.name
     # vLLM for CPUs is another package with the same module.
     engines = (f"{engine}-cpu", engine) if on_cpu(config) else (engine, f"{engine}-cpu")
-    names = ("verl", "torch", "transformers", "ray", next(filter(_version, engines), engines[0]))
-    found = {name: _version(name) for name in names}
+    names = ("torch", "transformers", "ray", next(filter(_version, engines), engines[0]))
+    found = {"verl": verl_version(), **{name: _version(name) for name in names}}
     text = ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
     if found["verl"] != VERL:
-        text += f"; the recipe is written for and tested with verl {VERL}"
+        text += f"; our trainer and preflight are written for verl {VERL}, and {RUN_WITH}"
     if found["verl"] != VERL or not all(found.values()):
         raise CheckWarning(f"{text}.")
     return text

@@ -14,7 +14,6 @@ from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from verl.workers.rollout.utils import get_max_position_embeddings
 
 PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
@@ -47,7 +46,7 @@ def model_of(config):
 
 
 def check_tokenizer(config, model) -> None:
-    """Check that the tokenizer has tokens and an end token, and that verl's agent loop can render its chat template."""
+    """Check that the tokenizer has tokens and an end token, and that its chat template can be rendered."""
     path, tokenizer = config.actor_rollout_ref.model.path, model.tokenizer
     if len(tokenizer) < 3 or tokenizer.eos_token_id is None:
         raise ValueError(
@@ -56,14 +55,8 @@ def check_tokenizer(config, model) -> None:
         )
 
     with blame(PATH, path, "fix its tokenizer or chat template, or set model.custom_chat_template"):
-        # The builders of some models need a newline that is a single token.
-        builder = create_continuous_token_builder(
-            tokenizer,
-            hf_model_type=model.hf_config.model_type,
-            chat_template_kwargs=dict(config.data.get("apply_chat_template_kwargs") or {}),
-            processor=model.processor,
-        )
-        builder.build_initial_tokens([{"role": "user", "content": "1+1="}], tools=None)
+        options = config.data.get("apply_chat_template_kwargs") or {}
+        tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False, **options)
 
 
 def _check_lengths(config, hf_config):
