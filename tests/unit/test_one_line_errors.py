@@ -27,3 +27,13 @@ def test_a_command_that_cannot_begin_says_so_in_a_line(command, message):
     run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     (line,) = filter(None, run.stderr.splitlines())
     assert run.returncode == 1 and line.startswith("Error: ") and message in line
+
+
+def test_a_folder_without_verl_is_named(tmp_path):
+    command = ["bash", "scripts/try_verl.sh", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (1, "")
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(
+        f"Error: {tmp_path} is neither a release of verl, such as 0.8.0, nor a folder that holds verl/"
+    )

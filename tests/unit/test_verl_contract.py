@@ -2,12 +2,14 @@
 """What we rely on in verl 0.9.1, as far as a change would break it silently. tests/actor covers the rest."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 import verl
 from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
+from recipe.bapo.hook.install import RUN_WITH
 from recipe.bapo.preflight.machine import VERL
 from recipe.bapo.run import trainer
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
@@ -24,6 +26,13 @@ def test_every_file_names_the_version_that_was_read():
     assert lines["PIP_INSTALL"].startswith(f"pip install verl=={VERL} TransferQueue==")
     assert lines["UPSTREAM"].endswith("/verl.git")
     assert verl.__version__ == VERL and f"verl=={VERL}\n" in (ROOT / "requirements.txt").read_text()
+
+
+def test_the_page_and_the_message_name_the_same_releases():
+    page = (ROOT / "docs/your_own_run.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| \*\*run\*\*", page, re.M)
+    on_page = [name for row in rows for name in re.findall(r"\b0\.\d+\.\d+\b", row.split("(")[0])]
+    assert on_page == re.findall(r"\b0\.\d+\.\d+\b", RUN_WITH) and VERL in on_page
 
 
 def test_each_mode_gets_our_trainer_on_top_of_its_own(monkeypatch):
