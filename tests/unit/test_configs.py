@@ -11,7 +11,7 @@ from support.configs import ROOT, compose_in_groups, composed
 
 import verl  # noqa: F401  loads the plugin
 from bapo import BAPOConfig
-from recipe.bapo.hook.advice import advise
+from recipe.bapo.hook.verdict import judge
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.preflight.rules import check_rules
 from recipe.bapo.preflight.settings import Settings
@@ -288,13 +288,16 @@ def test_asynchronous_configs_measure_against_the_policy_that_sampled(name, mode
         assert steps > 1 and config.data.train_batch_size == steps * actor.ppo_mini_batch_size
 
 
-@pytest.mark.parametrize("clip_ratio_c", [3.0, 10, float("inf"), None])
-def test_preflight_takes_the_lines_that_the_advice_has_a_user_paste(task, clip_ratio_c):
+@pytest.mark.parametrize(
+    "applied, checked",
+    [(False, "c_low [0.6, 0.9], c_high [1.2, 2], target 0.4 (gradient, "), (True, "loss_mode=vanilla is")],
+)
+def test_preflight_takes_the_lines_that_a_user_is_given_to_paste(task, applied, checked):
     update = dict(met_at_start=0, met_by_moving=1, saturated=0, positive_tokens=1, negative_tokens=1, response_tokens=2)
-    about = {"applied": False, "clip_ratio_c": clip_ratio_c}
-    lines = advise(20 * [update], BAPOConfig().__dict__, about, "this run").overrides
-    assert "actor_rollout_ref.actor.policy_loss.loss_mode=bapo" in lines
-    assert check_verls_config(composed(task, *lines)).startswith("c_low [0.6, 0.9], c_high [1.2, 3]")
+    update |= dict(clipfrac_positive=0.1, clipfrac_negative=0.1)
+    config = BAPOConfig(contribution="gradient", ratio_upper_max=2.0)
+    lines = judge(20 * [update], config, {"applied": applied}, "this run").switch
+    assert checked in check_verls_config(composed(task, *lines))
 
 
 def test_a_submitted_job_gets_every_variable_that_a_config_reads():

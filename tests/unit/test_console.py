@@ -66,8 +66,8 @@ def test_the_summary_shows_the_same_prompts_before_and_after(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(record(1, **step_data(1, 0.5)))
     folder = tmp_path / "validation"
     folder.mkdir()
-    rows = [{"input": f"item {number}\n", "output": "17+42=59\n42+26=68\n", "score": 0.0} for number in range(5)]
-    (folder / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"input": f"item {number}\n", "output": "17+42=59\u202842+26=68\n", "score": 0.0} for number in range(5)]
+    (folder / "0.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))  # as verl
     assert "before" not in summary(tmp_path).partition("bounds on the ratio")[2]  # a single validation has no "after"
     # verl lists answers in the order in which they ended. Step 10 comes after step 9.
     for step, output in ((9, "wrong"), (10, "20+35=55")):

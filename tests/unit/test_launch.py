@@ -378,16 +378,18 @@ hang()
     assert run.process.wait(LIMIT) == 129 and not run.left()
 
 
-@pytest.mark.parametrize(
-    "number, code, moment",
-    [
-        (signal.SIGINT, "(folder / 'up').touch()", "up"),
-        (signal.SIGTERM, "train(max_exit_s=1e9)\nsend('trained')", "heard-trained"),
-    ],
-)
-def test_an_interruption_ends_the_run(launch, number, code, moment):
-    run = launch(f"{code}\nhang()")
-    run.wait_for(moment)
+def test_an_interruption_after_training_is_no_failure(launch):
+    run = launch("train(max_exit_s=1e9)\nsend('trained')\nhang()")
+    run.wait_for("heard-trained")
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert code == 0 and not err and "Training is done, but its process is killed after SIGTERM." in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_the_run(launch, number):
+    run = launch("(folder / 'up').touch()\nhang()")
+    run.wait_for("up")
     run.process.send_signal(number)
     code, _, err = run.end()
     assert code == 128 + number and f"Error: interrupted by {number.name}. No checkpoint was saved." in err
@@ -522,6 +524,13 @@ def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
         in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
         assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
     os.rmdir(parent)
+
+
+def test_a_folder_for_ray_that_is_too_long_is_refused(launch):
+    folder = "/tmp/" + "x" * MAX_TEMP_LENGTH
+    code, _, err = launch("", RAY_TMPDIR=folder).end()
+    assert code == 1 and err.startswith(f"Error: invalid RAY_TMPDIR={folder}: ") and err.count("\n") == 1
+    assert f"at most {MAX_TEMP_LENGTH} characters" in err
 
 
 def test_a_temporary_folder_that_cannot_be_made_is_named(launch):

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from recipe.bapo.report import __main__ as command
-from recipe.bapo.report.log_report import report_on_log, verdict
+from recipe.bapo.report.log_report import clips_hardly, report_on_log
 from recipe.bapo.report.logs import read_log
 
 ROOT = Path(__file__).parents[2]
-OWN = [f"actor__bapo__own_clipfrac_{sign}" for sign in ("positive", "negative")]
-OUTCOMES = [f"actor__bapo__{name}" for name in ("met_at_start", "met_by_moving", "saturated")]
 PREFIX = "\x1b[36m(TaskRunner pid=4711, ip=10.0.0.2)\x1b[0m "
 
 
@@ -109,7 +107,7 @@ def test_a_text_among_the_numbers_of_the_file_logger_is_passed_over(tmp_path):
     line = json.dumps({"step": 1, "data": metrics(0.1) | {"resize/mode": "schedule", "actor/pg_loss": None}})
     log = read_log(write(tmp_path, line + "\n", "metrics.jsonl"))
     assert log.values("actor/pg_clipfrac") == [(1, 0.1)] and log.unread == 0
-    assert "actor/pg_loss was not finite in 1 step, first in step 1" in " ".join(verdict(log))
+    assert row_of(log, "loss") == ["-", "-", "-", "-", "1"]
 
 
 def test_a_cut_line_gives_no_cut_number(tmp_path):
@@ -120,46 +118,134 @@ def test_a_cut_line_gives_no_cut_number(tmp_path):
     assert log.unread == 1 and "Values or lines that could not be read: 1." in "\n".join(report_on_log("x", log))
 
 
+def row_of(log, label):
+    """Return the cells of a row of the report; None if it has no such row."""
+    rows = [line.split(f"  {label}  ", 1) for line in report_on_log("x", log)]
+    return next((row[1].split() for row in rows if len(row) == 2 and not row[0].strip()), None)
+
+
+def test_each_metric_has_its_first_its_last_and_its_extremes(tmp_path):
+    found = [0.5, 0.1, 0.2, 0.3, 0.4, 0.6, 0.9, 0.3, 0.3, 0.1]
+    more = ("response_length__clip_ratio", "training__rollout_probs_diff_mean", "actor__pg_clipfrac_lower")
+    steps = [(step, metrics(value, **dict.fromkeys(more, value))) for step, value in enumerate(found, start=1)]
+    steps[3][1]["actor/grad_norm"] = float("nan")
+    log = read_log(write(tmp_path, console(steps)))
+    for label in ("clip fraction", "dual clip", "cut responses", "probabilities, rollout - training"):
+        assert row_of(log, label) == ["0.3", "0.2", "0.1", "0.9", "(7)"], label
+    assert row_of(log, "gradient norm") == ["0.25", "0.25", "0.25", "0.25", "(1)", "1"]
+    assert row_of(log, "reward") is None
+
+
+def test_metrics_of_a_monitored_run_have_rows(tmp_path):
+    names = [f"actor__bapo__{name}" for name in ("met_at_start", "own_clipfrac_positive", "own_capfrac_negative")]
+    steps = [(1, metrics(0.1, **dict.fromkeys(names, 0.25))), (2, metrics(0.1, **dict.fromkeys(names, "nan")))]
+    log = read_log(write(tmp_path, console(steps)))
+    for label in ("BAPO: met at the start", "clipped of A > 0", "clipped of A < 0"):
+        assert row_of(log, label) == ["0.25", "0.25", "0.25", "0.25", "(1)", "1"]
+
+
 @pytest.mark.parametrize(
-    "steps, said",
+    "clipped, dual_clipped, hardly",
     [
-        ([(1, metrics(0.00001)), (2, metrics(9e-5))], "The loss clipped at most 9e-05 of the response tokens in any"),
-        ([(1, metrics(0.00001)), (2, metrics(2e-4))], "The loss clipped 0.011% of the response tokens (median of"),
-        (
-            [(1, metrics(0.0, actor__grad_norm="nan")), (2, metrics(0.0))],
-            "not finite in 1 step, first in step 1. Find",
-        ),
-        ([(1, metrics(0.1, critic__advantages__min=0.5))], "No token had A < 0. With"),
-        ([(1, metrics(0.1, critic__advantages__max=0.0, critic__advantages__min=0.0))], "In 1 of 1 steps no response"),
-        ([(1, metrics(0.1, actor__bapo__zero_advantage_fraction=0.4))], "40.0% of the response tokens had no adv"),
-        ([(1, metrics(0.1) | {"actor/distillation/loss": 1.0})], "This run distils"),
-        (
-            [(1, metrics(0.1, **dict.fromkeys(OWN, 0.0005)))],
-            "The loss clipped 0.05% of the tokens with A > 0 and 0.05% with A < 0. Hardly any bound matters",
-        ),
-        (
-            [(1, metrics(0.1, **dict(zip(OUTCOMES, (0.2, 0.5, 0.3), strict=True))))],
-            "BAPO's target would be met at the start in 20%, by moving bounds in 50%, saturated in 30%",
-        ),
+        ([0.00001, 9e-5], [0.0, 0.0], True),
+        ([0.00001, 1.1e-4, 0.00001], [0.0] * 3, False),  # every step counts, not most
+        ([0.00003, 0.00003], [0.00001, 0.02], False),  # so does the dual clip
+        ([0.00003, float("nan")], [0.0, 0.0], False),
     ],
 )
-def test_the_verdict_follows_the_order_of_the_advice(tmp_path, steps, said):
-    assert said in " ".join(verdict(read_log(write(tmp_path, console(steps)))))
+def test_a_loss_clips_hardly_anything_only_if_no_step_clips_more(tmp_path, clipped, dual_clipped, hardly):
+    pairs = zip(clipped, dual_clipped, strict=True)
+    steps = [(step, metrics(one, actor__pg_clipfrac_lower=dual)) for step, (one, dual) in enumerate(pairs, start=1)]
+    log = read_log(write(tmp_path, console(steps)))
+    assert bool(clips_hardly(log)) == hardly
+    if hardly:
+        assert "at most 0.009% of the response tokens" in clips_hardly(
+            log
+        ) and "if it is verl's default" in clips_hardly(log)
 
 
-def test_only_vanillas_clip_fraction_is_judged(tmp_path):
-    for config in (
-        "{'policy_loss': {'_target_': 'x', 'loss_mode': 'gspo'}, 'distillation_loss': {'loss_mode': 'k1'}}",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
-    ):
-        log = read_log(write(tmp_path, f"{config}\n{console([(1, metrics(0.0))])}"))
-        assert "With loss_mode=gspo actor/pg_clipfrac means something else" in " ".join(verdict(log))
-    assert "verl's default is assumed" in "\n".join(report_on_log("x", read_log(write(tmp_path, console(STEPS)))))
+SMALL = [(1, metrics(1e-5)), (2, metrics(2e-5))]
+CONFIGS = {  # the forms in which verl prints its config, or a shell the command
+    "python": "{{'actor': {{'policy_loss': {{'_target_': 'x',\n{prefix}   'loss_mode': '{mode}'}}, 'entropy': 0}}, "
+    "'distillation_loss': {{'loss_mode': 'k1'}}}}",
+    "yaml": "actor:\n  policy_loss:\n    _target_: x\n    loss_mode: {mode}\n    ppo_kl_coef: 0.1\n"
+    "  distillation_loss:\n    loss_mode: k1",
+    "yaml, prefixed": "{prefix}  policy_loss:\n{prefix}    loss_mode: {mode}\n"
+    "{prefix}  distillation_loss:\n{prefix}    loss_mode: k1",
+    "command": "+ python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode={mode} a=b",
+}
 
 
-def test_three_decimals_do_not_show_that_nothing_is_clipped(tmp_path):
-    log = read_log(write(tmp_path, console([(1, metrics(0.0)), (2, metrics(0.0))], "{:.3f}")))
-    assert "have three decimals, so a share of clipped tokens below 0.0005" in " ".join(verdict(log))
+@pytest.mark.parametrize("form", CONFIGS)
+def test_the_loss_is_the_one_of_the_config_that_the_log_prints(tmp_path, form):
+    for mode in ("gspo", "vanilla"):
+        config = CONFIGS[form].format(mode=mode, prefix="(TaskRunner pid=1) ")
+        log = read_log(write(tmp_path, f"{config}\n{console(SMALL)}"))
+        assert log.modes == {1: mode, 2: mode} and f"  loss_mode={mode}" in list(report_on_log("x", log))
+        assert bool(clips_hardly(log)) == (mode == "vanilla") and "default" not in clips_hardly(log)
+
+
+def test_what_our_worker_says_is_no_config(tmp_path):
+    said = (
+        "(WorkerDict pid=3) BAPO: in the last 10 training calls ... actor_rollout_ref.actor.policy_loss.loss_mode=bapo"
+    )
+    config = CONFIGS["python"].format(mode="vanilla", prefix="")
+    watched = [(step, values | {"actor/bapo/applied": 0.0}) for step, values in SMALL]
+    log = read_log(write(tmp_path, f"{config}\n{console(watched[:1])}\n{said}\n{console(watched[1:])}"))
+    assert log.modes == {1: "vanilla", 2: "vanilla"}
+
+
+def test_a_run_that_was_resumed_with_another_loss_has_both(tmp_path):
+    parts = [
+        CONFIGS["yaml"].format(mode=mode) + "\n" + console([step])
+        for mode, step in zip(("gspo", "vanilla"), SMALL, strict=True)
+    ]
+    log = read_log(write(tmp_path, "\n".join(parts)))
+    assert "  loss_mode=gspo from step 1 on, vanilla from step 2 on" in list(report_on_log("x", log))
+    assert not clips_hardly(log)
+
+
+def test_a_run_with_bapo_is_known_by_its_metrics(tmp_path):
+    line = json.dumps({"step": 1, "data": metrics(1e-5, actor__bapo__applied=1.0)})
+    log = read_log(write(tmp_path, line + "\n", "metrics.jsonl"))
+    assert log.modes == {1: "bapo"} and not clips_hardly(log)
+
+
+def test_distillation_and_rounded_values_show_nothing_of_the_loss(tmp_path):
+    distilled = [(step, values | {"actor/distillation/loss": 1.0}) for step, values in SMALL]
+    assert not clips_hardly(read_log(write(tmp_path, console(distilled))))
+    assert not clips_hardly(read_log(write(tmp_path, console([(1, metrics(0.0)), (2, metrics(0.0))], "{:.3f}"))))
+
+
+def test_a_history_of_wandb_keeps_lengths_and_probabilities(tmp_path):
+    more = {"response_length/clip_ratio": 0.7, "training/rollout_probs_diff_mean": 0.9, "val-core/x/acc": 0.1}
+    log = read_log(write(tmp_path, as_csv([(step, values | more) for step, values in STEPS]), "history.csv"))
+    assert row_of(log, "cut responses")[0] == "0.7" and row_of(log, "probabilities, rollout - training")[0] == "0.9"
+
+
+@pytest.mark.parametrize("step", ["Infinity", "NaN", "1" + "0" * 400, "null", '"x"'])
+def test_a_step_that_is_no_number_is_left_out(tmp_path, step):
+    lines = [json.dumps({"step": number, "data": values}) for number, values in STEPS]
+    text = "\n".join([lines[0].replace('"step": 1', f'"step": {step}'), *lines[1:], ""])
+    log = read_log(write(tmp_path, text, "metrics.jsonl"))
+    assert [number for number, _ in log.steps] == [2, 3] and log.unread == 1
+    rows = as_csv([(step.strip('"').replace("null", ""), STEPS[0][1]), *STEPS[1:]])
+    assert [number for number, _ in read_log(write(tmp_path, rows, "history.csv")).steps] == [2, 3]
+
+
+def test_a_column_of_long_texts_is_no_obstacle(tmp_path):
+    steps = [(step, values | {"val/generations": "x" * 200_000}) for step, values in STEPS]
+    assert len(read_log(write(tmp_path, as_csv(steps), "history.csv")).steps) == 3
+
+
+def test_a_file_that_is_not_there_is_named_without_torch(tmp_path):
+    code = "import sys; sys.modules.update(torch=None); sys.argv[1:] = ['verl.lgo']; "
+    code += "from recipe.bapo.report.__main__ import main; main()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (
+        1,
+        "",
+    ) and run.stderr == "Error: verl.lgo: there is no such file or folder.\n"
 
 
 @pytest.mark.parametrize(

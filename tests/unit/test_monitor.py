@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 import bapo
 import verl
 from bapo import BAPOConfig, collect_clip_statistics, empty_clip_statistics
-from recipe.bapo.hook.advice import EVERY
 from recipe.bapo.hook.own_clip import own_clip_of
 from recipe.bapo.hook.record import NOT_RECORDED, read_start
 from recipe.bapo.hook.sent_weights import SENDING
+from recipe.bapo.hook.verdict import EVERY
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.report.findings import read_runs
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -215,7 +215,7 @@ CALLS = {
     "metrics": "recipe.bapo.hook.worker.bounds_metrics",
     "making the record": "recipe.bapo.hook.worker.Record",
     "writing the record": "recipe.bapo.hook.record.Record.write",
-    "advice": "recipe.bapo.hook.worker.advise",
+    "verdict": "recipe.bapo.hook.worker.judge",
     "marks": "recipe.bapo.hook.worker.pop_mark",
 }
 
@@ -345,7 +345,7 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
                 one, other = getattr(found.stats.sums, name), getattr(expected.sums, name)
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     if config is MonitorConfig:
-        assert start.about["own_clip"] == {"kind": "clip", "low": 0.8, "high": 1.2, "dual_clip": 3.0}
+        assert start.about["own_clip"] == {"kind": "clip", "low": 0.8, "high": 1.2, "dual_clip": 3.0, "of": "ratio"}
     json.loads(path.read_text().splitlines()[0])
 
 
@@ -379,7 +379,7 @@ def test_the_versions_are_told_and_recorded(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("source, share", [(True, 1), (False, 0)])
-def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsys, tmp_path, source, share):
+def test_only_the_first_rank_with_outputs_records_and_judges(monkeypatch, capsys, tmp_path, source, share):
     for is_source, its_share, said in ((source, share, 0), (True, 0, 2)):
         worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
         worker.engine.source, worker.engine.data_parallel_rank = is_source, its_share
@@ -390,7 +390,7 @@ def test_only_the_first_rank_with_outputs_records_and_advises(monkeypatch, capsy
 
 
 @pytest.mark.parametrize("loss", [MonitorConfig, BAPOPolicyLossConfig])
-def test_an_advice_is_about_the_calls_since_the_last_one(monkeypatch, capsys, loss):
+def test_a_verdict_is_about_the_calls_since_the_last_one(monkeypatch, capsys, loss):
     """The last one of this loss: a loss that is set later starts from nothing."""
     worker = worker_with(monkeypatch, loss(positive_contribution_target=TARGET))
     old, log_prob, advantages, mask = batch_of_pairs(1)
@@ -402,8 +402,8 @@ def test_an_advice_is_about_the_calls_since_the_last_one(monkeypatch, capsys, lo
             train_call(worker, window)
             told.append(capsys.readouterr().err)
         assert [text.count(f"the last {EVERY} training") for text in told] == [0] * (EVERY - 1) + [1]
-        assert ("no token had an advantage" in told[-1]) == (window[2] is not advantages)
-    assert "in 100%" in told[-1] and "had no advantage" not in told[-1]
+        assert ("only 0 updates had an advantage" in told[-1]) == (window[2] is not advantages)
+    assert "100.0%" in told[-1]
 
 
 LOSSES = ["vanilla", "clip_cov", "cispo", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl", "sapo", "gpg"]
@@ -416,38 +416,43 @@ def test_bypass_mode_clips_unless_it_names_another_loss():
         assert (own_clip_of(config) is not None) == clips
 
 
+SETTINGS = [
+    {},
+    {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0},
+    {"clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio": 0.3},  # null: verl takes clip_ratio
+    {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0},
+    {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01},
+]
+KINDS = dict.fromkeys(("vanilla", "clip_cov", "bypass_mode", "gspo", "geo_mean", "dppo_tv", "dppo_kl"), "clip")
+KINDS["cispo"] = "cap"
+
+
 @pytest.mark.parametrize("loss_mode", LOSSES)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 2.0},
-        {"clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio": 0.3},  # null: verl takes clip_ratio
-        {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0},
-    ],
-)
-def test_the_own_share_is_autograds_or_absent(loss_mode, settings):
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_the_loss_does_to_tokens_is_what_autograd_finds(loss_mode, settings):
     """Of ``clip_cov`` this is the clip of the ratio alone, so its drawn tokens are switched off here."""
     of_dro = {"dro_beta": 0.1} if loss_mode == "dro" else {}
-    loss = MonitorConfig(loss_mode=loss_mode, clip_cov_lb=1e9, **of_dro)
-    config = actor_config(loss, **settings)
+    config = actor_config(MonitorConfig(loss_mode=loss_mode, clip_cov_lb=1e9, **of_dro), **settings)
     own = own_clip_of(config)
-    clips = {"vanilla": "clip", "clip_cov": "clip", "bypass_mode": "clip", "cispo": "cap"}
-    assert (own and own.kind) == clips.get(loss_mode)
+    assert (own and own.kind) == KINDS.get(loss_mode)
     if own is None:
         return
-    batch = make_batch(3, rows=64, spread=0.8, masked=0.2, zero_advantage=0)
-    old, log_prob, advantages, mask = batch
-    ratio = (log_prob - old).exp()
-    left = own(ratio, advantages)
-    changed = (left != ratio) & mask
-    assert 0 < changed[advantages > 0].sum() and 0 < changed[advantages < 0].sum()
-    leaf = log_prob.clone().requires_grad_()
-    loss, _ = get_policy_loss_fn(loss_mode)(old, leaf, advantages, mask.float(), "seq-mean-token-sum", config)
-    by_autograd = -torch.autograd.grad(loss, leaf)[0] * len(old) / advantages
-    torch.testing.assert_close(left[mask], by_autograd[mask], rtol=1e-5, atol=0)
-    if own.kind == "clip":
-        assert not left[changed].any()
+    loss_fn = get_policy_loss_fn(loss_mode)
+    both_signs_clipped = False
+    for seed in range(20):
+        old, log_prob, advantages, mask = make_batch(seed, rows=16, spread=(0.05, 0.8)[seed % 2], zero_advantage=0)
+        left, clipped = own(old, log_prob, advantages, mask)
+        leaf = log_prob.clone().requires_grad_()
+        loss, _ = loss_fn(old, leaf, advantages, mask.float(), "seq-mean-token-sum", config)
+        by_autograd = -torch.autograd.grad(loss, leaf)[0] * len(old) / advantages
+        both_signs_clipped |= bool((clipped & mask)[advantages > 0].any() and (clipped & mask)[advantages < 0].any())
+        if own.kind == "clip":
+            assert torch.equal(clipped[mask], by_autograd[mask] == 0)
+        if own.of in ("sequence ratio", "log-ratio"):  # verl may average over a response, so a row has a factor
+            factor = torch.where(mask & ~clipped, by_autograd / left, math.nan).nanmedian(1, keepdim=True).values
+            by_autograd = torch.where(by_autograd == 0, 0, by_autograd / factor)
+        torch.testing.assert_close(left[mask], by_autograd[mask], rtol=2e-5, atol=0)
+    assert both_signs_clipped
 
 
 def test_the_page_has_a_row_for_every_key(monkeypatch):

@@ -211,6 +211,13 @@ def test_the_checkpoint_to_resume_from_is_named(task, checkpoints, tmp_path):
     assert "starts from scratch" in check_checkpoint(resuming(task, tmp_path / "none"))
 
 
+@pytest.mark.parametrize("mode", ["auto", "disable"])
+def test_a_checkpoint_that_the_mode_would_ignore_is_refused(task, checkpoints, mode):
+    path = f"trainer.resume_from_path={checkpoints}/global_step_1"
+    with pytest.raises(ValueError, match=f"has no effect with trainer.resume_mode={mode}: set .*=resume_path"):
+        check_checkpoint(resuming(task, checkpoints, f"trainer.resume_mode={mode}", path))
+
+
 @pytest.mark.parametrize("content", ["", "3"])
 def test_a_tracker_that_names_nothing_does_not_start_from_scratch(task, checkpoints, content):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(content)

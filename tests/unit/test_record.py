@@ -121,6 +121,8 @@ def change(part, **names):
         (4, change("sums", positive_weight=0.5), "1 numbers in the sum positive_weight, and 38 with the options"),
         (4, change("sums", tokens="many"), "something else than numbers in the sum tokens"),
         (4, change("sums", negative_weight=[[1.0]] * 17), "something else than numbers in the sum negative_weight"),
+        (4, change("sums", gradient=1e308, ratio=-1e301), "no usable numbers in gradient, ratio"),
+        (4, lambda line: line | {"sums": line["sums"] | {"tokens": None}}, "no usable numbers in tokens"),
         (5, change("values", saturated=None, clipfrac_positive="a"), "no numbers as the values clipfrac_positive, sat"),
         (5, change("values", redone=1.0), "no numbers as the values extra_forward"),
     ],

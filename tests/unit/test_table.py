@@ -47,8 +47,9 @@ def answers(run, step, scores):
     with open(run / "validation" / f"{step}.jsonl", "w") as file:
         for prompt, of in scores.items():
             for acc in of:
-                row = {"input": f"user\n{prompt}\nassistant\n", "output": "x", "score": 2 * (acc or 0) - 1, "acc": acc}
-                file.write(json.dumps(row) + "\n")
+                row = {"input": f"user\n{prompt}\nassistant\n", "output": "x\u2028\u2029\x85", "acc": acc}
+                row["score"] = 2 * (acc or 0) - 1
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def table_of(*runs, baseline=None):

@@ -3,7 +3,7 @@
 
 Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its name comes after
 those of earlier starts, also where the clock of its host is behind. Its first line says what the run does. Each further
-line is an update, with its sums over all ranks: 184 numbers with the default ranges, whatever the size of the batch.
+line is an update, with its sums over all ranks: 185 numbers with the default ranges, whatever the size of the batch.
 Numbers that are not finite are null. This file imports neither verl nor Ray, so any trainer can write a record.
 """
 
@@ -39,8 +39,10 @@ TOGETHER = (
 NO_LIMITS = {"low": -math.inf, "high": math.inf, "dual_clip": math.inf}
 # Sums of which the report needs nothing but ``entropy_covariance``, which is among the values.
 NOT_RECORDED = {f"{sign}_gradient{of}" for sign in ("positive", "negative") for of in ("", "_log_prob")}
+LARGEST = 1e300  # of a sum; products of larger ones are infinite
 # What stands for sums that records of an earlier version do not have.
-NEW_SUMS = {"dual_clipped_weight": 0.0, "ratio_log_prob": None, "own_gradient": None, "own_gradient_log_prob": None}
+NEW_SUMS: dict[str, float | None] = {"dual_clipped_weight": 0.0}
+NEW_SUMS |= dict.fromkeys(("far_from_1", "ratio_log_prob", "own_gradient", "own_gradient_log_prob"))
 
 
 class Record:
@@ -51,7 +53,7 @@ class Record:
         config: the options of the search.
         about: what else the first line says of the run, by name. The report reads ``applied`` (whether the loss uses
             the bounds), ``loss_mode``, ``strategy``, ``clip_ratio_c`` and ``own_clip`` (the fields of an ``OwnClip``,
-            if the run trains with another loss that clips by the token's ratio); any of them may be missing.
+            if the run trains with another loss that clips); any of them may be missing.
     """
 
     def __init__(self, folder: str | Path, config: BAPOConfig, about: Mapping):
@@ -71,7 +73,7 @@ class Record:
             numbers: where the update stands: ``call``, the number of the trainer's call of the worker, and ``update``,
                 the number of updates since the rollout servers got their weights, both from 0; ``step``, the trainer's
                 own number, which goes on where a run is resumed; ``on_policy``, 1 where all ratios must be 1, because
-                the weights that are updated computed the old log-probs. Any of them may be missing.
+                the weights that are updated computed the old log-probs; ``grad_norm``. Any of them may be missing.
         """
         if self.failed:
             return
@@ -175,6 +177,7 @@ def read_start(path: Path) -> Start | None:
             _refuse_any("an own_clip without", {"kind", *NO_LIMITS} - own_clip.keys())
             own_clip |= {name: limit for name, limit in NO_LIMITS.items() if own_clip[name] is None}
             _refuse_any("no numbers in own_clip as", NO_LIMITS.keys() - _numbers(own_clip).keys())
+            own_clip.setdefault("of", "ratio")  # before other quantities were known
         return Start(path, about, BAPOConfig(**options))
     except (ValueError, OverflowError) as error:
         raise _unreadable(path, 1, error) from error
@@ -194,7 +197,11 @@ def _parse_update(line: bytes, shapes: Shapes) -> Parsed:
     sums = {**NEW_SUMS, **_part(update, "sums")}
     _refuse_any("missing sums", shapes.keys() - sums.keys())
     _refuse_any("unknown sums", sums.keys() - shapes.keys())
-    return _numbers(update), values, [_parse_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()]
+    parsed = {name: _parse_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()}
+    if "met_at_start" in values:  # it was measured, so only sums that the record does not have may be missing
+        known = [name for name in shapes if name not in NEW_SUMS]
+        _refuse_any("no usable numbers in", [n for n in known if not all(abs(x) < LARGEST for x in parsed[n])])
+    return _numbers(update), values, list(parsed.values())
 
 
 def _parse_sum(name: str, recorded: Any, size: int) -> list[float]:

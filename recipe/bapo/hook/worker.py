@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch.distributed import ProcessGroup
 
 import bapo
 from bapo import BAPOConfig
-from recipe.bapo.hook.advice import EVERY, advise
-from recipe.bapo.hook.advice_inputs import advice_inputs
 from recipe.bapo.hook.compatibility import require_ppo_loss
 from recipe.bapo.hook.install import verl_version
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
@@ -30,6 +27,8 @@ from recipe.bapo.hook.record import Record
 from recipe.bapo.hook.scopes import SCOPES, BoundScope, Measured, bounds_metrics
 from recipe.bapo.hook.sent_weights import SentWeights
 from recipe.bapo.hook.tell import Guard, tell
+from recipe.bapo.hook.verdict import EVERY, judge
+from recipe.bapo.hook.verdict_inputs import verdict_inputs
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, TrainingWorkerConfig
@@ -41,9 +40,9 @@ class BAPOTrainingWorker(TrainingWorker):
 
     It does four things. It replaces one method of verl's engine, ``forward_backward_batch``, and changes what that does
     inside ``train_batch`` alone: there the scope of the run makes the update. It puts the bounds into the config from
-    which the loss reads them. It logs and records what was measured, and advises. And it notes when verl sends weights
-    to the rollout servers (``sent_weights.py``), from which the position of an update on its rollout batch follows: the
-    forecast tells the first update on a batch from the others.
+    which the loss reads them. It logs and records what was measured, and says it in a sentence. And it notes when verl
+    sends weights to the rollout servers (``sent_weights.py``), from which the position of an update on its rollout
+    batch follows: the forecast tells the first update on a batch from the others.
     """
 
     def __init__(self, config: TrainingWorkerConfig):
@@ -65,7 +64,8 @@ class BAPOTrainingWorker(TrainingWorker):
         self.on_policy: bool | None = None
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
-        self.since_advice: list[dict[str, float]] = []  # what it needs of the updates since the last one
+        self.measured: Measured | None = None  # of the current update, on the rank that reports
+        self.since_verdict: list[dict[str, float]] = []  # what it needs of the updates since the last one
 
     def set_loss_fn(self, loss_fn: Callable) -> None:
         """Set verl's loss function. If its config is one of ours, wrap it and add the search to each update.
@@ -77,7 +77,7 @@ class BAPOTrainingWorker(TrainingWorker):
         engine: Any = self.engine  # because one of its methods is replaced
         engine.forward_backward_batch = self.verl_forward_backward_batch
         self.scope = self.record = None
-        self.guard, self.calls, self.since_advice = Guard(), 0, []
+        self.guard, self.calls, self.since_verdict = Guard(), 0, []
         config: Any = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss: Any = getattr(config, "policy_loss", None)
         if isinstance(loss_fn, partial) and isinstance(policy_loss, BAPOConfig):
@@ -121,17 +121,19 @@ class BAPOTrainingWorker(TrainingWorker):
         finally:
             self.on_policy = self.step = None
         self.calls += 1
-        if self.scope is not None and self.calls % EVERY == 0 and self.since_advice:
-            with self.guard("advising"):
+        if self.scope is not None and self.calls % EVERY == 0 and self.since_verdict:
+            with self.guard("judging the measurements"):
                 window = f"the last {EVERY} training calls"
-                found = advise(self.since_advice, asdict(self.scope.config), self.scope.about(), window)
-                tell(" ".join([found.text, *found.overrides]))
-            self.since_advice = []
+                verdict = judge(self.since_verdict, self.scope.config, self.scope.about(), window)
+                instead = "To go back:" if self.scope.applied else "To switch:"
+                tell(" ".join([verdict.text, *((instead, *verdict.switch) if verdict.switch else ())]))
+            self.since_verdict = []
         return output
 
     def train_batch(self, data: TensorDict) -> TensorDict | None:
         """Make one optimizer update."""
-        self.updating = True
+        self.updating, self.measured = True, None
+        place = self._place()
         try:
             output = super().train_batch(data)
         finally:
@@ -144,7 +146,11 @@ class BAPOTrainingWorker(TrainingWorker):
         with self.guard("looking at the gradient norm"):
             if output is not None:
                 metrics = tu.get(output, "metrics")
+                place["grad_norm"] = metrics["grad_norm"]
                 metrics["actor/bapo/skipped"] = float(self._is_skipped(self.scope, metrics["grad_norm"]))
+        with self.guard("keeping what was measured"):
+            if self.measured is not None:
+                self._keep(self.scope, self.measured, place)
         return output
 
     def _is_skipped(self, scope: BoundScope, grad_norm: float) -> bool:
@@ -194,7 +200,7 @@ class BAPOTrainingWorker(TrainingWorker):
             self.logged |= bounds_metrics(measured.metrics)  # on every rank the same keys
             self.logged["actor/bapo/measured"] = float("met_at_start" in measured.metrics)
             if self._reports():
-                self._keep(scope, measured)
+                self.measured = measured
         with self.guard("logging an update"):
             if self.engine.is_mp_src_rank_with_outputs():
                 # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
@@ -222,15 +228,18 @@ class BAPOTrainingWorker(TrainingWorker):
         finally:
             config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
 
-    def _keep(self, scope: BoundScope, measured: Measured) -> None:
-        """Record an update, and keep what the next advice needs of it."""
-        numbers = {"call": self.calls, "update": self.updates_since_sent}
+    def _place(self) -> dict[str, float]:
+        """Return where the current update stands, as far as the trainer says it."""
         known = {"step": self.step, "on_policy": self.on_policy}
-        numbers |= {name: int(number) for name, number in known.items() if number is not None}
-        inputs = advice_inputs(measured.stats, scope.config, scope.own_clip is not None)
-        self.since_advice.append(numbers | measured.metrics | {name: value.item() for name, value in inputs.items()})
+        of_trainer = {name: int(number) for name, number in known.items() if number is not None}
+        return {"call": self.calls, "update": self.updates_since_sent, **of_trainer}
+
+    def _keep(self, scope: BoundScope, measured: Measured, place: dict[str, float]) -> None:
+        """Record an update, and keep what the next verdict needs of it."""
+        inputs = verdict_inputs(measured.stats, scope.own_clip is not None)
+        self.since_verdict.append(place | measured.metrics | {name: value.item() for name, value in inputs.items()})
         if self.record is not None:
-            self.record.write(measured.stats, measured.metrics, **numbers)
+            self.record.write(measured.stats, measured.metrics, **place)
 
 
 def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict:

@@ -63,6 +63,14 @@ def parse_lines(text: str) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+def read_answers(path: Path) -> list[dict]:
+    """Read a file with the responses of a validation, which verl writes, one JSON object a line.
+
+    A response may hold characters such as U+2028, at which ``str.splitlines`` would cut a line.
+    """
+    return [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+
+
 def validation_reward(data: dict[str, float]) -> float | None:
     """Return the validation reward in a step's metrics, averaged over data sources; None without a validation."""
     values = [value for key, value in data.items() if key.startswith("val-core/") and "/mean@" in key]

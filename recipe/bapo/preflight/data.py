@@ -133,10 +133,15 @@ def check_checkpoint(config) -> str:
     """Check that the checkpoint to resume from is there.
 
     Raises:
-        ValueError: verl would silently start from scratch.
+        ValueError: verl would silently start from scratch, or from another checkpoint.
         CheckWarning: verl would end once everything is loaded.
     """
     trainer = config.trainer
+    if trainer.resume_from_path and trainer.resume_mode in ("auto", "disable"):
+        raise ValueError(
+            f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
+            f"{trainer.resume_mode}: set trainer.resume_mode=resume_path, or leave it out."
+        )
     if trainer.resume_mode == "disable":
         return "training starts from scratch (trainer.resume_mode=disable)"
     if trainer.resume_mode == "auto":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report what the loss of a run clips, whether BAPO's bounds would move, and what to do next.
+"""Report what the loss of a run clips, and whether BAPO's bounds would move.
 
     .venv/bin/python -m recipe.bapo.report runs/mine                       # text, and runs/mine/report.png
     .venv/bin/python -m recipe.bapo.report runs/grpo runs/bapo --out compare.png
@@ -41,16 +41,21 @@ def main() -> None:
 
 
 def _log_of(path: Path) -> Path | None:
-    """Return the log to read of what the command names; None for records."""
+    """Return the log to read of what the command names; None for records.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file or folder.")
     if path.is_dir():
         return path / METRICS if (path / METRICS).exists() and not any(path.glob("record-*.jsonl")) else None
-    record = path.name.startswith("record-") or not path.exists() or is_record(path)  # whose reader says what is wrong
+    record = path.name.startswith("record-") or is_record(path)  # whose reader says what is wrong
     return None if record else path
 
 
 def _report_on_records(paths: list[Path], out: Path | None) -> None:
     from recipe.bapo.report.findings import Run, read_runs  # imports torch, which a log does not need
-    from recipe.bapo.report.panels import picture
     from recipe.bapo.report.record_report import report
 
     runs: dict[str, Run] = {}
@@ -61,10 +66,16 @@ def _report_on_records(paths: list[Path], out: Path | None) -> None:
         print("\n".join(report(name, run)), end="\n\n")
     out = out or next(iter(runs.values())).starts[0].path.with_name("report.png")
     out = out / "report.png" if out.is_dir() else out
-    drawn = {name: run for name, run in runs.items() if run.updates and not run.advice.broken}
-    if drawn:
-        picture(drawn).savefig(out, dpi=110)
-        print(f"Picture: {out}")
+    drawn = {name: run for name, run in runs.items() if run.updates and run.verdict.kind != "unusable"}
+    if not drawn:
+        return
+    try:
+        from recipe.bapo.report.panels import picture
+    except ImportError as error:
+        print(f"No picture, because {error.name} is not installed: pip install matplotlib.")
+        return
+    picture(drawn).savefig(out, dpi=110)
+    print(f"Picture: {out}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ what ``bound_scope=micro_batch`` clips is not: it is a mean over micro-batches, 
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -17,13 +17,13 @@ from torch import Tensor
 from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
 from bapo.search import measure_search_path, reaches_target
-from recipe.bapo.hook.advice import Advice, advise
-from recipe.bapo.hook.advice_inputs import advice_inputs
+from recipe.bapo.hook import verdict
 from recipe.bapo.hook.record import Start, Updates, read_start
+from recipe.bapo.hook.verdict import Verdict, judge
+from recipe.bapo.hook.verdict_inputs import verdict_inputs
 from recipe.bapo.report.columns import Table, join
 
 CONTRIBUTIONS = CHOICES["contribution"]
-SIGNS = ("positive", "negative")
 TARGETS = [k / 100 for k in range(10, 91)]  # that are searched for, besides the run's own
 BOUNDS = [(0.8, 1.2), (0.8, 3.0), (0.6, 1.2), (0.9, 3.0)]  # that are measured, besides those of the run's loss
 TAILS = {"above": (1.2, 1.5, 2.0, 3.0), "below": (0.9, 0.8, 0.7, 0.6)}  # ratios, of A > 0 and of A < 0
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def own_clip(self) -> dict | None:
-        """The limits of another loss that the run trains with (see ``OwnClip``), if that clips by the ratio."""
+        """The limits of another loss that the run trains with (see ``OwnClip``), if that clips."""
         return None if self.applied else self.about.get("own_clip")
 
     @property
@@ -74,10 +74,9 @@ class Run:
         return self.recorded.rows(self.valid & (self.recorded["tokens"].sum(1) > 0))
 
     @cached_property
-    def advice(self) -> Advice:
-        """What to do next."""
-        numbers = [name for name, column in self.recorded.columns.items() if column.dim() == 1]
-        return advise(self.recorded.dicts(numbers), asdict(self.config), self.about, "this run")
+    def verdict(self) -> Verdict:
+        """What was measured, in a sentence."""
+        return judge(_numbers(self.recorded), self.config, self.about, "this run")
 
     def by_step(self, most: int) -> tuple[str, list[tuple[int, int, Table]]]:
         """Group the updates by the largest unit of training that the record knows. Returns its name too."""
@@ -133,18 +132,14 @@ def read_runs(path: Path) -> list[Run]:
 def clipped_by_loss(run: Run, updates: Table) -> tuple[float, float] | None:
     """Return the share of the tokens with A > 0 and with A < 0 that the run's loss clipped (or capped) in some updates.
 
-    None if it does not clip by the ratio.
+    None if it has no limits that are known here.
     """
-    if run.applied:
-        return clipped_by_bounds(updates)
-    return None if run.own_clip is None else _shares(updates["own_clipped"].sum(0), updates["tokens"].sum(0))
+    return clipped_by_bounds(updates) if run.applied else verdict.clipped_by_own_loss(_numbers(updates))
 
 
 def clipped_by_bounds(updates: Table) -> tuple[float, float]:
     """Return the same shares for the bounds that BAPO's search found."""
-    tokens = updates["tokens"]
-    counts = tokens * torch.stack([updates[f"clipfrac_{sign}"] for sign in SIGNS], dim=1)
-    return _shares(counts.sum(0), tokens.sum(0))
+    return verdict.clipped_by_bounds(_numbers(updates))
 
 
 def ends_of_search(run: Run, contribution: str) -> dict[float, tuple[float, float, float]]:
@@ -196,31 +191,33 @@ def tail(run: Run, side: str) -> dict[float, float]:
 def _measure(updates: Updates, start: Start) -> Table:
     """Make the table of some updates. Its columns of the sums, with A > 0 first where there are two signs:
 
-    - ``tokens`` and ``own_clipped``: numbers of tokens, ``(updates, 2)``.
+    - ``tokens``: numbers of tokens, ``(updates, 2)``.
     - ``ends_<contribution>``: how the search for each target ends, ``(updates, targets)``: 0 met at the start, 1 met by
       moving, 2 saturated.
     - ``clipped_by_<low>_<high>``: number of tokens that these bounds clip, ``(updates, 2)``.
     - ``rho_of_<low>_<high>``: rho at these bounds, ``(updates, contributions)``.
     - ``<side>_<ratio>``: number of tokens beyond a ratio (see ``tail``), ``(updates,)``.
-    - ``gradient`` and ``unbounded_gradient`` of the sums, and those of ``advice_inputs``, ``(updates,)``.
+    - ``gradient`` and ``unbounded_gradient`` of the sums, and those of ``verdict_inputs``, ``(updates,)``.
     """
     stats = updates.stats
-    figures = {
-        "tokens": torch.stack(stats.tokens_by_sign, dim=1),
-        "own_clipped": torch.stack([stats.sums.own_clipped_positive, stats.sums.own_clipped_negative], dim=1),
-    }
+    figures = {"tokens": torch.stack(stats.tokens_by_sign, dim=1)}
     figures |= {name: getattr(stats.sums, name) for name in ("gradient", "unbounded_gradient")}
     figures |= _tails(stats)
     figures |= {f"ends_{contribution}": _ends(stats, contribution) for contribution in CONTRIBUTIONS}
     own = start.about.get("own_clip")
     contributions = [stats.contributions(contribution) for contribution in CONTRIBUTIONS]
-    for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own else [])]:
+    for low, high in [*BOUNDS, *([(own["low"], own["high"])] if own and own["of"] == "ratio" else [])]:
         figures |= _bounds(stats, contributions, low, high)
-    figures |= advice_inputs(stats, stats.config, bool(own) and not start.about.get("applied"))
+    figures |= verdict_inputs(stats, bool(own) and not start.about.get("applied"))
     rows = [values | numbers for values, numbers in zip(updates.values, updates.numbers, strict=True)]
     names = dict.fromkeys(name for row in rows for name in row)
     read = {name: [row.get(name, math.nan) for row in rows] for name in names}
     return Table({name: torch.tensor(column, dtype=torch.float64) for name, column in read.items()} | figures)
+
+
+def _numbers(updates: Table) -> list[dict[str, float]]:
+    """Return the numbers of each update by name."""
+    return updates.dicts([name for name, column in updates.columns.items() if column.dim() == 1])
 
 
 def _ends(stats: ClipStatistics, contribution: str) -> Tensor:

@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of the report on a log of verl's: what it shows of the loss, what it cannot show, and what to do next.
-
-The order and the rules are those of the advice on a record (docs/monitor.md), as far as a log has what they need.
-"""
+"""The lines of the report on a log of verl's: what it has of the loss, and what it cannot show."""
 
 import math
-from collections.abc import Iterator, Sequence
-from statistics import fmean, median
+from collections.abc import Iterator
+from statistics import fmean
 
-from recipe.bapo.hook.advice import IDLE, NEARLY_NOTHING, OUTCOMES, SIGNS, percent
+from recipe.bapo.hook.verdict import percent
 from recipe.bapo.report.logs import Log
 
-# With vanilla a smaller share of the response tokens is less than 0.1 % of the tokens of each sign, from which the
-# advice says that hardly any bound matters, unless fewer than 10 % of the tokens have that sign.
+# With vanilla a smaller share of the response tokens is less than 0.1 % of the tokens of each sign, from which on the
+# verdict on a record says that the loss clips, unless fewer than 10 % of the tokens have that sign.
 HARDLY_CLIPPED = 1e-4
-HARDLY = (
-    "Hardly any bound matters here, BAPO's included: leave the loss as it is, unless you reuse data more often. Where "
-    "every update has a fresh rollout batch, every ratio is 1 and nothing can be clipped."
-)
 WATCH = "actor_rollout_ref.actor.policy_loss._target_=recipe.bapo.policy_loss.MonitorConfig"
+ROWS = (
+    ("reward", ("critic/rewards/mean", "critic/score/mean")),
+    ("response length", ("response_length/mean",)),
+    ("cut responses", ("response_length/clip_ratio",)),
+    ("entropy", ("actor/entropy", "actor/entropy_loss")),
+    ("gradient norm", ("actor/grad_norm",)),
+    ("loss", ("actor/pg_loss",)),
+    ("clip fraction", ("actor/pg_clipfrac",)),
+    ("dual clip", ("actor/pg_clipfrac_lower",)),
+    ("probabilities, rollout - training", ("training/rollout_probs_diff_mean",)),
+    ("largest advantage", ("critic/advantages/max",)),
+    ("smallest advantage", ("critic/advantages/min",)),
+    ("no advantage", ("actor/bapo/zero_advantage_fraction",)),
+    ("BAPO: met at the start", ("actor/bapo/met_at_start",)),
+    ("BAPO: met by moving", ("actor/bapo/met_by_moving",)),
+    ("BAPO: saturated", ("actor/bapo/saturated",)),
+    ("clipped of A > 0", ("actor/bapo/own_clipfrac_positive", "actor/bapo/own_capfrac_positive")),
+    ("clipped of A < 0", ("actor/bapo/own_clipfrac_negative", "actor/bapo/own_capfrac_negative")),
+)
 
 
 def report_on_log(name: str, log: Log) -> Iterator[str]:
@@ -28,127 +40,79 @@ def report_on_log(name: str, log: Log) -> Iterator[str]:
     restarts = f", {_count(log.restarts, 'restart')}" * (log.restarts > 0)
     unread = f" Values or lines that could not be read: {log.unread}." * (log.unread > 0)
     yield f"  {log.kind}: {_count(len(log.steps), 'training step')}, {first} to {last}{restarts}.{unread}"
+    yield f"  {_losses(log)}"
     yield ""
-    mode = log.loss_mode or "vanilla"
-    assumed = "" if log.loss_mode else " (the file names none: verl's default is assumed)"
-    yield f"  loss_mode={mode}{assumed}"
-    for label, names, of in ROWS:
-        values = [(step, value) for step, value in log.values(*names) if math.isfinite(value)]
-        if values:
-            yield f"  {label:<18}{of(values)}"
+    yield from _table(log)
     yield ""
-    yield f"What next?\n  {' '.join(verdict(log))}"
-    if log.values("actor/bapo/applied"):
-        return
-    yield ""
-    yield (
-        "What a log cannot tell: which sign the clipped tokens have, how far ratios reach, and whether BAPO's bounds "
-        f"would move. One more line on the command tells it and changes nothing in training: {WATCH} "
-        "(docs/monitor.md). The package has to be installed for it: pip install --no-deps and this folder."
-    )
-
-
-def verdict(log: Log) -> Iterator[str]:
-    """Yield the sentences on what to do next, in the order of the advice on a record."""
-    if log.values("actor/distillation/loss"):
-        yield "This run distils (actor/distillation/loss). The rules of this report are about a policy loss."
-        return
-    for name in ("actor/pg_loss", "critic/vf_loss", "critic/grad_norm"):
-        broken = [step for step, value in log.values(name) if not math.isfinite(value)]
-        if broken:
-            yield f"{name} was not finite in {_count(len(broken), 'step')}, first in step {broken[0]}: find the reason."
-    broken = [step for step, value in log.values("actor/grad_norm") if not math.isfinite(value)]
-    if broken:
+    hardly = clips_hardly(log)
+    if hardly:
+        yield f"  {hardly}"
+    if not log.values("actor/bapo/applied"):
         yield (
-            f"The gradient norm was not finite in {_count(len(broken), 'step')}, first in step {broken[0]}. Find the "
-            "reason before you look at any bound. On FSDP verl skips such updates; on Megatron it makes the step, "
-            "and every checkpoint since is broken (docs/silent_faults.md#nan-on-megatron)."
-        )
-    highest, lowest = dict(log.values("critic/advantages/max")), dict(log.values("critic/advantages/min"))
-    ends = [(highest[step], lowest[step]) for step in highest.keys() & lowest.keys()]
-    idle = sum(high == low == 0 for high, low in ends)
-    seen = {">": any(high > 0 for high, _ in ends), "<": any(low < 0 for _, low in ends)}
-    missing = [sign for sign, found in seen.items() if not found]
-    if ends and len(missing) == 1:
-        yield (
-            f"No token had A {missing[0]} 0. With a working baseline advantages have both signs, so look at the "
-            "advantage estimator, at the rewards and at rollout.n before you look at any bound."
-        )
-        return
-    if idle:
-        yield f"In {idle} of {len(ends)} steps no response had an advantage: look at the rewards, and at the prompts."
-    shares = [share for _, share in log.values("actor/bapo/zero_advantage_fraction") if math.isfinite(share)]
-    if shares and fmean(shares) >= IDLE:
-        yield (
-            f"{percent(fmean(shares))} of the response tokens had no advantage, because all responses to a prompt got "
-            "the same reward: change that first, by other prompts or a larger rollout.n."
-        )
-    if idle < len(ends) or not ends:
-        yield from _clipping(log)
-
-
-def _clipping(log: Log) -> Iterator[str]:
-    """Say what the clip fraction means for this loss, and what follows."""
-    shares = [share for _, share in log.values("actor/pg_clipfrac") if math.isfinite(share)]
-    mode = log.loss_mode or "vanilla"
-    outcomes = [[share for _, share in log.values(f"actor/bapo/{name}")] for name in OUTCOMES]
-    own = [[share for _, share in log.values(f"actor/bapo/own_clipfrac_{sign}")] for sign in SIGNS.values()]
-    if all(own) and max(map(fmean, own)) < NEARLY_NOTHING:
-        yield f"The loss clipped {fmean(own[0]):.2%} of the tokens with A > 0 and {fmean(own[1]):.2%} with A < 0."
-        yield HARDLY
-    elif all(outcomes):
-        at_start, moved, saturated = map(fmean, outcomes)
-        yield (
-            f"BAPO's target {'was' if mode == 'bapo' else 'would be'} met at the start in {at_start:.0%}, by moving "
-            f"bounds in {moved:.0%}, saturated in {saturated:.0%} of the updates. Read the run's record: it tells more "
-            "than its log."
-        )
-    elif not shares:
-        yield "The log has no actor/pg_clipfrac, so it does not tell whether the loss clips."
-    elif mode != "vanilla":
-        yield f"With loss_mode={mode} actor/pg_clipfrac means something else (docs/losses.md), so no rule on it holds."
-    elif max(shares) < HARDLY_CLIPPED and log.decimals > 3:
-        default = "" if log.loss_mode else "If its loss is verl's default, vanilla: "
-        yield f"{default}The loss clipped at most {max(shares):.2g} of the response tokens in any step. {HARDLY}"
-    elif median(shares) == 0 and log.decimals <= 3:
-        yield (
-            "The values of this log have three decimals, so a share of clipped tokens below 0.0005 looks like 0: "
-            "read the metrics of verl's file logger or of wandb."
+            "  A log cannot tell which sign the clipped tokens have, how far ratios reach, and whether BAPO's bounds "
+            f"would move. One more line measures that and changes nothing in training (docs/monitor.md): {WATCH}"
         )
     else:
-        yield (
-            f"The loss clipped {percent(median(shares))} of the response tokens (median of the steps), "
-            f"{percent(max(shares))} at most. Most published shares that we know are 0.06 to 2 % "
-            "(docs/results/published.md). The monitor tells whether other bounds would matter."
-        )
+        yield "  The record of this run (record_dir) tells more than its log: docs/monitor.md."
+
+
+def clips_hardly(log: Log) -> str:
+    """Say that the loss clips hardly anything, if the log shows that for every step; else an empty text.
+
+    That is so where every step has verl's vanilla loss and a share of clipped tokens, the dual clip's among them, that
+    is small also if all of it is of one sign.
+    """
+    # Distillation has a loss of its own.
+    if set(log.modes.values()) != {"vanilla"} and log.modes or log.values("actor/distillation/loss"):
+        return ""
+    upper, lower = (dict(log.values(name)) for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"))
+    shares = [upper.get(step, math.nan) + lower.get(step, 0.0) for step, _ in log.steps]
+    if log.decimals <= 3 or not all(share < HARDLY_CLIPPED for share in shares):
+        return ""
+    default = "" if log.modes else ", if it is verl's default"
+    return f"The loss{default}, clipped at most {percent(max(shares))} of the response tokens in any step."
+
+
+def _losses(log: Log) -> str:
+    """Name the losses, with the first step of each."""
+    if not log.modes:
+        return "loss_mode: not in this file (verl's default is vanilla)"
+    named: list[tuple[int, str]] = []
+    for step, _ in log.steps:
+        mode = log.modes.get(step, "not named")
+        if not named or named[-1][1] != mode:
+            named.append((step, mode))
+    if len(named) == 1:
+        return f"loss_mode={named[0][1]}"
+    return "loss_mode=" + ", ".join(f"{mode} from step {step} on" for step, mode in named)
+
+
+def _table(log: Log) -> Iterator[str]:
+    """Yield a row for each metric: its mean over the first and the last fifth of the steps, and its extremes."""
+    rows: list[tuple[str, ...]] = [("", "first", "last", "lowest", "highest", "(in step)", "not finite")]
+    for label, names in ROWS:
+        values = log.values(*names)
+        finite = [(step, value) for step, value in values if math.isfinite(value)]
+        if not values:
+            continue
+        lost = str(len(values) - len(finite)) if len(finite) < len(values) else ""
+        if not finite:
+            rows.append((label, "-", "-", "-", "-", "", lost))
+            continue
+        fifth = max(1, len(finite) // 5)
+        parts = [finite[:fifth], finite[-fifth:]]
+        numbers = [value for _, value in finite]
+        step, highest = max(finite, key=lambda one: one[1])
+        shown = [*(fmean(value for _, value in part) for part in parts), min(numbers), highest]
+        rows.append((label, *(f"{number:.3g}" for number in shown), f"({step})", lost))
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    yield f"  First and last: means over {_count(max(1, len(log.steps) // 5), 'step')}."
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    for label, *cells in rows:
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  " + "  ".join([f"{label:<{widths[0]}}", *aligned]).rstrip()
 
 
 def _count(number: int, unit: str) -> str:
     return f"{number} {unit}{'s' * (number != 1)}"
-
-
-def _quantity(values: Sequence[tuple[int, float]]) -> str:
-    """Say how a metric moved: its mean over the first and the last fifth of the steps."""
-    fifth = max(1, len(values) // 5)
-    first, last = (fmean(value for _, value in part) for part in (values[:fifth], values[-fifth:]))
-    if len(values) == 1:
-        return f"{first:.3g}"
-    of = "step" if fifth == 1 else f"{fifth} steps"
-    return f"{first:.3g} in the first {of}, {last:.3g} in the last {of}"
-
-
-def _extreme(values: Sequence[tuple[int, float]]) -> str:
-    """Say how large a metric was in the middle, and where it was largest."""
-    step, most = max(values, key=lambda one: one[1])
-    return f"{median(value for _, value in values):.3g} (median), {most:.3g} at most (step {step})"
-
-
-ROWS = (
-    ("clip fraction", ("actor/pg_clipfrac",), _extreme),
-    ("entropy", ("actor/entropy", "actor/entropy_loss"), _quantity),
-    ("gradient norm", ("actor/grad_norm",), _extreme),
-    ("no advantage", ("actor/bapo/zero_advantage_fraction",), _extreme),
-    ("reward", ("critic/rewards/mean", "critic/score/mean"), _quantity),
-    ("response length", ("response_length/mean",), _quantity),
-    ("cut responses", ("response_length/clip_ratio",), _extreme),
-)

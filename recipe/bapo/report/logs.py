@@ -12,22 +12,28 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 Step = tuple[int, dict[str, float]]
 
 # The beginning of a line of verl's console logger, after Ray's prefix and in a page's quotation.
 _STEP = re.compile(r"(?:^|(?<=[\s)`>]))step:(\d+) *(?=-|\n *-)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Of a command and of the config that verl prints at its start; distillation has another loss_mode.
+# In a command that a shell prints (set -x), and in the config that verl prints at its start, as a dict of Python or as
+# yaml. Distillation has another loss_mode, so the one of the policy loss has to follow that key.
 _LOSS_MODE = re.compile(
-    r"policy_loss\.loss_mode=(\w+)|(?<![\w.])loss_mode=(\w+)"
+    r"policy_loss\.loss_mode=[\"']?(\w+)"
     r"|[\"']policy_loss[\"']: ?\{[^{}]*?[\"']loss_mode[\"']: ?[\"'](\w+)"
+    r"|(?<![\w.])policy_loss: *\n(?:(?![^\n]*_loss:)[^\n]*\n){0,40}?[^\n]*?(?<![\w.])loss_mode: *[\"']?(\w+)"
 )
 # A page or a terminal breaks long lines, before an item or anywhere.
 _NEW_LINE = re.compile(r"\s*$|```|.*step:\d+ *-|.*\bpid=\d|Training Progress")
 _ITEM = re.compile(r"[\w./@+()-]+/[\w./@+()-]*:-?[\w.+()-]*")
 _STEP_COLUMNS = ("training/global_step", "global_step", "_step", "Step", "step")
 _PARTS = ("actor/", "critic/")  # what the metrics of a training step begin with; validations have others
+_COLUMNS = (*_PARTS, "response_length/", "training/")  # that are read from wandb's history
+_OURS = re.compile(r"^.*BAPO: .*$", re.M)  # what our worker says is no config
+_LAST_STEP = 10**12  # a larger number is none of a step
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Log:
     Attributes:
         kind: what the file is, for a sentence.
         steps: number and metrics of each training step, in order. A value may be NaN or infinite.
-        loss_mode: the ``loss_mode`` that the file names last, if it names one.
+        modes: the ``loss_mode`` of each step, where the file names one before it.
         restarts: how often an earlier step followed a later one.
         unread: number of values or lines that could not be read.
         decimals: the most decimals with which a value is written. Older versions of verl round to three.
@@ -45,7 +51,7 @@ class Log:
 
     kind: str
     steps: list[Step] = field(default_factory=list)
-    loss_mode: str | None = None
+    modes: dict[int, str] = field(default_factory=dict)
     restarts: int = 0
     unread: int = 0
     decimals: int = 0
@@ -93,10 +99,13 @@ def read_log(path: Path) -> Log:
 
 def _read_console(text: str) -> tuple[Log, Iterator[Step]]:
     log = Log("verl's console output")
-    modes = ["".join(found) for found in _LOSS_MODE.findall(text)]
-    log.loss_mode = modes[-1] if modes else None
-    text = _join_broken_lines(text)
-    lines = [(int(start[1]), text[start.end() :].partition("\n")[0].split(" - ")) for start in _STEP.finditer(text)]
+    text = _join_broken_lines(_OURS.sub("", text))
+    modes = [(found.start(), "".join(filter(None, found.groups()))) for found in _LOSS_MODE.finditer(text)]
+    starts = [start for start in _STEP.finditer(text) if len(start[1]) < 13]
+    lines = [(int(start[1]), text[start.end() :].partition("\n")[0].split(" - ")) for start in starts]
+    for start in starts:
+        before = [mode for place, mode in modes if place < start.start()]
+        log.modes |= {int(start[1]): before[-1]} if before else {}
     # A notebook's cell ends its lines with a quoted newline.
     lines = [(step, [re.sub(r'(\\n)?[\s"`,-]*$', "", item.lstrip(" -")) for item in items]) for step, items in lines]
     lines = [(step, list(filter(None, items))) for step, items in lines]
@@ -163,11 +172,24 @@ def _read_jsonl(text: str) -> tuple[Log, Iterator[Step]]:
                 record = json.loads(line)
                 # verl writes NaN and infinity as null, and may log a text beside the numbers.
                 data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                yield int(record["step"]), {name: float(v) for name, v in data.items() if isinstance(v, (int, float))}
-            except (ValueError, TypeError, KeyError, AttributeError):
+                step = _step(record["step"])
+                yield step, {name: float(v) for name, v in data.items() if isinstance(v, (int, float))}
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 log.unread += 1
 
     return log, steps()
+
+
+def _step(number: Any) -> int:
+    """Return the number of a step.
+
+    Raises:
+        ValueError, OverflowError: it is none.
+    """
+    step = int(number)
+    if abs(step) > _LAST_STEP:
+        raise ValueError(f"step {number}")
+    return step
 
 
 def _step_column(names: list[str]) -> str | None:
@@ -176,12 +198,13 @@ def _step_column(names: list[str]) -> str | None:
 
 def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
     log = Log("wandb's history")
+    csv.field_size_limit(2**31 - 1)  # a column may hold the texts of a table
     rows = csv.DictReader(text.split("\n"))
     columns = list(rows.fieldnames or [])
     step_column = _step_column(columns)
     # A chart's export has a column "RUN - METRIC" for each run, and "RUN - METRIC__MIN" and "__MAX" beside it.
     named = {name: name.rpartition(" - ")[2] for name in columns if name}
-    wanted = Counter(metric for metric in named.values() if metric.startswith(_PARTS))
+    wanted = Counter(metric for metric in named.values() if metric.startswith(_COLUMNS))
     several = [metric for metric, number in wanted.items() if number > 1]
     if several:
         raise ValueError(f"{path} has {wanted[several[0]]} columns of {several[0]}: export one run alone.")
@@ -194,8 +217,8 @@ def _read_csv(path: Path, text: str) -> tuple[Log, Iterator[Step]]:
                 if metric in wanted and value:
                     _add(log, metrics, metric, value)
             try:
-                step = int(float(row.get(step_column or "") or "nan"))
-            except ValueError:
+                step = _step(float(row.get(step_column or "") or "nan"))
+            except (ValueError, OverflowError):
                 log.unread += 1
                 continue
             yield step, metrics
@@ -216,5 +239,5 @@ def _keep_last(log: Log, steps: Iterator[Step]) -> None:
         kept[step] = metrics if step != last else {**kept[step], **metrics}
         last = step
     log.steps = sorted(kept.items())
-    if log.loss_mode is None and any(one.get("actor/bapo/applied") == 1 for one in kept.values()):
-        log.loss_mode = "bapo"
+    log.modes |= {step: "bapo" for step, one in kept.items() if one.get("actor/bapo/applied") == 1}
+    log.modes = {step: mode for step, mode in log.modes.items() if step in kept}

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of the report on a run's record: what its loss clips, whether BAPO's bounds would move, what to do next."""
+"""The lines of the report on a run's record: what its loss clips, and whether BAPO's bounds would move."""
 
 import math
 from collections.abc import Iterator
 from statistics import fmean, median
 
 from bapo.clip_statistics import UNBOUNDED_RATIO
-from recipe.bapo.hook.advice import OUTCOMES, cost_of_bounds, idle_share, percent
+from recipe.bapo.hook.verdict import OUTCOMES, SIGNS, cost_of_bounds, far_from_1, percent
 from recipe.bapo.report.findings import (
     BOUNDS,
     CONTRIBUTIONS,
-    SIGNS,
     Run,
     clipped_by_bounds,
     clipped_by_loss,
@@ -23,6 +22,14 @@ from recipe.bapo.report.findings import (
 TARGETS = [k / 100 for k in range(30, 61, 5)]
 # What is clipped is reported in at most this many rows for stretches of training, and for updates on a rollout batch.
 STRETCHES, POSITIONS = 4, 8
+# What a loss clips, by the name that its ``OwnClip`` has for it.
+QUANTITIES = {
+    "ratio": "ratios",
+    "sequence ratio": "the mean ratio of a response",
+    "log-ratio": "log-ratios",
+    "probability": "changes of a token's probability",
+    "divergence": "the signed KL divergence of a token",
+}
 
 
 def report(name: str, run: Run) -> Iterator[str]:
@@ -35,18 +42,21 @@ def report(name: str, run: Run) -> Iterator[str]:
             f"  {invalid} of the {len(run.recorded)} updates could not be measured, because log-probs or "
             "advantages were not finite (or the log of the run says why not). They are left out of the figures."
         )
-    advice = f"  {run.advice.text[0].upper()}{run.advice.text[1:]}"
+    sentence = f"  {run.verdict.text[0].upper()}{run.verdict.text[1:]}"
     yield from ("", "1. Can these numbers be used?")
-    if run.advice.broken:
-        yield advice
+    if run.verdict.kind == "unusable":
+        yield f"{sentence} docs/silent_faults.md has reasons."
         return
     if run.updates:
         yield from _tokens(run)
         yield from ("", "2. Does the run clip?", *_clipping(run), *_ratios(run))
         yield from ("", f"3. {'Did' if run.applied else 'Would'} BAPO's bounds move?", *_searches(run))
         yield from ("", "4. What would fixed bounds clip?", *_bounds(run))
-    yield from ("", "5. What next?", advice)
-    yield from (f"    {override}" for override in run.advice.overrides)
+    yield from ("", "5. In short", sentence)
+    if run.verdict.switch:
+        what = "To go back to verl's loss" if run.applied else "To switch"
+        yield f"  {what} (docs/monitor.md, How to decide):"
+    yield from (f"    {line}" for line in run.verdict.switch)
 
 
 def _what_was_recorded(run):
@@ -62,8 +72,8 @@ def _what_was_recorded(run):
     elif run.own_clip is None:
         trained = f"trained with {loss}, BAPO only monitored"
     else:
-        limits = f"[{run.own_clip['low']:g}, {run.own_clip['high']:g}]"
-        trained = f"trained with {loss}, which {run.own_clip['kind']}s ratios to {limits}; BAPO only monitored"
+        limits = f"{QUANTITIES[run.own_clip['of']]} to [{run.own_clip['low']:g}, {run.own_clip['high']:g}]"
+        trained = f"trained with {loss}, which {run.own_clip['kind']}s {limits}; BAPO only monitored"
     return f"{_count(len(run.recorded), 'update')}{span}{starts}; {trained}."
 
 
@@ -73,27 +83,29 @@ def _tokens(run):
     masked = percent(measured["masked_token_fraction"].nan_to_num().mean().item())
     yield f"  No usable old log-prob: {masked} of the response tokens."
     counts = measured.dicts(["response_tokens", "positive_tokens", "negative_tokens"])
-    tokens, *signs = (sum(one[f"{name}_tokens"] for one in counts) for name in ("response", *SIGNS))
-    shares = [percent(number / max(1, tokens)) for number in signs]
-    idle = percent(idle_share(counts))
-    yield f"  Advantage: A > 0 on {shares[0]} of the response tokens, A < 0 on {shares[1]}, none on {idle}."
-    fresh = measured.rows(measured["on_policy"] == 1)
-    if fresh:
-        beyond = fresh["beyond_upper_start"].sum() / fresh["positive_tokens"].sum().clamp(min=1)
+    tokens, *signs = (sum(one[f"{name}_tokens"] for one in counts) for name in ("response", *SIGNS.values()))
+    shares = [percent(number / max(1, tokens)) for number in (*signs, tokens - sum(signs))]
+    yield f"  Advantage: A > 0 on {shares[0]} of the response tokens, A < 0 on {shares[1]}, none on {shares[2]}."
+    same_weights = measured.rows(measured["on_policy"] == 1)
+    first, which = measured.rows(measured["update"] == 0), "on a rollout batch, where this trainer does not say so"
+    if same_weights or not measured["on_policy"].isnan().all():
+        first, which = same_weights, "whose old log-probs the same weights computed"
+    far = far_from_1(first.dicts(["far_from_1", "positive_tokens", "negative_tokens"]))
+    if far is not None:
         yield (
-            f"  Ratio in the {_count(len(fresh), 'update')} that must have 1: {run.config.ratio_upper_start:g} or more "
-            f"on {percent(beyond.item())} of the tokens with A > 0."
+            f"  Ratios far from 1 (above 1.2 or below 0.83) in the {_count(len(first), 'first update')} {which}: "
+            f"{percent(far)} of the tokens with an advantage."
         )
+    norms = [norm for norm in measured["grad_norm"].tolist() if not math.isnan(norm)]
+    if norms:
+        yield f"  Gradient norm: {median(norms):.3g} (median), {min(norms):.3g} to {max(norms):.3g}."
 
 
 def _clipping(run):
     """Answer question 2."""
     yield "  As shares of the tokens with an advantage of that sign:"
     if clipped_by_loss(run, run.updates) is None:
-        yield (
-            "  The run's loss does not clip by the ratio of a token, or the record does not know its limits. What "
-            "BAPO's bounds would clip:"
-        )
+        yield ("  The run's loss does not clip, or the record does not know its limits. What BAPO's bounds would clip:")
     verb = "capped" if run.own_clip and run.own_clip["kind"] == "cap" else "clipped"
     rows = [("", f"A > 0 {verb}", f"A < 0 {verb}"), ("all updates", *_clipped(run, run.updates))]
     unit, stretches = run.by_step(STRETCHES)

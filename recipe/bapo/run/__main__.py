@@ -65,6 +65,9 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         temporary = scratch_folder()
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): {error}", file=sys.stderr)
         return 1
@@ -112,8 +115,19 @@ def catch_interruptions() -> list[signal.Signals]:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
-    """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``."""
-    parent = os.path.abspath(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``.
+
+    Raises:
+        ValueError: ``RAY_TMPDIR`` is too long. (A ``TMPDIR`` that is too long for Ray becomes ``/tmp``.)
+        OSError: the folder cannot be made.
+    """
+    given = os.environ.get("RAY_TMPDIR")
+    parent = os.path.abspath(given or tempfile.gettempdir())
+    if given and len(parent) > MAX_TEMP_LENGTH:
+        raise ValueError(
+            f"invalid RAY_TMPDIR={given}: Ray makes sockets below it, so name a folder whose path has at most "
+            f"{MAX_TEMP_LENGTH} characters."
+        )
     parent = parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"
     os.makedirs(parent, exist_ok=True)  # Ray makes RAY_TMPDIR, too, if it is not there
     return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
@@ -205,15 +219,17 @@ class TrainingProcess:
         exit_code = self.process.poll()
         if exit_code == 0:
             return None, 0
-        if interruptions:
-            return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         if self.trained_at is not None:
             end = f"did not end within {self.config.watchdog.max_exit_s:g} s (watchdog.max_exit_s) and is killed"
             if exit_code is not None:
                 end = f"ended with code {exit_code}"
+            elif interruptions:
+                end = f"is killed after {interruptions[0].name}"
             with suppress(OSError):  # raised if the terminal is gone
                 print(f"Training is done, but its process {end}.")
             return None, 0
+        if interruptions:
+            return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         log = self.log.read_text(errors="replace")
         if self.watchdog is None:  # the checks have failed, or training ended before they were done
             return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1

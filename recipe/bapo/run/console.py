@@ -5,7 +5,6 @@ The parent of a run does it. It reads all of it from ``metrics.jsonl``, ``train.
 folder. No program reads it, so you may change the texts; the README shows the summary.
 """
 
-import json
 import math
 import re
 import textwrap
@@ -16,7 +15,7 @@ from statistics import fmean
 from tqdm import tqdm
 
 from recipe.bapo.host.files import ANSWERS, METRICS
-from recipe.bapo.host.metrics import parse_lines, read_file, read_metrics, validation_reward
+from recipe.bapo.host.metrics import parse_lines, read_answers, read_file, read_metrics, validation_reward
 from recipe.bapo.run import bapo_run
 
 # The parts of a step's line, by metric. A part is left out if the step did not log its metric.
@@ -211,7 +210,7 @@ def answer_lines(folder: Path, prompts: int = 3) -> list[str]:
     files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
     if len(files) < 2:
         return []
-    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (files[0], files[-1]))
+    before, after = (read_answers(path) for path in (files[0], files[-1]))
     after_by_prompt = {answer["input"]: answer for answer in after}
     lines = ["Answers to the first validation prompts, before and after:"]
     for first in [answer for answer in before if answer["input"] in after_by_prompt][:prompts]:

@@ -92,6 +92,8 @@ def give_up(*errors: str) -> NoReturn:
 def configure_ray(config) -> None:
     """Set Ray to join a running cluster (``RAY_ADDRESS`` is set, or there are several nodes), or to start its own."""
     ray_init = config.ray_kwargs.ray_init
+    if ray_init.get("address") not in (None, "auto", "local"):
+        give_up(f"invalid ray_kwargs.ray_init.address={ray_init.address}: set RAY_ADDRESS instead.")
     with open_dict(config):
         if joins_a_cluster(config):
             ray_init.address = "auto"

@@ -5,7 +5,6 @@ A run is a folder with ``metrics.jsonl``, as ours write it, or a file that verl'
 writes ``<project>/<experiment>.jsonl``, so a folder without ``metrics.jsonl`` holds as many runs as it has such files.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ import pandas as pd
 import yaml
 
 from recipe.bapo.host.files import ANSWERS, CONFIG, METRICS, is_record
-from recipe.bapo.host.metrics import read_file, read_metrics
+from recipe.bapo.host.metrics import read_answers, read_file, read_metrics
 
 # What verl logs of a validation, such as mean@16 of acc on aime_2024. The variable is acc where verl's scorer returns
 # it, otherwise reward.
@@ -58,7 +57,7 @@ class TrainingRun:
         path = path if path.exists() else self.path / ANSWERS / path.name  # the folder may have been moved
         if not path.exists():
             return nothing
-        responses = pd.DataFrame(map(json.loads, path.read_text().splitlines()))
+        responses = pd.DataFrame(read_answers(path))
         key = "score" if variable == "reward" else variable
         if key not in responses:
             return nothing
