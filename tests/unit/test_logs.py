@@ -88,6 +88,11 @@ def test_a_restart_replaces_its_steps_and_a_new_run_all(tmp_path):
     assert [(step, values["actor/pg_clipfrac"]) for step, values in other.steps] == [(1, 0.7)]
 
 
+def test_a_step_that_is_logged_in_two_lines_is_no_restart(tmp_path):
+    log = read_log(write(tmp_path, console(STEPS) + console([(3, {"critic/rewards/mean": 0.5, "perf/throughput": 1})])))
+    assert log.restarts == 0 and log.steps[-1][1].keys() > {"critic/rewards/mean", "actor/pg_clipfrac"}
+
+
 def test_a_line_that_a_terminal_broke_inside_an_item_is_joined(tmp_path):
     text = console(STEPS[:1]).replace("actor/entropy", "actor\n/entropy").replace("mean:100.0", "mean:10\n0.0")
     ((_, values),) = read_log(write(tmp_path, text)).steps

@@ -353,7 +353,11 @@ def test_the_record_holds_each_updates_sums_and_place(monkeypatch, tmp_path, con
 def test_a_resumed_run_of_verls_own_trainer_is_one_run(monkeypatch, tmp_path, calls_a_step):
     """It sets no mark, so the step is that of the checkpoint with the rollout batches since."""
     monkeypatch.setattr(TrainingWorker, "load_checkpoint", lambda worker, path, *more: None)
-    for checkpoint, steps in ((None, 3), ("/runs/one/global_step_2/actor", 2), ("/runs/one/global_step_4/actor", 1)):
+    for checkpoint, steps in (
+        (None, 3),
+        ("/runs/one/global_step_2/actor", 2),
+        ("/runs/global_step_9/global_step_4/actor", 1),
+    ):
         worker = worker_with(monkeypatch, MonitorConfig(record_dir=str(tmp_path)))
         if checkpoint:
             worker.load_checkpoint(checkpoint, None)

@@ -120,6 +120,11 @@ def said(task, files):
             "trainer.val_before_train=true",
         ),
         (
+            f"trainer.nnodes=2 trainer.n_gpus_per_node=1 {ACTOR}.strategy=fsdp {ACTOR}.fsdp_config.fsdp_size=1",
+            "fsdp_config.fsdp_size=1 on 2 GPUs with strategy=fsdp",
+            f"{ACTOR}.fsdp_config.fsdp_size=-1",
+        ),
+        (
             "trainer.critic_warmup=1000",
             "trainer.critic_warmup=1000 without a critic keeps the actor from training",
             "trainer.critic_warmup=0",

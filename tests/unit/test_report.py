@@ -222,6 +222,12 @@ def test_a_resumed_start_finds_its_run_beside_another(tmp_path):
     assert [len(run.starts) for run in read_runs(tmp_path)] == [2, 1]
 
 
+def test_a_resumed_start_goes_on_from_the_newest_run_with_its_settings(tmp_path):
+    paths = [write_start(tmp_path, steps, seed)[0] for seed, steps in enumerate(([1, 2], [1, 2], [3]))]
+    first, second = read_runs(tmp_path)
+    assert [start.path for start in second.starts] == paths[1:] and len(first.starts) == 1
+
+
 def test_a_start_that_died_at_its_first_line_costs_no_other(tmp_path):
     path, _ = write_start(tmp_path, steps=[1, 2])
     (tmp_path / "record-1.jsonl").write_text("")

@@ -67,6 +67,14 @@ def test_an_adapter_that_is_never_sent_is_told_once(capsys, sends, missing):
     assert told(capsys) == missing
 
 
+def test_an_adapter_that_is_no_longer_sent_is_told(capsys):
+    engine, weights = engine_and_weights()
+    for gives, missing in ((ADAPTER, 0), (ADAPTER, 0), (BASE, 0), (BASE, 1)):  # judged when the next call begins
+        weights.begin_call()
+        assert told(capsys) == missing
+        send(engine, gives)
+
+
 @pytest.mark.parametrize(
     "model_config",
     [
