@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Try the two lines and the monitor with another verl, on a CPU: put it in front of the verl of our environment, whose other
-# packages stay, and run the tests of what the lines load. Ten to fifteen minutes on two cores. Nothing is installed.
+# Try the two lines and the monitor with another verl, on a CPU: put it in front of the verl of an environment, whose other
+# packages stay, and run the tests of what the lines load. Ten to twenty minutes on two cores. Nothing is installed.
 #
 #   bash scripts/try_verl.sh WHERE    a release such as 0.8.0, or a folder that holds verl/: a checkout, or site-packages
 #
 # The updates are those of verl's own actor with the config of verl.trainer.main_ppo. Their bounds are compared with those
 # of a literal search over all tokens of all ranks, and weights of a monitored run with those of one without the line, bit
 # for bit. Rollouts, Ray and a GPU are not part of this. The exit code is 1 if a row failed. Logs: runs/try_verl/.
+# The environment is ours (.venv), or BAPO_VENV, such as the one in which your verl runs; it needs pytest, pytest-xdist and
+# hypothesis. Tests that are skipped are of what a verl does not have; the logs name them.
 set -euo pipefail
 [ $# = 1 ] || { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1; }
 fail() { echo "Error: $*" >&2; exit 1; }
@@ -20,8 +22,11 @@ if [[ $where =~ ^[0-9]+\.[0-9] ]]; then release=$where; else
 fi
 cd "$(dirname "$0")/.."
 export VERL_PLATFORM=cpu
+export CUDA_VISIBLE_DEVICES=
 bash scripts/setup.sh
-python=$PWD/.venv/bin/python
+python=${BAPO_VENV:-$PWD/.venv}/bin/python
+"$python" -c 'import pytest, xdist, hypothesis' || fail "$python lacks what the tests need, see above."
+echo "Ten rows; the whole takes ten to twenty minutes on two cores."
 logs=$PWD/runs/try_verl
 rm -rf "$logs"
 mkdir -p "$logs"
@@ -39,7 +44,7 @@ row() {  # row NAME RESULT TEXT
 tests() {  # tests NAME ARGUMENTS...: a row with what pytest says at its end
     local name=$1 log="$logs/$1.log" result=ok
     shift
-    "$python" -m pytest -q -n 2 --dist loadfile -p no:cacheprovider "$@" >"$log" 2>&1 || result=failed
+    "$python" -m pytest -q -rs -n 2 --dist loadfile -p no:cacheprovider "$@" >"$log" 2>&1 || result=failed
     row "$name" $result "$(tail -n 1 "$log" | tr -d =)"
     [ $result = ok ] || grep -E '^(FAILED|ERROR)' "$log" | cut -c 1-200 | head -n 5 || true
 }

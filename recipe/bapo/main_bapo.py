@@ -6,11 +6,17 @@ takes the same arguments; it starts this command as a child, shows its progress 
 """
 
 import os
+import sys
 
 import hydra
 
-from recipe.bapo.preflight.keys import ERRORS, explain
-from recipe.bapo.run import train
+from recipe.bapo.hook.install import RUN_WITH, verl_version
+
+try:
+    from recipe.bapo.preflight.keys import ERRORS, explain
+    from recipe.bapo.run import train
+except ImportError as error:
+    sys.exit(f"Error: verl {verl_version()} lacks what our trainer needs ({error}): use verl 0.9.1; {RUN_WITH}.")
 
 
 @hydra.main(config_path="config", config_name="bapo_trainer", version_base=None)

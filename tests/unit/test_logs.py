@@ -136,8 +136,8 @@ def test_each_metric_has_its_first_its_last_and_its_extremes(tmp_path):
     steps[3][1]["actor/grad_norm"] = float("nan")
     log = read_log(write(tmp_path, console(steps)))
     for label in ("clip fraction", "dual clip", "cut responses", "probabilities, rollout - training"):
-        assert row_of(log, label) == ["0.3", "0.2", "0.1", "0.9", "(7)"], label
-    assert row_of(log, "gradient norm") == ["0.25", "0.25", "0.25", "0.25", "(1)", "1"]
+        assert row_of(log, label) == ["0.3", "0.2", "0.1", "2", "0.9", "7"], label
+    assert row_of(log, "gradient norm") == ["0.25", "0.25", "0.25", "0.25", "1"]
     assert row_of(log, "reward") is None
 
 
@@ -146,7 +146,7 @@ def test_metrics_of_a_monitored_run_have_rows(tmp_path):
     steps = [(1, metrics(0.1, **dict.fromkeys(names, 0.25))), (2, metrics(0.1, **dict.fromkeys(names, "nan")))]
     log = read_log(write(tmp_path, console(steps)))
     for label in ("BAPO: met at the start", "clipped of A > 0", "clipped of A < 0"):
-        assert row_of(log, label) == ["0.25", "0.25", "0.25", "0.25", "(1)", "1"]
+        assert row_of(log, label) == ["0.25", "0.25", "0.25", "0.25", "1"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_loss_clips_hardly_anything_only_if_no_step_clips_more(tmp_path, clipp
     if hardly:
         assert "at most 0.009% of the response tokens" in clips_hardly(
             log
-        ) and "if it is verl's default" in clips_hardly(log)
+        ) and "verl's default is assumed" in clips_hardly(log)
 
 
 SMALL = [(1, metrics(1e-5)), (2, metrics(2e-5))]
@@ -186,7 +186,7 @@ def test_the_loss_is_the_one_of_the_config_that_the_log_prints(tmp_path, form):
     for mode in ("gspo", "vanilla"):
         config = CONFIGS[form].format(mode=mode, prefix="(TaskRunner pid=1) ")
         log = read_log(write(tmp_path, f"{config}\n{console(SMALL)}"))
-        assert log.modes == {1: mode, 2: mode} and f"  loss_mode={mode}" in list(report_on_log("x", log))
+        assert log.modes == {1: mode, 2: mode} and f"\n  loss_mode={mode}" in "\n".join(report_on_log("x", log))
         assert bool(clips_hardly(log)) == (mode == "vanilla") and "default" not in clips_hardly(log)
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_was_resumed_with_another_loss_has_both(tmp_path):
         for mode, step in zip(("gspo", "vanilla"), SMALL, strict=True)
     ]
     log = read_log(write(tmp_path, "\n".join(parts)))
-    assert "  loss_mode=gspo from step 1 on, vanilla from step 2 on" in list(report_on_log("x", log))
+    assert "  loss_mode=gspo from step 1 on, vanilla from step 2 on (what" in "\n".join(report_on_log("x", log))
     assert not clips_hardly(log)
 
 

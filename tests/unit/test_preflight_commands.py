@@ -182,5 +182,5 @@ def test_a_verl_that_lacks_what_preflight_needs_is_one_row(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["preflight", "trainer.nnodes=1"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("recipe.bapo.preflight", run_name="__main__")
-    row = r"skipped  versions +verl \S+ lacks what preflight needs .*migrate_legacy_reward_impl.*; the two lines .*\n"
-    assert ended.value.code == 0 and re.fullmatch(row, capsys.readouterr().out)
+    row = r"skipped  versions +nothing was checked, because verl \S+ lacks .*migrate_legacy_reward_impl.*; the two .*\n"
+    assert ended.value.code == 2 and re.fullmatch(row, capsys.readouterr().out)

@@ -244,10 +244,9 @@ def test_the_workers_sentence_has_the_shares_of_a_literal_search(monkeypatch, ca
         ends[2 if saturated else int(steps == 0)] += 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert percents(said)[:3] == [100 * number / EVERY for number in ends] and ends[0] > 0
-    switched = (
-        f"To switch: {TARGET}BAPOPolicyLossConfig {LOSS}.loss_mode=bapo ++{LOSS}.positive_contribution_target=0.46"
-    )
-    assert said.endswith(f"To go back: {TARGET}MonitorConfig {LOSS}.loss_mode=vanilla" if applied else switched)
+    options = f"{LOSS}.loss_mode=bapo ++{LOSS}.positive_contribution_target=0.46"
+    switched = f"Lines that train so: {TARGET}BAPOPolicyLossConfig {options}"
+    assert said.endswith(f"Lines that go back: {TARGET}MonitorConfig {LOSS}.loss_mode=vanilla" if applied else switched)
 
 
 def test_the_pages_name_the_same_thresholds():

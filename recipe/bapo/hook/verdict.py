@@ -64,7 +64,7 @@ def judge(updates: Sequence[Mapping[str, float]], config: Any, about: Mapping, w
     if clipped is not None and max(clipped) < NEARLY_NOTHING:
         text = f"in {window} the loss {clips} hardly anything of either sign: {shares}.{unchecked}"
         return Verdict("hardly clips", text)
-    move, be = ("moved", "were") if applied else ("would move", "be")
+    move, reaches, does = ("moved", "reached", "did") if applied else ("would move", "reaches", "does")
     first, last = (
         f"[{getattr(config, f'ratio_lower_{end}'):g}, {getattr(config, f'ratio_upper_{end}'):g}]"
         for end in ("start", "max")
@@ -72,8 +72,8 @@ def judge(updates: Sequence[Mapping[str, float]], config: Any, about: Mapping, w
     at_start, moved, saturated = (percent(fmean(update[name] for update in searched)) for name in OUTCOMES)
     text = (
         f"in {window} BAPO's bounds, with the target {config.positive_contribution_target:g}, {move} in {moved} of the "
-        f"updates, {be} the first pair {first} in {at_start}, and {be} the last pair {last} without reaching the "
-        f"target in {saturated}."
+        f"updates; in {at_start} the first pair {first} {reaches} the target, and in {saturated} no pair {does}, so "
+        f"that the last one, {last}, is taken."
     )
     if clipped is not None:
         text += f" The loss {clips} {shares}."
@@ -144,7 +144,8 @@ def _what_is_wrong(
     """Yield what is wrong with the numbers themselves, the most basic first."""
     invalid = sum(update.get("invalid_tokens", 0.0) for update in updates)
     if invalid:
-        yield f"{invalid:.0f} log-probs or advantages were not finite"
+        number = sum(bool(update.get("invalid_tokens")) for update in updates)
+        yield f"{invalid:.0f} log-probs or advantages were not finite, in {number} of {len(updates)} updates"
     masked = [update.get("masked_token_fraction", 0.0) for update in measured]
     unusable = sum(share > MAX_MASKED for share in masked)
     if unusable:
@@ -171,7 +172,7 @@ def _what_was_not_checked(searched: Sequence[Mapping[str, float]]) -> str:
     far = far_from_1([update for update in searched if update.get("update") == 0])
     seen = "" if far is None else f" (above 1.2 or below 0.83 on {percent(far)} of the tokens)"
     return (
-        f" Not checked: whether the ratios of first updates on a rollout batch{seen} should all be 1, because this "
+        f" Not checked: whether all ratios of the first updates on a rollout batch{seen} should be 1, which this "
         "trainer does not tell."
     )
 

@@ -125,7 +125,7 @@ class BAPOTrainingWorker(TrainingWorker):
             with self.guard("judging the measurements"):
                 window = f"the last {EVERY} training calls"
                 verdict = judge(self.since_verdict, self.scope.config, self.scope.about(), window)
-                instead = "To go back:" if self.scope.applied else "To switch:"
+                instead = "Lines that go back:" if self.scope.applied else "Lines that train so:"
                 tell(" ".join([verdict.text, *((instead, *verdict.switch) if verdict.switch else ())]))
             self.since_verdict = []
         return output

@@ -5,8 +5,9 @@
     python -m recipe.bapo.preflight --config-name bapo_trainer ARGUMENTS             those of recipe.bapo.main_bapo
     bash recipe/bapo/run_bapo_example.sh --preflight [key=value ...]
 
-Each line is ok, a warning, failed, or skipped where nothing was looked at. The exit code is 1 if a line failed, else 0.
-Our trainer makes the same checks before it starts Ray; preflight=false leaves them out.
+Each line is ok, a warning, failed, or skipped where nothing was looked at. The exit code is 1 if a line failed, 2 if
+this verl lacks what preflight needs, else 0. Our trainer makes the same checks before it starts Ray; preflight=false
+leaves them out.
 """
 
 import argparse
@@ -50,8 +51,11 @@ def main() -> int:
             missing = str(error)
         results = [] if missing else run_preflight(**arguments)
     if missing:
-        print(f"skipped  versions         verl {verl_version()} lacks what preflight needs ({missing}); {RUN_WITH}.")
-        return 0
+        print(
+            f"skipped  versions         nothing was checked, because verl {verl_version()} lacks what preflight and "
+            f"our trainer need ({missing}); {RUN_WITH}."
+        )
+        return 2
     print(table(results))
     return int(any(result.status == "failed" for result in results))
 

@@ -68,6 +68,7 @@ def _report_on_records(paths: list[Path], out: Path | None) -> None:
     out = out / "report.png" if out.is_dir() else out
     drawn = {name: run for name, run in runs.items() if run.updates and run.verdict.kind != "unusable"}
     if not drawn:
+        print("No picture, because no run has numbers for one.")
         return
     try:
         from recipe.bapo.report.panels import picture

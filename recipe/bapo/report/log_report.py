@@ -69,8 +69,8 @@ def clips_hardly(log: Log) -> str:
     shares = [upper.get(step, math.nan) + lower.get(step, 0.0) for step, _ in log.steps]
     if log.decimals <= 3 or not all(share < HARDLY_CLIPPED for share in shares):
         return ""
-    default = "" if log.modes else ", if it is verl's default"
-    return f"The loss{default}, clipped at most {percent(max(shares))} of the response tokens in any step."
+    assumed = "" if log.modes else " (verl's default is assumed)"
+    return f"The loss{assumed} clipped at most {percent(max(shares))} of the response tokens in any step."
 
 
 def _losses(log: Log) -> str:
@@ -82,14 +82,17 @@ def _losses(log: Log) -> str:
         mode = log.modes.get(step, "not named")
         if not named or named[-1][1] != mode:
             named.append((step, mode))
-    if len(named) == 1:
-        return f"loss_mode={named[0][1]}"
-    return "loss_mode=" + ", ".join(f"{mode} from step {step} on" for step, mode in named)
+    text = f"loss_mode={named[0][1]}"
+    if len(named) > 1:
+        text = "loss_mode=" + ", ".join(f"{mode} from step {step} on" for step, mode in named)
+    if {mode for _, mode in named} != {"vanilla"}:
+        text += " (what its clip fraction counts: docs/losses.md)"
+    return text
 
 
 def _table(log: Log) -> Iterator[str]:
     """Yield a row for each metric: its mean over the first and the last fifth of the steps, and its extremes."""
-    rows: list[tuple[str, ...]] = [("", "first", "last", "lowest", "highest", "(in step)", "not finite")]
+    rows: list[tuple[str, ...]] = [("", "first", "last", "lowest", "in step", "highest", "in step", "not finite")]
     for label, names in ROWS:
         values = log.values(*names)
         finite = [(step, value) for step, value in values if math.isfinite(value)]
@@ -97,14 +100,15 @@ def _table(log: Log) -> Iterator[str]:
             continue
         lost = str(len(values) - len(finite)) if len(finite) < len(values) else ""
         if not finite:
-            rows.append((label, "-", "-", "-", "-", "", lost))
+            rows.append((label, "-", "-", "-", "", "-", "", lost))
             continue
         fifth = max(1, len(finite) // 5)
         parts = [finite[:fifth], finite[-fifth:]]
-        numbers = [value for _, value in finite]
-        step, highest = max(finite, key=lambda one: one[1])
-        shown = [*(fmean(value for _, value in part) for part in parts), min(numbers), highest]
-        rows.append((label, *(f"{number:.3g}" for number in shown), f"({step})", lost))
+        means = [f"{fmean(value for _, value in part) + 0.0:.3g}" for part in parts]
+        ends = [of(finite, key=lambda one: one[1]) for of in (min, max)]
+        varies = ends[0][1] < ends[1][1]
+        shown = [cell for step, value in ends for cell in (f"{value + 0.0:.3g}", str(step) if varies else "")]
+        rows.append((label, *means, *shown, lost))
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     yield f"  First and last: means over {_count(max(1, len(log.steps) // 5), 'step')}."

@@ -74,10 +74,10 @@ def _explain(panels, runs):
     by = [_line("-", "by the run's loss"), _line("--", "by the bounds that BAPO would use")]
     by = by[:1] if all(run.applied for run in runs) else by
     explained = [
-        (f"Share of tokens with A > 0 that are {clips}", unit, by),
-        (f"Share of tokens with A < 0 that are {clips}", unit, by),
+        (f"Tokens with A > 0: share {clips}", unit, by),
+        (f"Tokens with A < 0: share {clips}", unit, by),
         (
-            f"Share {clips}, as a rollout batch is reused",
+            "The same, as a rollout batch is reused",
             "number of the update on its rollout batch",
             [_line("-", "of the tokens with A > 0"), _line("--", "of the tokens with A < 0")],
         ),

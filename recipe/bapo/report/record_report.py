@@ -37,7 +37,7 @@ def report(name: str, run: Run) -> Iterator[str]:
     yield name
     yield f"  {_what_was_recorded(run)}"
     invalid = len(run.recorded) - int(run.valid.sum())
-    if invalid:
+    if invalid and run.verdict.kind != "unusable":
         yield (
             f"  {invalid} of the {len(run.recorded)} updates could not be measured, because log-probs or "
             "advantages were not finite (or the log of the run says why not). They are left out of the figures."
@@ -45,7 +45,9 @@ def report(name: str, run: Run) -> Iterator[str]:
     sentence = f"  {run.verdict.text[0].upper()}{run.verdict.text[1:]}"
     yield from ("", "1. Can these numbers be used?")
     if run.verdict.kind == "unusable":
-        yield f"{sentence} docs/silent_faults.md has reasons."
+        if run.updates:
+            yield from _tokens(run)
+        yield f"{sentence} What can be the reason: docs/silent_faults.md."
         return
     if run.updates:
         yield from _tokens(run)
@@ -54,8 +56,8 @@ def report(name: str, run: Run) -> Iterator[str]:
         yield from ("", "4. What would fixed bounds clip?", *_bounds(run))
     yield from ("", "5. In short", sentence)
     if run.verdict.switch:
-        what = "To go back to verl's loss" if run.applied else "To switch"
-        yield f"  {what} (docs/monitor.md, How to decide):"
+        what = "go back to verl's loss, monitored" if run.applied else "train with these bounds"
+        yield f"  Lines that would {what} (docs/monitor.md, How to decide):"
     yield from (f"    {line}" for line in run.verdict.switch)
 
 
@@ -72,7 +74,7 @@ def _what_was_recorded(run):
     elif run.own_clip is None:
         trained = f"trained with {loss}, BAPO only monitored"
     else:
-        limits = f"{QUANTITIES[run.own_clip['of']]} to [{run.own_clip['low']:g}, {run.own_clip['high']:g}]"
+        limits = f"{QUANTITIES[run.own_clip['of']]} to {_limits(run.own_clip)}"
         trained = f"trained with {loss}, which {run.own_clip['kind']}s {limits}; BAPO only monitored"
     return f"{_count(len(run.recorded), 'update')}{span}{starts}; {trained}."
 
@@ -87,14 +89,14 @@ def _tokens(run):
     shares = [percent(number / max(1, tokens)) for number in (*signs, tokens - sum(signs))]
     yield f"  Advantage: A > 0 on {shares[0]} of the response tokens, A < 0 on {shares[1]}, none on {shares[2]}."
     same_weights = measured.rows(measured["on_policy"] == 1)
-    first, which = measured.rows(measured["update"] == 0), "on a rollout batch, where this trainer does not say so"
+    first, which = measured.rows(measured["update"] == 0), "on a rollout batch; the trainer does not tell if all are 1"
     if same_weights or not measured["on_policy"].isnan().all():
-        first, which = same_weights, "whose old log-probs the same weights computed"
+        first, which = same_weights, "whose old log-probs the same weights had computed"
     far = far_from_1(first.dicts(["far_from_1", "positive_tokens", "negative_tokens"]))
     if far is not None:
         yield (
-            f"  Ratios far from 1 (above 1.2 or below 0.83) in the {_count(len(first), 'first update')} {which}: "
-            f"{percent(far)} of the tokens with an advantage."
+            f"  Ratios above 1.2 or below 0.83: {percent(far)} of the tokens with an advantage in the "
+            f"{_count(len(first), 'first update')} ({which})."
         )
     norms = [norm for norm in measured["grad_norm"].tolist() if not math.isnan(norm)]
     if norms:
@@ -120,14 +122,14 @@ def _ratios(run):
     """Say how far the ratios reach, and which tokens no bound touches."""
     tails = {f"A {sign} 0, ratio at or {side}": tail(run, side) for sign, side in ((">", "above"), ("<", "below"))}
     if any(tails.values()):
-        yield "  How far the ratios reach, as shares of the tokens of the sign:"
+        yield "  How far the ratios of single tokens reach, as shares of the tokens of the sign:"
     for label, shares in tails.items():
         if shares:
             yield from _table([(label, *(f"{ratio:g}" for ratio in shares)), ("", *map(percent, shares.values()))])
     gradient, unbounded = (run.updates[name].sum().item() for name in ("gradient", "unbounded_gradient"))
     yield (
-        f"  Tokens with A < 0 and a ratio above {UNBOUNDED_RATIO:g}, which no bound limits but a dual clip does, made "
-        f"up {percent(unbounded / gradient if gradient else 0.0)} of the gradient before clipping."
+        f"  Tokens with A < 0 and a ratio above {UNBOUNDED_RATIO:g}, which BAPO limits only by the dual clip, made up "
+        f"{percent(unbounded / gradient if gradient else 0.0)} of the gradient before clipping."
     )
     covariance = [value for value in run.updates["entropy_covariance"].tolist() if not math.isnan(value)]
     if covariance:  # not in an older record, in a run with BAPO, or where the loss does not clip by the ratio
@@ -184,7 +186,8 @@ def _bounds(run):
         low, high = run.own_clip["low"], run.own_clip["high"]
         found = fixed_bounds(run, low, high)
         rho = ("-", "-") if found is None else _rho(found.rho)
-        rows.append((f"the run's loss, [{low:g}, {high:g}]", *_clipped(run, run.updates), *rho))
+        caps = " (caps)" * (run.own_clip["kind"] == "cap")
+        rows.append((f"the run's loss{caps}, {_limits(run.own_clip)}", *_clipped(run, run.updates), *rho))
     rho = {run.config.contribution: median(run.updates["positive_contribution"].tolist())}
     rows.append(("the bounds that BAPO's search finds", *map(percent, clipped_by_bounds(run.updates)), *_rho(rho)))
     for low, high in BOUNDS:
@@ -198,7 +201,7 @@ def _bounds(run):
     yield from _table(rows)
     has_dual_clip = run.own_clip and math.isfinite(run.own_clip["dual_clip"])
     dual = " The row of the run's loss counts its dual clip too." if has_dual_clip else ""
-    yield f"  rho is the median of the updates.{dual}"
+    yield f"  rho is the median of the updates; -: not known of these bounds.{dual}"
     yield (
         "  These figures are about this run's tokens: with other bounds the tokens would differ from the second update "
         "of a rollout batch on."
@@ -208,6 +211,12 @@ def _bounds(run):
 def _clipped(run, updates):
     """Format what the run's loss clips or, if it does not clip by the ratio, what BAPO's bounds would."""
     return map(percent, clipped_by_loss(run, updates) or clipped_by_bounds(updates))
+
+
+def _limits(own_clip: dict) -> str:
+    """Format the limits of a loss. A ratio is never below 0."""
+    low = "-" if own_clip["of"] in ("ratio", "sequence ratio") and own_clip["low"] <= 0 else f"{own_clip['low']:g}"
+    return f"[{low}, {own_clip['high']:g}]"
 
 
 def _rho(rho: dict[str, float]) -> tuple[str, ...]:
