@@ -113,8 +113,7 @@ def compute_policy_loss_bapo(
 
     Raises:
         ValueError: the config is not ours, a worker other than ours calls the loss, shapes differ, or the dual clip is
-            not above 1. Non-finite input raises in the worker, before the optimizer's step, but for log-probs in an
-            update whose ratios are all taken as 1.
+            not above 1. Non-finite input raises in the worker, before the optimizer's step.
     """
     if not isinstance(config.policy_loss, BAPOPolicyLossConfig):
         raise ValueError(

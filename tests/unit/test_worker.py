@@ -374,6 +374,14 @@ def test_bad_input_raises_before_the_step_and_leaves_nothing_behind(monkeypatch,
     assert worker.engine.module.weight == other.engine.module.weight != 0
 
 
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_raises_before_the_step_where_all_ratios_are_taken_as_1(monkeypatch, name):
+    worker = worker_with(monkeypatch)
+    with pytest.raises(ValueError, match=f"on response tokens: 1 in {name}"):
+        train_call(worker, spoilt(name, math.nan), bapo_on_policy_first_update=True)
+    assert worker.engine.steps == 0
+
+
 WAYS = {
     "forecast": dict(),
     "on policy": dict(),
