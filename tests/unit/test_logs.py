@@ -135,7 +135,7 @@ def test_each_metric_has_its_first_its_last_and_its_extremes(tmp_path):
     steps = [(step, metrics(value, **dict.fromkeys(more, value))) for step, value in enumerate(found, start=1)]
     steps[3][1]["actor/grad_norm"] = float("nan")
     log = read_log(write(tmp_path, console(steps)))
-    for label in ("clip fraction", "dual clip", "cut responses", "probabilities, rollout - training"):
+    for label in ("clip fraction", "dual clip", "cut responses", "rollout-training mismatch"):
         assert row_of(log, label) == ["0.3", "0.2", "0.1", "2", "0.9", "7"], label
     assert row_of(log, "gradient norm") == ["0.25", "0.25", "0.25", "0.25", "1"]
     assert row_of(log, "reward") is None
@@ -225,7 +225,7 @@ def test_distillation_and_rounded_values_show_nothing_of_the_loss(tmp_path):
 def test_a_history_of_wandb_keeps_lengths_and_probabilities(tmp_path):
     more = {"response_length/clip_ratio": 0.7, "training/rollout_probs_diff_mean": 0.9, "val-core/x/acc": 0.1}
     log = read_log(write(tmp_path, as_csv([(step, values | more) for step, values in STEPS]), "history.csv"))
-    assert row_of(log, "cut responses")[0] == "0.7" and row_of(log, "probabilities, rollout - training")[0] == "0.9"
+    assert row_of(log, "cut responses")[0] == "0.7" and row_of(log, "rollout-training mismatch")[0] == "0.9"
 
 
 @pytest.mark.parametrize("step", ["Infinity", "NaN", "1" + "0" * 400, "null", '"x"'])

@@ -420,7 +420,7 @@ def test_curves_of_many_steps_show_means_of_neighbors(tmp_path, monkeypatch):
         (dict(own_clip=OwnClip("clip", 0.8, math.inf)), "trained with vanilla, which clips ratios to [0.8, inf]"),
         (
             dict(own_clip=OwnClip("clip", 0.8, math.inf)),
-            "  rho is the median of the updates; -: not known of these bounds.\n",
+            "  rho is the median of the updates. A dash: the record does not have it.\n",
         ),
         (dict(own_clip=OwnClip("clip", 0.8, 1.2, 3.0)), "The row of the run's loss counts its dual clip too."),
         (dict(config=BAPOConfig(ratio_lower_max=0.7)), "not on the run's grid"),

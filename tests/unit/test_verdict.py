@@ -166,9 +166,9 @@ def test_one_gradient_that_is_not_zero_is_enough():
 def test_what_the_trainer_does_not_tell_was_not_checked():
     first, second = update("met_at_start", update=0, far=30), update("met_at_start", update=1, far=90)
     text = verdict_on([first, second]).text
-    assert "Not checked" in text and "on 15.0% of the tokens" in text
-    assert "Not checked" in verdict_on([update("met_at_start", clipped=(0, 0))]).text
-    assert "Not checked" not in verdict_on([first | {"on_policy": 0}, second]).text
+    assert "was not checked" in text and "15.0% were above" in text
+    assert "was not checked" in verdict_on([update("met_at_start", clipped=(0, 0))]).text
+    assert "was not checked" not in verdict_on([first | {"on_policy": 0}, second]).text
 
 
 def test_shares_are_of_all_tokens_and_no_mean_of_updates():
@@ -254,3 +254,9 @@ def test_the_pages_name_the_same_thresholds():
     texts = [(root / page).read_text() for page in ("README.md", "docs/monitor.md")]
     assert all(f"{100 * NEARLY_NOTHING:g} %" in text for text in texts)
     assert f"{LEAST_UPDATES} updates" in texts[1] and f"{100 * MAX_FAR:g} %" in texts[1]
+
+
+@pytest.mark.parametrize("end", ["met_at_start", "saturated"])
+def test_bounds_that_would_never_move_need_no_lines(end):
+    verdict = verdict_on([update(end, clipped=(5, 5))])
+    assert verdict.kind == "bounds" and percents(verdict.text)[:2] == [0, 100] and not verdict.switch

@@ -31,7 +31,7 @@ class Verdict:
             the loss clips hardly any token of either sign. ``bounds``: what BAPO's bounds do, or would do.
         text: one or two sentences with the numbers.
         switch: lines to paste into the command of the run. With ``bounds`` those that switch BAPO on as it was
-            measured, and in a run with BAPO those that go back to verl's loss.
+            measured, if any bounds would move, and in a run with BAPO those that go back to verl's loss.
     """
 
     kind: str
@@ -64,23 +64,24 @@ def judge(updates: Sequence[Mapping[str, float]], config: Any, about: Mapping, w
     if clipped is not None and max(clipped) < NEARLY_NOTHING:
         text = f"in {window} the loss {clips} hardly anything of either sign: {shares}.{unchecked}"
         return Verdict("hardly clips", text)
-    move, reaches, does = ("moved", "reached", "did") if applied else ("would move", "reaches", "does")
+    at_start, moved, saturated = (fmean(update[name] for update in searched) for name in OUTCOMES)
     first, last = (
         f"[{getattr(config, f'ratio_lower_{end}'):g}, {getattr(config, f'ratio_upper_{end}'):g}]"
         for end in ("start", "max")
     )
-    at_start, moved, saturated = (percent(fmean(update[name] for update in searched)) for name in OUTCOMES)
-    text = (
-        f"in {window} BAPO's bounds, with the target {config.positive_contribution_target:g}, {move} in {moved} of the "
-        f"updates; in {at_start} the first pair {first} {reaches} the target, and in {saturated} no pair {does}, so "
-        f"that the last one, {last}, is taken."
-    )
+    move, reaches, does = ("moved", "reached", "did") if applied else ("would move", "reaches", "does")
+    target = f"the target {config.positive_contribution_target:g}"
+    parts = [f"BAPO's bounds, with {target}, {move} in {percent(moved)} of the updates"]
+    parts += [f"in {percent(at_start)} the first pair {first} {reaches} the target"] * (at_start > 0)
+    parts += [f"in {percent(saturated)} no pair {does}, so that the last one, {last}, is taken"] * (saturated > 0)
+    text = f"in {window} {'; '.join(parts)}."
     if clipped is not None:
         text += f" The loss {clips} {shares}."
     cost = cost_of_bounds(searched)
     if cost is not None and not applied:
         text += f" An update would take about {cost:.2f} times as long."
-    return Verdict("bounds", text + unchecked, _way_back() if applied else _switch(config))
+    switch = _way_back() if applied else _switch(config) if moved else ()
+    return Verdict("bounds", text + unchecked, switch)
 
 
 def clipped_by_own_loss(updates: Sequence[Mapping[str, float]]) -> tuple[float, float] | None:
@@ -144,8 +145,9 @@ def _what_is_wrong(
     """Yield what is wrong with the numbers themselves, the most basic first."""
     invalid = sum(update.get("invalid_tokens", 0.0) for update in updates)
     if invalid:
-        number = sum(bool(update.get("invalid_tokens")) for update in updates)
-        yield f"{invalid:.0f} log-probs or advantages were not finite, in {number} of {len(updates)} updates"
+        bad = [update for update in updates if update.get("invalid_tokens")]
+        step = f" (first in step {bad[0]['step']:.0f})" if "step" in bad[0] else ""
+        yield f"{invalid:.0f} log-probs or advantages were not finite, in {len(bad)} of {len(updates)} updates{step}"
     masked = [update.get("masked_token_fraction", 0.0) for update in measured]
     unusable = sum(share > MAX_MASKED for share in masked)
     if unusable:
@@ -170,11 +172,8 @@ def _what_was_not_checked(searched: Sequence[Mapping[str, float]]) -> str:
     if any("on_policy" in update for update in searched):
         return ""
     far = far_from_1([update for update in searched if update.get("update") == 0])
-    seen = "" if far is None else f" (above 1.2 or below 0.83 on {percent(far)} of the tokens)"
-    return (
-        f" Not checked: whether all ratios of the first updates on a rollout batch{seen} should be 1, which this "
-        "trainer does not tell."
-    )
+    seen = "" if far is None else f" (in first updates on a rollout batch {percent(far)} were above 1.2 or below 0.83)"
+    return f" That all ratios are 1 where they must be was not checked, because this trainer does not say where{seen}."
 
 
 def _switch(config: Any) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ ROWS = (
     ("loss", ("actor/pg_loss",)),
     ("clip fraction", ("actor/pg_clipfrac",)),
     ("dual clip", ("actor/pg_clipfrac_lower",)),
-    ("probabilities, rollout - training", ("training/rollout_probs_diff_mean",)),
+    ("rollout-training mismatch", ("training/rollout_probs_diff_mean",)),
     ("largest advantage", ("critic/advantages/max",)),
     ("smallest advantage", ("critic/advantages/min",)),
     ("no advantage", ("actor/bapo/zero_advantage_fraction",)),
@@ -104,10 +104,10 @@ def _table(log: Log) -> Iterator[str]:
             continue
         fifth = max(1, len(finite) // 5)
         parts = [finite[:fifth], finite[-fifth:]]
-        means = [f"{fmean(value for _, value in part) + 0.0:.3g}" for part in parts]
+        means = [f"{fmean(value for _, value in part) + 0.0:.4g}" for part in parts]
         ends = [of(finite, key=lambda one: one[1]) for of in (min, max)]
         varies = ends[0][1] < ends[1][1]
-        shown = [cell for step, value in ends for cell in (f"{value + 0.0:.3g}", str(step) if varies else "")]
+        shown = [cell for step, value in ends for cell in (f"{value + 0.0:.4g}", str(step) if varies else "")]
         rows.append((label, *means, *shown, lost))
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]

@@ -75,6 +75,8 @@ def _what_was_recorded(run):
         trained = f"trained with {loss}, BAPO only monitored"
     else:
         limits = f"{QUANTITIES[run.own_clip['of']]} to {_limits(run.own_clip)}"
+        if run.own_clip["kind"] == "cap" and run.own_clip["low"] <= 0:
+            limits = f"ratios at {run.own_clip['high']:g}"
         trained = f"trained with {loss}, which {run.own_clip['kind']}s {limits}; BAPO only monitored"
     return f"{_count(len(run.recorded), 'update')}{span}{starts}; {trained}."
 
@@ -83,7 +85,7 @@ def _tokens(run):
     """Answer question 1, where nothing speaks against it."""
     measured = run.recorded.rows(run.valid)
     masked = percent(measured["masked_token_fraction"].nan_to_num().mean().item())
-    yield f"  No usable old log-prob: {masked} of the response tokens."
+    yield f"  Response tokens without a usable old log-prob: {masked}."
     counts = measured.dicts(["response_tokens", "positive_tokens", "negative_tokens"])
     tokens, *signs = (sum(one[f"{name}_tokens"] for one in counts) for name in ("response", *SIGNS.values()))
     shares = [percent(number / max(1, tokens)) for number in (*signs, tokens - sum(signs))]
@@ -149,6 +151,7 @@ def _searches(run):
         f"bounds in {percent(ends[1])}, saturated in {percent(ends[2])}."
     )
     yield from _cost(run)
+    yield f"  rho is the share of the tokens with A > 0 in the loss, with contribution={run.config.contribution}:"
     for name, key in (
         ("rho at the start of the search", "positive_contribution_start"),
         ("highest rho that bounds reach", "positive_contribution_highest"),
@@ -201,7 +204,7 @@ def _bounds(run):
     yield from _table(rows)
     has_dual_clip = run.own_clip and math.isfinite(run.own_clip["dual_clip"])
     dual = " The row of the run's loss counts its dual clip too." if has_dual_clip else ""
-    yield f"  rho is the median of the updates; -: not known of these bounds.{dual}"
+    yield f"  rho is the median of the updates. A dash: the record does not have it.{dual}"
     yield (
         "  These figures are about this run's tokens: with other bounds the tokens would differ from the second update "
         "of a rollout batch on."
