@@ -3,7 +3,7 @@
 
 They follow from the same sums as the search, so they cost no extra forward pass, collective or host read. To add a
 metric, add a field to ``Diagnostics`` and, if needed, a sum to ``bapo.clip_statistics`` (``recipe.bapo.hook.record``
-then has to know what older records have in its place). A figure for the advice alone belongs in
+then has to know what older records have in its place). A figure for the verdict alone belongs in
 ``recipe.bapo.hook.verdict_inputs``. Apart from the counts of invalid input, each field is logged as
 ``actor/bapo/<field>``; renaming one breaks its readers.
 No name may contain "min" or "max": verl, which logs them, would log the extreme and not the mean.

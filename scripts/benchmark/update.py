@@ -117,7 +117,7 @@ def measure(overrides, rounds, kinds=UPDATES, platform="cpu", rows=ROWS, longest
 
     port, actors = free_port(), {}
     for name in dict.fromkeys("bapo" if kind in FORCED else kind for kind in kinds):
-        actors[name] = make_actor([*overrides, *ACTORS[name]], port=port, platform=platform, stock=True)
+        actors[name] = make_actor([*overrides, *ACTORS[name]], port=port, platform=platform)
     torch.set_num_threads(THREADS)  # each of the tests' actors has set one
     from verl.utils import tensordict_utils as tu  # after make_actor, which sets verl's platform
 
