@@ -14,7 +14,6 @@ from bapo import BAPOConfig
 from recipe.bapo.hook.verdict import judge
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from recipe.bapo.preflight.rules import check_rules
-from recipe.bapo.preflight.settings import Settings
 from recipe.bapo.preflight.stages import check_verls_config
 from recipe.bapo.verl_patches import attention
 from scripts.cluster.job import is_forwarded
@@ -257,13 +256,6 @@ def test_staleness_is_updates_per_rollout_batch(size):
     actor = config.actor_rollout_ref.actor
     assert config.data.train_batch_size / actor.ppo_mini_batch_size * actor.ppo_epochs == 32
     assert actor.use_dynamic_bsz
-
-
-def test_a_rank_computes_the_log_probs_of_one_call_at_once(task):
-    separate = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=8"]
-    for overrides, rows in (([], 64 * 8), (separate, 64)):
-        wholes = {name: whole for name, _, _, whole in Settings(composed(task, *overrides)).divisions()}
-        assert wholes["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"] == rows
 
 
 def test_a_staleness_that_does_not_divide_is_named():

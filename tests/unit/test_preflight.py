@@ -4,9 +4,7 @@
 It refuses what verl refuses and what would go wrong without a word. Of everything else it warns.
 """
 
-import io
 import json
-import os
 import shutil
 from contextlib import nullcontext
 
@@ -227,13 +225,6 @@ def test_what_goes_wrong_is_refused_once_and_passes_with_each_fix_that_is_named(
         ),
         # What verl reports, but late or in other words.
         (
-            "data.train_batch_size=60",
-            "ppo_mini_batch_size=8 does not divide data.train_batch_size=60",
-            f"{ACTOR}.ppo_mini_batch_size=10",
-        ),
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5 does not divide"),
-        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=7", "per_gpu=7 does not divide a rank's responses=512"),
-        (
             "algorithm.adv_estimator=gae",
             "algorithm.adv_estimator=gae needs a critic, which verl loads with flash",
             "algorithm.adv_estimator=grpo",
@@ -260,17 +251,11 @@ def test_what_goes_wrong_is_refused_once_and_passes_with_each_fix_that_is_named(
             "data.train_files={files}/long.parquet data.filter_overlong_prompts=true",
             "has no usable row: give more (data.train_max_samples), or raise data.max_prompt_length=128",
         ),
-        # What may be otherwise on the machine that trains.
-        ("trainer.logger=[console,nope]", "trainer.logger=nope: verl logs to wandb, mlflow"),
-        ("trainer.logger=wandb", "trainer.logger=wandb: UsageError: No API key configured"),
     ],
     ids=lambda row: row[0],
 )
-def test_of_what_may_be_meant_or_fails_later_it_warns_until_it_is_fixed(row, said, monkeypatch, tmp_path):
+def test_of_what_may_be_meant_or_fails_later_it_warns_until_it_is_fixed(row, said):
     override, message, *fixes = row
-    monkeypatch.setenv("NETRC", os.devnull)  # wandb finds no key
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setattr("sys.stdin", io.StringIO())  # and asks for none, where pytest -s leaves it a terminal
     failed, warned = said(override)
     (line,) = [line for line in warned if message in line]
     assert not failed and "\n" not in line
@@ -373,7 +358,7 @@ def test_what_verl_accepts_passes(overrides, said, tmp_path, monkeypatch):
     (tmp_path / "own_estimator.py").write_text(OWN_ESTIMATOR)
     monkeypatch.syspath_prepend(tmp_path)
     failed, warned = said(*overrides)
-    assert not failed and not [line for line in warned if "/dev/shm" not in line]  # of this machine
+    assert not failed and not warned
 
 
 def test_verls_name_for_cuda_is_a_platform(monkeypatch):

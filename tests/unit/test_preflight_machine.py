@@ -74,15 +74,6 @@ def test_another_verl_and_a_package_that_is_missing_are_warnings(task):
         machine.check_versions(composed(task, f"{ROLLOUT}.name=sglang"))
 
 
-def test_little_shared_memory_is_a_warning(task, monkeypatch):
-    config = composed(task)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    with pytest.raises(CheckWarning, match="/dev/shm has 0.06 GiB free, and Ray, .* .docker run --shm-size=16g"):
-        machine.check_shared_memory(config)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
-    assert machine.check_shared_memory(config).endswith("1 GiB free in /dev/shm")
-
-
 def test_a_disk_that_cannot_hold_the_checkpoints_is_a_warning(task, tmp_path, monkeypatch):
     folder = f"trainer.default_local_dir={tmp_path}"
     whole = ("trainer.total_epochs=1", "trainer.total_training_steps=null")
@@ -185,8 +176,8 @@ def test_one_gpu_too_few_is_named_those_that_sample_among_them(config, monkeypat
 
 
 @pytest.mark.parametrize("field", [f"{ACTOR}.ulysses_sequence_parallel_size", f"{FSDP}.ulysses_sequence_parallel_size"])
-def test_data_parallel_ranks_by_either_key_of_sequence_parallelism(config, field):
-    assert rules.Settings(config(changes={field: 4})).ranks == 2
+def test_either_key_of_sequence_parallelism_is_read(config, field):
+    assert rules.Settings(config(changes={field: 4})).sequence_parallel == 4
 
 
 SEPARATE = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 3}
@@ -196,35 +187,15 @@ SCORERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (
-            {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.pipeline_model_parallel_size": 3},
-            "tensor, data and pipeline parallelism=6 does not divide the GPUs that train=8",
-        ),
-        (
-            {f"{ACTOR}.ulysses_sequence_parallel_size": 3},
-            "sequence parallelism=3 does not divide the GPUs that train=8",
-        ),
-        (
-            {f"{ACTOR}.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 12},
-            "data-parallel ranks=8 does not divide ppo_mini_batc",
-        ),
-        (  # a part of a sequence is rounded up: 9217 tokens on 4 GPUs
-            {
-                f"{ACTOR}.ppo_max_token_len_per_gpu": 2304,
-                f"{ACTOR}.ulysses_sequence_parallel_size": 4,
-                "data.max_prompt_length": 1025,
-            },
-            "a micro-batch holds 9216 tokens",
-        ),
-    ],
-)
-def test_what_verl_would_assert_in_a_worker_is_a_warning(config, changes, message):
-    with pytest.raises(CheckWarning) as error:
+def test_a_sequence_that_no_micro_batch_holds_is_a_warning(config):
+    """A part of a sequence is rounded up: 9217 tokens on 4 GPUs."""
+    changes = {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 2304,
+        f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+        "data.max_prompt_length": 1025,
+    }
+    with pytest.raises(CheckWarning, match="a micro-batch holds 9216 tokens"):
         rules.check_rules(config(changes=changes))
-    assert message in str(error.value)
 
 
 def test_a_reward_models_gpus_need_not_be_divided_by_a_served_model(config):
@@ -332,22 +303,6 @@ def test_a_cluster_counts_its_own_cpus(config, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(CheckSkipped, match="the nodes of the Ray cluster count their own"):
         machine.check_cpus(config())
-
-
-@pytest.mark.parametrize(
-    "size, said, fix",
-    [
-        ("rollout.tensor_model_parallel_size=4", "does not divide num_attention_heads=2.", 2),
-        ("actor.megatron.tensor_model_parallel_size=8", "does not divide num_attention_heads=2.", 1),
-        ("actor.megatron.expert_model_parallel_size=3", "does not divide the number of experts=1.", 1),
-        ("actor.megatron.context_parallel_size=3", "context parallelism=3 does not divide the GPUs that train=8.", 2),
-        ("actor.megatron.pipeline_model_parallel_size=4", "does not divide num_hidden_layers=2.", 2),
-    ],
-)
-def test_sizes_that_do_not_divide_the_model_are_a_warning(on_megatron, size, said, fix):
-    with pytest.raises(CheckWarning, match=re.escape(said)):
-        model.check_model(on_megatron(f"actor_rollout_ref.{size}"))
-    assert model.check_model(on_megatron(f"actor_rollout_ref.{size.partition('=')[0]}={fix}"))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml")))

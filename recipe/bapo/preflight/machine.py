@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the machine with what the config needs: packages, devices, CPUs, other runs, shared memory and disk.
+"""Compare the machine with what the config needs: packages, devices, CPUs, other runs and disk.
 
 The machine may be a login node, so what it lacks is a warning, except where a run would wait for ever or mix its
 weights with another run's.
@@ -166,17 +166,6 @@ def check_other_runs(config) -> str:
         return "this run is a job of a Ray cluster"
     os.close(claim_machine())
     return "none on this machine"
-
-
-def check_shared_memory(config) -> str:
-    """Check the space in /dev/shm: Ray's object store, NCCL and weights on their way to vLLM use it."""
-    free = shutil.disk_usage("/dev/shm").free / GIB if Path("/dev/shm").exists() else 0.0
-    if free < 1:
-        raise CheckWarning(
-            f"/dev/shm has {free:.2f} GiB free, and Ray, NCCL and weights on their way to vLLM use it: in a container "
-            "give it more (docker run --shm-size=16g)."
-        )
-    return f"{free:.0f} GiB free in /dev/shm"
 
 
 def check_disk(config) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from recipe.bapo.preflight import CheckWarning, blame
-from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
+from recipe.bapo.preflight.settings import Settings
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import get_hf_auto_model_class
@@ -20,7 +20,6 @@ PATH = "actor_rollout_ref.model.path (MODEL_PATH)"
 FUSED = "actor_rollout_ref.model.use_fused_kernels"
 # Options of a model's config that change the logits after the output layer. verl's fused kernels ignore them.
 AFTER_THE_OUTPUT_LAYER = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # how the configs of models name their number
 
 
 def check_model(config) -> str:
@@ -28,7 +27,6 @@ def check_model(config) -> str:
     model = model_of(config)
     check_tokenizer(config, model)
     _check_lengths(config, model.hf_config)
-    _check_parallelism(config, model.hf_config.get_text_config())
     _check_fused_kernels(config, model)
     about = Path(model.local_path) / "about.txt"  # of the language model (recipe.bapo.language_model)
     text = f"{about.read_text()}; " if about.is_file() else ""
@@ -74,37 +72,6 @@ def _check_lengths(config, hf_config):
             "one of the lengths or, for a model that can be extended, set model.override_config."
             "max_position_embeddings."
         )
-
-
-def _check_parallelism(config, text):
-    """Warn of sizes of parallelism that do not divide the model or the GPUs. Workers or servers assert it, but late.
-
-    Args:
-        config: resolved.
-        text: transformers' config of the model, or of its part for text.
-    """
-    settings, heads = Settings(config), text.num_attention_heads
-    head, gpus = ("num_attention_heads", heads), ("the GPUs that train", settings.gpus)
-    pairs = [(f"{ROLLOUT}.tensor_model_parallel_size", settings.rollout.tensor_model_parallel_size, *head)]
-    if settings.fsdp:
-        pairs.append(("sequence parallelism", settings.sequence_parallel, *head))
-    elif settings.actor.strategy == "megatron":
-        megatron, name = settings.actor.megatron, f"{ACTOR}.megatron."
-        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        expert, context = megatron.expert_model_parallel_size, megatron.context_parallel_size
-        experts = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 1)
-        of_experts = expert * (megatron.expert_tensor_parallel_size or tensor) * pipeline
-        pairs += [
-            (f"{name}tensor_model_parallel_size", tensor, *head),
-            (f"{name}expert_model_parallel_size", expert, "the number of experts", experts),
-            ("tensor * pipeline * context parallelism", tensor * pipeline * context, *gpus),
-            ("expert * expert tensor * pipeline parallelism", of_experts, *gpus),
-        ]
-        if not any("pipeline" in key for key in megatron.override_transformer_config or {}):  # no layout of its own
-            pairs.append((f"{name}pipeline_model_parallel_size", pipeline, "num_hidden_layers", text.num_hidden_layers))
-    wrong = [f"{name}={part} does not divide {of}={whole}." for name, part, of, whole in pairs if whole % part]
-    if wrong:
-        raise CheckWarning(" ".join(wrong))
 
 
 def _check_weights(model):

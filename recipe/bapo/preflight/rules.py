@@ -255,7 +255,7 @@ def check_rules(config) -> str:
 
     Raises:
         ValueError: what ``REFUSED`` and ``REFUSED_IN_OURS`` say, all of it.
-        CheckWarning: what ``DOUBTED`` says, and which number does not divide another.
+        CheckWarning: what ``DOUBTED`` says.
     """
     settings = Settings(config)
 
@@ -265,11 +265,7 @@ def check_rules(config) -> str:
     refused = unmet((*REFUSED, *(REFUSED_IN_OURS if settings.ours else ())))
     if refused:
         raise ValueError(" ".join(refused))
-    doubted = unmet(DOUBTED) + [
-        f"{name}={part} does not divide {whole_name}={whole}."
-        for name, part, whole_name, whole in settings.divisions()
-        if not part or whole % part
-    ]
+    doubted = unmet(DOUBTED)
     if doubted:
         raise CheckWarning(" ".join(doubted))
     against = "the policy that sampled" if settings.bypass else "the policy before the updates of each step"

@@ -2,7 +2,6 @@
 """What follows from a resolved config of verl, or of our trainer, by the names that checks and rules use."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,36 +118,8 @@ class Settings:
         return deprecated if deprecated > 1 else self.actor.fsdp_config.ulysses_sequence_parallel_size
 
     @property
-    def ranks(self) -> int:
-        """The number of data-parallel ranks of FSDP."""
-        return max(1, self.gpus // self.sequence_parallel)
-
-    @property
     def micro_batch_tokens(self) -> int:
         """The largest number of tokens of a dynamic micro-batch, in updates and for old log-probs."""
         limits = [self.actor.ppo_max_token_len_per_gpu]
         limits += [] if self.bypass else [self.rollout.log_prob_max_token_len_per_gpu]
         return min(tokens or 0 for tokens in limits) * self.sequence_parallel
-
-    def divisions(self) -> Iterator[tuple[str, int | None, str, int]]:
-        """Yield names and values of a number and of the one that it has to divide.
-
-        verl asserts these divisions in a worker. The exception is ppo_mini_batch_size: where it does not divide, verl
-        fills the last mini-batch with empty rows. Megatron's own classes check the parallelism and batches of Megatron.
-        """
-        actor, rollout = self.actor, self.rollout
-        served = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        yield f"{ROLLOUT}: tensor, data and pipeline parallelism", served, "the GPUs that train", self.gpus
-        if not self.fsdp:
-            return
-        yield "sequence parallelism", self.sequence_parallel, "the GPUs that train", self.gpus
-        mini, batch = actor.ppo_mini_batch_size, self.config.data.train_batch_size
-        yield f"{ACTOR}.ppo_mini_batch_size", mini, "data.train_batch_size", batch
-        yield "data-parallel ranks", self.ranks, "ppo_mini_batch_size * rollout.n", mini * rollout.n
-        if not actor.use_dynamic_bsz:
-            micro, rows = actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // self.ranks
-            yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", micro, "a rank's responses of an update", rows
-        if not actor.use_dynamic_bsz and not self.bypass:
-            calls = self.config.trainer.v1.separate_async.parameter_sync_step if self.mode == "separate_async" else 1
-            micro, rows = rollout.log_prob_micro_batch_size_per_gpu, batch // calls * rollout.n // self.ranks
-            yield f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro, "a rank's responses", rows

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of preflight, in order. To add one, write a function here or in the module of its subject, and a row."""
 
-import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
-from verl.utils.tracking import Tracking
 from verl.workers.utils.losses import ppo_loss
 
 WRITTEN_LATE = (  # keys of folders to which the run writes only hours later; by default the others are below run_dir
@@ -71,20 +69,6 @@ def check_verls_config(config) -> str:
     return check_loss(built[ACTOR], config.actor_rollout_ref.model, function)
 
 
-def check_loggers(config) -> str:
-    """Import what ``trainer.logger`` names, and ask wandb for its key. Warns, because other nodes may have both."""
-    loggers = names_of_loggers(config)
-    for name in loggers:
-        with blame("trainer.logger", name, kind=CheckWarning):
-            if name not in Tracking.supported_backend:
-                raise ValueError(f"verl logs to {', '.join(Tracking.supported_backend)}")
-            if name not in ("file", "console", "rl_insight"):
-                package = importlib.import_module({"vemlp_wandb": "volcengine_ml_platform"}.get(name, name))
-            if name == "wandb":
-                package.login()  # raises without a key and a terminal; asks the server unless WANDB_MODE=offline
-    return ", ".join(loggers)
-
-
 def names_of_loggers(config) -> list[str]:
     """Return ``trainer.logger`` as a list; verl takes a single name, too."""
     loggers = config.trainer.logger or []
@@ -124,11 +108,9 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("GPU memory", machine.check_gpu_memory, ("devices",)),
     ("CPUs", machine.check_cpus, ("devices",)),
     ("other runs", machine.check_other_runs, ()),
-    ("shared memory", machine.check_shared_memory, ()),
     ("verl's config", check_verls_config, ()),
     ("settings", check_rules, ("verl's config",)),
     ("advantages", check_advantages, ("verl's config",)),
-    ("loggers", check_loggers, ()),
     ("folders", check_folders, ()),
     ("checkpoint", data.check_checkpoint, ()),
     ("reward", reward.check_reward, ()),
