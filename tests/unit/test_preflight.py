@@ -23,6 +23,7 @@ from recipe.bapo.run import train
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path={files}"
 BYPASS = f"algorithm.rollout_correction.bypass_mode=true {ACTOR}.calculate_entropy=true"
+VANILLA = f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.MonitorConfig"
 SEPARATE = (
     "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=8 "
     f"{ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=1"
@@ -197,7 +198,7 @@ def test_what_goes_wrong_is_refused_once_and_passes_with_each_fix_that_is_named(
         (
             f"{ACTOR}.clip_ratio_high=0.28",
             "clip_ratio_high of actor_rollout_ref.actor have no effect",
-            f"{ACTOR}.policy_loss.loss_mode=vanilla {ACTOR}.policy_loss._target_=verl.workers.config.PolicyLossConfig",
+            VANILLA,
         ),
         (
             f"{ACTOR}.grad_clip=0.5",
@@ -223,7 +224,21 @@ def test_what_goes_wrong_is_refused_once_and_passes_with_each_fix_that_is_named(
             "fsdp_config.model_dtype=bfloat16 keeps the weights in 16 bits, where most of a small step",
             f"{ACTOR}.fsdp_config.model_dtype=fp32",
         ),
+        (f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.lr=0 trains nothing", f"{ACTOR}.optim.lr=1e-6"),
+        (f"{ACTOR}.optim.lr=nan", f"{ACTOR}.optim.lr=nan trains nothing"),
+        (f"{VANILLA} {ACTOR}.clip_ratio_high=1.28", "for a bound of 1.28 set 0.28", f"{ACTOR}.clip_ratio_high=0.28"),
+        (f"{VANILLA} {ACTOR}.clip_ratio_low=-0.2", "[-0.2, 0.2] are not all between 0 and 1"),
+        (
+            "++actor_rollout_ref.model.override_config.rms_norm_eps=0.1",
+            "override_config changes rms_norm_eps of the trainer's model alone",
+            f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.rms_norm_eps=0.1",
+        ),
         # What verl reports, but late or in other words.
+        (
+            f"{VANILLA} {ACTOR}.clip_ratio_c=null",
+            f"{ACTOR}.clip_ratio_c=null ends the first update",
+            f"{ACTOR}.clip_ratio_c=3.0",
+        ),
         (
             "algorithm.adv_estimator=gae",
             "algorithm.adv_estimator=gae needs a critic, which verl loads with flash",

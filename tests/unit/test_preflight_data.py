@@ -106,6 +106,22 @@ def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path,
 
 
 @pytest.mark.parametrize(
+    "source, truth",
+    [("openai/gsm8k", one) for one in ("1,234", "$18", "50%", "#### 42")] + [("lighteval/MATH", "\\boxed{5}")],
+)
+def test_one_answer_of_each_form_is_tried(task, tmp_path, source, truth):
+    path = tmp_path / "data.parquet"
+    truths = ["72"] * 60 + [truth] * 10
+    pd.DataFrame(
+        [row(data_source=source, reward_model={"style": "rule", "ground_truth": one}) for one in truths]
+    ).to_parquet(path)
+    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    with pytest.raises(CheckWarning) as warning:
+        check_train_data(config)
+    assert f"where the ground_truth is {truth!r}" in str(warning.value) and "'72' w" not in str(warning.value)
+
+
+@pytest.mark.parametrize(
     "source, truth, answer",
     [
         ("openai/gsm8k", "5.0", "5"),
@@ -280,8 +296,10 @@ def test_the_cluster_is_chosen_by_address_and_nodes(task, monkeypatch):
 
 def test_an_extended_context_is_believed(task):
     lengths = ("data.max_response_length=2000", "actor_rollout_ref.rollout.max_model_len=null")
-    with pytest.raises(ValueError, match="max_model_len=None and .* has 1024 positions: vLLM would cut responses"):
+    with pytest.raises(ValueError, match="max_model_len=None and .* has 1024 positions: vLLM would") as refused:
         check_model(composed(task, *lengths))
+    for section in ("override_config", "engine_kwargs.vllm.hf_overrides"):
+        assert section in str(refused.value)
     check_model(composed(task, *lengths, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
     check_model(composed(task, *lengths, "actor_rollout_ref.rollout.name=sglang"))
 

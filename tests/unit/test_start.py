@@ -39,12 +39,6 @@ def choose(given, gpus, arguments=(), **options):
     "gpus, given, message",
     [
         (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
-        # Variables of earlier versions, which would otherwise have no effect.
-        (0, {"CONFIG": "replay"}, "CONFIG=replay has no effect any more: unset it, and add experiment=replay"),
-        (8, {"CONFIG": "evaluate", "EXPERIMENT": "paper_7b"}, "it, and add 'experiment=[paper_7b,evaluate]'"),
-        (0, {"SIZE": "gpu"}, "SIZE=gpu has no effect any more: unset it, and add size=gpu"),
-        (8, {"GPUS_PER_NODE": "4"}, "any more: unset it, and add trainer.n_gpus_per_node=4"),
-        (8, {"ROLLOUT_GPUS_PER_NODE": "4"}, "and add actor_rollout_ref.rollout.n_gpus_per_node=4"),
         (0, {"experiment": "table_1_gpu"}, "experiment=table_1_gpu is for GPUs"),
         (8, {"experiment": "paper_7b", "size": "cpu_long"}, "experiment=paper_7b is for GPUs and size=cpu_long for a"),
         (0, {"experiment": "paper_7b"}, "experiment=paper_7b is for GPUs"),

@@ -69,8 +69,9 @@ def _check_lengths(config, hf_config):
             f"invalid data.max_prompt_length + data.max_response_length={needed} with actor_rollout_ref.rollout."
             f"max_model_len={rollout.max_model_len} and {PATH}={config.actor_rollout_ref.model.path}, which has "
             f"{positions} positions: vLLM would cut responses where prompt and response reach {length} tokens. Change "
-            "one of the lengths or, for a model that can be extended, set model.override_config."
-            "max_position_embeddings."
+            "one of the lengths or, for a model that can be extended, set max_position_embeddings for the trainer in "
+            "+actor_rollout_ref.model.override_config and for the servers in +actor_rollout_ref.rollout.engine_kwargs."
+            "vllm.hf_overrides."
         )
 
 

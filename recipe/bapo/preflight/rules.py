@@ -211,11 +211,31 @@ DOUBTED = (
         ACTOR + ".fsdp_config.model_dtype={s.actor.fsdp_config.model_dtype} keeps the weights in 16 bits, where most "
         "of a small step of the optimizer is rounded away. Set it to fp32: FSDP computes in bfloat16 all the same.",
     ),
+    Rule(
+        lambda s: not s.of_trainer_alone,
+        "actor_rollout_ref.model.override_config changes {s.of_trainer_alone} of the trainer's model alone: vLLM reads "
+        "config.json. If it changes what the model computes, set the same in +" + ROLLOUT + ".engine_kwargs.vllm."
+        "hf_overrides.",
+    ),
+    Rule(
+        lambda s: s.actor.optim.lr > 0,
+        ACTOR + ".optim.lr={s.actor.optim.lr} trains nothing, or backwards: set it to a number above 0.",
+    ),
+    Rule(
+        lambda s: s.loss.loss_mode != "vanilla" or all(0 <= one < 1 for one in s.epsilons),
+        ACTOR + ".clip_ratio, clip_ratio_low and clip_ratio_high are distances of the ratio from 1, and {s.epsilons} "
+        "are not all between 0 and 1: for a bound of 1.28 set 0.28.",
+    ),
     # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
     Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
         lambda s: not need_critic(s.config) or not s.fsdp or _attention(s.config) == "flash_attention_2",
         "algorithm.adv_estimator={s.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
         "attention alone: use grpo, or train on a GPU with flash-attn.",
+    ),
+    Rule(  # a TypeError in the first update
+        lambda s: s.loss.loss_mode != "vanilla" or s.actor.clip_ratio_c is not None,
+        ACTOR + ".clip_ratio_c=null ends the first update of loss_mode=vanilla: set it to a number above 1, such as "
+        "3.0.",
     ),
     Rule(  # a KeyError at the first batch
         lambda s: not s.bypass or s.rollout.calculate_log_probs,

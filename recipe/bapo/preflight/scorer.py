@@ -31,20 +31,21 @@ def use_of_truth(config) -> str:
 def check_scored(rows, what, config, unasked) -> list[str]:
     """Ask verl's scorer of each data source whether it accepts a model's right answer. Returns a warning per refusal.
 
-    Some scorers compare texts. They never accept a number, and raise no error. The sources of answers that no response
-    could repeat become keys of ``unasked``.
+    Some scorers compare texts. They never accept a number, and raise no error. One answer of each form is tried, such
+    as ``72``, ``1,234`` or ``$18``. The sources of answers that no response could repeat become keys of ``unasked``.
 
     Raises:
         ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
     """
     if use_of_truth(config) != "scored":
         return []
-    denied: list[str] = []
+    denied: dict[str, list[str]] = {}  # by source
     kinds: dict[tuple, object] = {}
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
         written = str(truth).strip()
-        kinds.setdefault((row["data_source"], type(truth), not written, as_written(truth) == written), truth)
+        form = re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", written))
+        kinds.setdefault((row["data_source"], type(truth), form, as_written(truth) == written), truth)
     for (source, *_), truth in kinds.items():  # one row of each kind
         try:
             denial = _ask_scorer(source, truth, str(truth))
@@ -67,9 +68,14 @@ def check_scored(rows, what, config, unasked) -> list[str]:
         )
         if not (as_text := _ask_scorer(source, answer, answer)) and isinstance(truth, int | float):
             raise ValueError(f"{denial}, because it is not text: store the column as text, {answer!r}.")
-        fix = "check data_source" if as_text else f"store the column as {answer!r}"
-        denied.append(f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function")
-    return denied
+        fix = "write it as the scorer reads it, check data_source" if as_text else f"store the column as {answer!r}"
+        denied.setdefault(source, []).append(
+            f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function"
+        )
+    return [
+        first + (f" (so are {len(others)} other forms of its answers)" if others else "")
+        for first, *others in denied.values()
+    ]
 
 
 def as_written(truth) -> str | None:

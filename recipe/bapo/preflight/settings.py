@@ -62,6 +62,13 @@ class Settings:
         return bool(self.correction.get("bypass_mode"))
 
     @property
+    def epsilons(self) -> list[float]:
+        """The distances of verl's bounds from a ratio of 1, below and above it."""
+        of_both = self.actor.clip_ratio
+        pair = (self.actor.clip_ratio_low, self.actor.clip_ratio_high)
+        return [of_both if one is None else one for one in pair]
+
+    @property
     def our_lines(self) -> bool:
         """Whether BAPO's loss or its monitor is in the config."""
         return str(self.loss.get("_target_")).startswith("recipe.bapo.")
@@ -78,6 +85,17 @@ class Settings:
         lora = model.get("lora") or {}
         rank = model.lora_rank if self.fsdp else lora.get("rank")
         return (rank or 0) > 0 and not lora.get("merge")
+
+    @property
+    def of_trainer_alone(self) -> str:
+        """What the model's ``override_config`` changes in the trainer's model and not in that of the vLLM servers."""
+        changed = self.config.actor_rollout_ref.model.override_config or {}
+        sent = OmegaConf.select(self.config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
+        if not self.fsdp or self.rollout.name != "vllm":
+            return ""
+        names = (name for name, value in changed.items() if sent.get(name) != value)
+        # How attention is computed, and dropout, which the servers do not have.
+        return ", ".join(name for name in names if name != "attn_implementation" and "drop" not in name)
 
     @property
     def old_reward_keys(self) -> str:

@@ -20,13 +20,6 @@ INPUTS = ("MODEL_PATH", "TRAIN_FILE", "TEST_FILE")
 FILES = {"MODEL_PATH": "model", "TRAIN_FILE": "train.parquet", "TEST_FILE": "test.parquet"}
 FOR_GPUS = ("paper_", "gsm8k", "table_")  # experiments whose names begin like this do not run on a CPU
 TRAIN_GPUS, ROLLOUT_GPUS = "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node"
-GONE = {  # variables of earlier versions, with the argument in their place
-    "EXPERIMENT": "'experiment=[{},evaluate]'",
-    "CONFIG": "experiment={}",
-    "SIZE": "size={}",
-    "GPUS_PER_NODE": f"{TRAIN_GPUS}={{}}",
-    "ROLLOUT_GPUS_PER_NODE": f"{ROLLOUT_GPUS}={{}}",
-}
 
 
 @dataclass(frozen=True)
@@ -87,11 +80,6 @@ def choose(
         ValueError: names the variable or argument, its value and the fix.
     """
     given = {name: value for name, value in given.items() if value}
-    for name, new in GONE.items():
-        if name in given:
-            raise ValueError(
-                f"{name}={given[name]} has no effect any more: unset it, and add {new.format(given[name])}"
-            )
     given |= _settings(arguments)
     choice = Choice()
     if only_checks and not gpus and _is_for_gpus(given):
