@@ -13,7 +13,7 @@ import hydra
 from recipe.bapo.hook.install import RUN_WITH, verl_version
 
 try:
-    from recipe.bapo.preflight.keys import ERRORS, explain
+    from recipe.bapo.config.errors import ERRORS, explain
     from recipe.bapo.run import train
 except ImportError as error:
     sys.exit(f"Error: verl {verl_version()} lacks what our trainer needs ({error}): use verl 0.9.1; {RUN_WITH}.")

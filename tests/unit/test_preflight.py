@@ -15,9 +15,9 @@ from support.configs import ROOT, composed, few_rows
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo import main_bapo
-from recipe.bapo.config import compose_config
+from recipe.bapo.config import compose_config, prepare
 from recipe.bapo.preflight import keys, stages
-from recipe.bapo.preflight.stages import check_verls_config, prepare, run_preflight, run_stages
+from recipe.bapo.preflight.stages import check_verls_config, run_preflight, run_stages
 from recipe.bapo.run import train
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from support.configs import ROOT, compose_in_groups, composed
 from support.gpus import SHAPES, pretend_gpus, write_model
 
+from recipe.bapo.config import prepare
 from recipe.bapo.config.memory import count_parameters
 from recipe.bapo.preflight import CheckSkipped, CheckWarning, machine, model, rules, stages
 from recipe.bapo.verl_patches import attention
@@ -22,7 +23,7 @@ FSDP = f"{ACTOR}.fsdp_config"
 
 
 def results_of(config):
-    stages.prepare(config)
+    prepare(config)
     return {line.name: line for line in stages.run_stages(config)}
 
 

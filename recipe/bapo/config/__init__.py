@@ -53,6 +53,21 @@ def compose_config(
         return compose(name, overrides)
 
 
+def prepare(config: DictConfig) -> None:
+    """Do in place what our trainer does to a config before anything reads it, and verl's own entry point does not.
+
+    Keys of verl's older reward config are moved to those that its V1 trainer reads. The file logger is added, because
+    console, watchdog and pictures read what it writes.
+    """
+    from verl.experimental.reward_loop import migrate_legacy_reward_impl  # verl's plugins import this module
+
+    OmegaConf.resolve(config)
+    migrate_legacy_reward_impl(config)
+    loggers = config.trainer.logger or []
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers)  # verl takes a single name, too
+    config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
+
+
 def is_of_our_trainer(config: DictConfig) -> bool:
     """Whether a config is for our trainer (``bapo_trainer.yaml``), and not for verl's own entry point."""
     return "watchdog" in config

@@ -13,9 +13,10 @@ answers:
 - ok: with a text on what it found.
 """
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from recipe.bapo.config.errors import innermost
 
 
 class CheckWarning(Exception):
@@ -41,23 +42,3 @@ def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueErro
         if value == "":  # a section of the config: the reason names a key in it
             raise kind(f"{field}: {reason}.") from error
         raise kind(f"invalid {field}={value}: {reason}{'; ' if fix else ''}{fix}.") from error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Return the first exception in the chain of causes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def innermost(error: BaseException) -> str:
-    """Return type and message of the first exception in the chain of causes, as one line.
-
-    The type of a ValueError is left out. An assertion without a message is quoted from the source.
-    """
-    error = root_cause(error)
-    text = " ".join(str(error).split())
-    if not text and error.__traceback__ is not None:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{where.line} ({where.filename}:{where.lineno})"
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

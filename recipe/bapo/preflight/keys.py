@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in one line why a config cannot be composed, and find what verl would silently misread in it.
+"""Find what verl would silently misread in a config.
 
 Hydra refuses an unknown key on the command line, but takes one in a yaml file. And verl does not look at the type of a
 value, so it takes the text "false" for true.
@@ -10,34 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import recipe.bapo.config
 import verl
-from recipe.bapo.preflight import innermost
 
 OURS = Path(recipe.bapo.config.__file__).with_name("bapo_trainer.yaml")
 VERLS = Path(verl.__file__).parent / "trainer" / "config"  # has the default config of each engine in one file as well
-ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 OF_GROUPS = ("model_engine", "staleness")  # keys that only a file of a config group defines
 # Sections that name a dataclass by _target_, as do those below them, and of which verl makes no instance.
 NEVER_BUILT = ("algorithm", "reward")
 OPEN_SECTIONS = ("ray_kwargs", "transfer_queue")  # Ray and TransferQueue take keys that verl's config does not list
-
-
-def explain(error: Exception) -> str:
-    """Say in one line why a config could not be composed or prepared, in the words of Hydra, OmegaConf or verl."""
-    cause = (error.__cause__ if isinstance(error, HydraException) else None) or error
-    key = getattr(cause, "full_key", None) or ""
-    lines = f"{error} {cause if cause is not error else ''}".partition("Config search path:")[0].splitlines()
-    kept = [line for line in lines if not line.strip().startswith(("full_key", "object_type", "reference_type"))]
-    text = " ".join(" ".join(kept).split())
-    if isinstance(cause, OverrideParseException):
-        return f"{cause.override}: {text}: put quotes around a value with ( ) [ ] {{ }} , = or ~: 'key=\"value\"'"
-    return f"{key}: {text}" if key and key not in text else text or innermost(error)
 
 
 def misread_switches(config) -> list[str]:

@@ -16,16 +16,15 @@ from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
 from recipe.bapo.config.memory import BESIDE, GIB, count_parameters, read_needs
+from recipe.bapo.config.resources import cpu_demands, pools_of
 from recipe.bapo.hook.install import RUN_WITH, verl_version
 from recipe.bapo.host.files import latest_checkpoint
 from recipe.bapo.host.locks import check_ray_address, claim_machine
 from recipe.bapo.preflight import CheckSkipped, CheckWarning
 from recipe.bapo.preflight.data import training_steps
-from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
-from verl.single_controller.ray.base import ResourcePoolManager
+from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
 
 VERL = "0.9.1"  # for which our trainer and preflight are written
-CPUS_PER_ROLLOUT_GPU = 2  # verl/workers/rollout/replica.py:205
 BYTES = {"model": 4, "optimizer": 8, "hf_model": 2}  # of a checkpoint, by what it saves of a parameter
 
 
@@ -59,12 +58,12 @@ def _version(name):
 def gpus_wanted(config) -> int:
     """Return the number of GPUs that the run needs on this node."""
     # A single machine must fit every pool; a cluster node need only fit one.
-    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in Settings(config).pools)
+    return (min if joins_a_cluster(config) else sum)(gpus for _, _, gpus in pools_of(config))
 
 
 def check_devices(config) -> str:
     """Compare this node's GPUs with those that the config asks for on each node."""
-    pools = Settings(config).pools
+    pools = pools_of(config)
     asked = " and ".join(f"{gpus} a node to {verb} on {nodes} node{'s' * (nodes > 1)}" for verb, nodes, gpus in pools)
     if on_cpu(config):
         return f"{asked}, {os.cpu_count()} cores here"
@@ -134,20 +133,6 @@ def check_cpus(config) -> str:
             f"num_cpus={asked}."
         )
     return f"{text}, {os.cpu_count()} CPUs here"
-
-
-def cpu_demands(config) -> dict[str, int]:
-    """Return the number of CPUs that verl asks Ray for, by purpose."""
-    queue, reward = config.transfer_queue.backend, config.reward
-    demands = {"the transfer queue's controller": 1}
-    if queue.storage_backend == "SimpleStorage":
-        demands["its storage units"] = queue.SimpleStorage.num_data_storage_units
-    for verb, nodes, gpus in Settings(config).pools:
-        each = CPUS_PER_ROLLOUT_GPU if verb == "sample" else ResourcePoolManager.max_colocate_count
-        demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
-    if reward.reward_manager.name == "remote":  # each worker starts as many workers again
-        demands["reward workers"] = reward.num_workers**2
-    return demands
 
 
 def check_other_runs(config) -> str:

@@ -4,7 +4,8 @@
 import asyncio
 import inspect
 
-from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, root_cause
+from recipe.bapo.config.errors import root_cause
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame
 from recipe.bapo.preflight.data import load_dataset
 from recipe.bapo.preflight.model import model_of
 from recipe.bapo.preflight.scorer import FORMS, as_written, use_of_truth

@@ -5,7 +5,7 @@ import json
 import re
 from contextlib import suppress
 
-from recipe.bapo.preflight import innermost
+from recipe.bapo.config.errors import innermost
 from verl.utils.reward_score import default_compute_score
 
 DATA_PAGE = "docs/running.md, Data"

@@ -119,17 +119,6 @@ class Settings:
         return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
 
     @property
-    def pools(self) -> list[tuple[str, int, int]]:
-        """``(verb, nodes, GPUs per node)`` of the GPUs that train, and of others that sample or run a reward model."""
-        pools = [("train", self.config.trainer.nnodes, self.config.trainer.n_gpus_per_node)]
-        if self.mode == "separate_async":
-            pools.append(("sample", self.rollout.nnodes, self.rollout.n_gpus_per_node))
-        scorer = self.config.reward.reward_model
-        if scorer.enable_resource_pool:
-            pools.append(("score", scorer.nnodes, scorer.n_gpus_per_node))
-        return pools
-
-    @property
     def sequence_parallel(self) -> int:
         """Ulysses sequence parallelism. verl's deprecated key wins if it is above 1."""
         deprecated = self.actor.get("ulysses_sequence_parallel_size", 1)

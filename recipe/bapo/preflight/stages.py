@@ -9,10 +9,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from recipe.bapo.config import compose_config, is_of_our_trainer
-from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, innermost, machine, model, reward
+from recipe.bapo.config import compose_config, is_of_our_trainer, prepare
+from recipe.bapo.config.errors import explain, innermost
+from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, machine, model, reward
 from recipe.bapo.preflight.advantages import check_advantages
-from recipe.bapo.preflight.keys import explain, misread_switches, unknown_keys
+from recipe.bapo.preflight.keys import misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
 from recipe.bapo.preflight.rules import check_counts, check_rules
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
@@ -67,12 +68,6 @@ def check_verls_config(config) -> str:
     # verl/workers/engine_workers.py:638
     function = distillation_ppo_loss if is_distillation_enabled(config.get("distillation")) else ppo_loss
     return check_loss(built[ACTOR], config.actor_rollout_ref.model, function)
-
-
-def names_of_loggers(config) -> list[str]:
-    """Return ``trainer.logger`` as a list; verl takes a single name, too."""
-    loggers = config.trainer.logger or []
-    return [loggers] if isinstance(loggers, str) else list(loggers)
 
 
 def check_folders(config) -> str:
@@ -137,18 +132,6 @@ def other_entry_point(config, config_name: str = "") -> str | None:
     if "rollout" in config:
         return "verl.experimental.one_step_off_policy.main_ppo"
     return "recipe.dapo.main_dapo" if config_name.startswith("dapo_") else None
-
-
-def prepare(config) -> None:
-    """Do in place what our trainer does to a config before anything reads it, and verl's own entry point does not.
-
-    Keys of verl's older reward config are moved to those that its V1 trainer reads. The file logger is added, because
-    console, watchdog and pictures read what it writes.
-    """
-    OmegaConf.resolve(config)
-    migrate_legacy_reward_impl(config)
-    loggers = names_of_loggers(config)
-    config.trainer.logger = [*loggers, *(["file"] if "file" not in loggers else [])]
 
 
 def run_stages(

@@ -16,13 +16,13 @@ from typing import NoReturn
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from recipe.bapo.config import joins_a_cluster
+from recipe.bapo.config import joins_a_cluster, prepare
+from recipe.bapo.config.errors import explain
+from recipe.bapo.config.resources import cpu_demands
 from recipe.bapo.host.cleanup import remove_on_every_node
 from recipe.bapo.host.files import CONFIG, METRICS, keep_earlier
 from recipe.bapo.host.locks import claim_folder, claim_machine
-from recipe.bapo.preflight.keys import explain
-from recipe.bapo.preflight.machine import cpu_demands
-from recipe.bapo.preflight.stages import prepare, run_stages, table
+from recipe.bapo.preflight.stages import run_stages, table
 from recipe.bapo.run import demands
 from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
 from recipe.bapo.run.task_runner import TaskRunner
