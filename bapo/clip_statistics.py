@@ -50,62 +50,54 @@ class TokenSums(NamedTuple):
     apart. Both compare in the ratio's type, with the candidate rounded to it, as the loss does (``bapo.loss``). So both
     agree about a token that lies exactly on a bound: it is clipped.
 
-    Attributes:
-        positive_weight, negative_weight: w*|A|.
-        positive_weighted_ratio, negative_weighted_ratio: w*|A|*r.
-        positive_tokens, negative_tokens: 1 for each token.
-        positive_gradient, negative_gradient: r*|A|, the size of the gradient before clipping.
-        positive_gradient_log_prob, negative_gradient_log_prob: r*|A|*log_prob.
-        dual_clipped_weight, dual_clipped_weighted_ratio, dual_clipped_tokens: the same of the tokens from the dual clip
-            on.
-        tokens: number of response tokens, without those that have no usable old log-prob.
-        positive_responses, negative_responses: number of responses that have a token with this sign of A.
-        ratio, ratio_squared: r and r^2.
-        gradient: r*|A| of all tokens.
-        unbounded_gradient: r*|A| where A < 0 and r > ``UNBOUNDED_RATIO``.
-        far_from_1: number of tokens with an advantage whose ratio is above ``FAR_RATIO`` or below its inverse.
-        ratio_log_prob: r*log_prob.
-        own_gradient, own_gradient_log_prob: g*A and g*A*log_prob, where g is the ratio that ``own_clip`` returns;
-            without it the ratio itself.
-        invalid_old_log_probs: number of response tokens without a usable old log-prob (``is_usable``). They enter no
-            other sum.
-        invalid_log_probs: number of log-probs that are not finite, also of tokens without a usable old log-prob, since
-            the backward of a softmax with a NaN gives NaN even for a gradient of zero.
-        invalid_advantages: number of advantages that are not finite, of tokens with a usable old log-prob.
-        own_clipped_positive, own_clipped_negative: number of tokens with A > 0 and with A < 0 that the run's own loss,
-            if it is not BAPO's, clips or caps (``own_clip``); 0 without it.
-        uncollected: number of ranks that could not sum the tokens of one of their micro-batches. Set by the monitor.
+    Where the comment before them does not say otherwise, the sums leave out tokens without a usable old log-prob
+    (``is_usable``).
     """
 
+    # w*|A| and w*|A|*r, and the number of tokens
     positive_weight: Tensor
     positive_weighted_ratio: Tensor
     positive_tokens: Tensor
     negative_weight: Tensor
     negative_weighted_ratio: Tensor
     negative_tokens: Tensor
+    # r*|A|, the size of the gradient before clipping, and r*|A|*log_prob
     positive_gradient: Tensor
     negative_gradient: Tensor
     positive_gradient_log_prob: Tensor
     negative_gradient_log_prob: Tensor
+    # of the tokens from the dual clip on
     dual_clipped_weight: Tensor
     dual_clipped_weighted_ratio: Tensor
     dual_clipped_tokens: Tensor
+    # number of response tokens, and of the responses that have a token with this sign of A
     tokens: Tensor
     positive_responses: Tensor
     negative_responses: Tensor
+    # r, r^2 and r*|A| of all tokens; r*|A| where A < 0 and r > UNBOUNDED_RATIO
     ratio: Tensor
     ratio_squared: Tensor
     gradient: Tensor
     unbounded_gradient: Tensor
+    # number of tokens with an advantage whose ratio is above FAR_RATIO or below its inverse
     far_from_1: Tensor
+    # r*log_prob
     ratio_log_prob: Tensor
+    # g*A and g*A*log_prob, where g is the ratio that own_clip returns; without it the ratio itself
     own_gradient: Tensor
     own_gradient_log_prob: Tensor
+    # number of response tokens without a usable old log-prob
     invalid_old_log_probs: Tensor
+    # number of log-probs that are not finite, also of tokens without a usable old log-prob, since the backward of a
+    # softmax with a NaN gives NaN even for a gradient of zero
     invalid_log_probs: Tensor
+    # number of advantages that are not finite
     invalid_advantages: Tensor
+    # number of tokens with A > 0 and with A < 0 that the run's own loss, if it is not BAPO's, clips or caps (own_clip);
+    # 0 without it
     own_clipped_positive: Tensor
     own_clipped_negative: Tensor
+    # number of ranks that could not sum the tokens of one of their micro-batches, set by the monitor
     uncollected: Tensor
 
 
