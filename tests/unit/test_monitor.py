@@ -177,7 +177,8 @@ def test_a_fault_in_collecting_still_joins_the_collective(monkeypatch, capsys, f
     assert sums == [1, 1] if failing else len(sums) == 2  # one number says so to all ranks
     after, expected = update(worker, batch_of_pairs(2)), update(worker_with(monkeypatch), batch_of_pairs(2))
     assert after["actor/bapo/clip_low"] == expected["actor/bapo/clip_low"] and worker.engine.steps == 3
-    told = capsys.readouterr().err.count("summing the tokens of a micro-batch failed (RuntimeError: boom). Training")
+    text = "summing the tokens of a micro-batch failed (RuntimeError: boom on two lines). Training"
+    told = capsys.readouterr().err.count(text)
     assert told == bool(failing)
 
 
@@ -196,7 +197,7 @@ def test_a_wrong_gradient_of_a_head_that_is_trained_is_told(monkeypatch, capsys,
 
 
 def fail(*args, **kwargs):
-    raise RuntimeError("boom")
+    raise RuntimeError("boom\non two lines")
 
 
 # What the monitor calls in an update, after it, and in every tenth call of the trainer.
