@@ -168,8 +168,14 @@ def test_trust_comes_back_when_forecasts_are_right_again():
     assert kinds[-20:] == ["forecast"] * 20
 
 
-def test_a_saved_run_would_have_needed_one_forward():
+def test_a_saved_run_has_the_forwards_that_its_sums_give():
+    """An update whose log-probs its own weights had computed needs no forecast: all its ratios are 1."""
     updates = read_updates(ROOT / "docs/examples/record-language_model-grpo.jsonl")
-    series, config = [(update.stats, update.numbers["update"] == 0) for update in updates], updates[0].stats.config
-    kinds = follow(BoundsForecaster(config), series, config)
-    assert [kinds.count(kind) for kind in ("forward", "forecast", "redone")] == [1, 31, 0]
+    forecast = [update for update in updates if not update.numbers["on_policy"]]
+    kinds = follow(
+        BoundsForecaster(updates[0].stats.config),
+        [(update.stats, False) for update in forecast],
+        forecast[0].stats.config,
+    )
+    assert [kind == "forward" for kind in kinds] == [update.values["extra_forward"] for update in forecast]
+    assert len(kinds) == 28 and kinds.count("forward") == 3 and "redone" not in kinds
