@@ -105,17 +105,20 @@ def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path,
             check_train_data(config)
 
 
+def with_truths(task, tmp_path, source, truths):
+    """Write rows with these right answers. Returns the config of a run on them with verl's scorers."""
+    path = tmp_path / "data.parquet"
+    rows = [row(data_source=source, reward_model={"style": "rule", "ground_truth": truth}) for truth in truths]
+    pd.DataFrame(rows).to_parquet(path)
+    return composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+
+
 @pytest.mark.parametrize(
     "source, truth",
     [("openai/gsm8k", one) for one in ("1,234", "$18", "50%", "#### 42")] + [("lighteval/MATH", "\\boxed{5}")],
 )
 def test_one_answer_of_each_form_is_tried(task, tmp_path, source, truth):
-    path = tmp_path / "data.parquet"
-    truths = ["72"] * 60 + [truth] * 10
-    pd.DataFrame(
-        [row(data_source=source, reward_model={"style": "rule", "ground_truth": one}) for one in truths]
-    ).to_parquet(path)
-    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    config = with_truths(task, tmp_path, source, ["72"] * 60 + [truth] * 10)
     with pytest.raises(CheckWarning) as warning:
         check_train_data(config)
     assert f"where the ground_truth is {truth!r}" in str(warning.value) and "'72' w" not in str(warning.value)
@@ -133,19 +136,14 @@ def test_one_answer_of_each_form_is_tried(task, tmp_path, source, truth):
     ],
 )
 def test_an_answer_that_no_model_writes_is_a_warning(task, tmp_path, source, truth, answer):
-    path = tmp_path / "data.parquet"
     truths = [truth] if isinstance(truth, list) else ["72", truth]  # the first row of another kind hides none
-    pd.DataFrame(
-        [row(data_source=source, reward_model={"style": "rule", "ground_truth": one}) for one in truths]
-    ).to_parquet(path)
-    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    config = with_truths(task, tmp_path, source, truths)
     with pytest.raises(CheckWarning) as warning:
         check_train_data(config)
     said = str(warning.value)
     assert f"rejects the answer {answer!r} where the ground_truth is {truth!r}" in said and "'72' w" not in said
     assert f"store the column as {answer!r}, or set" in said
-    stored = [{"style": "rule", "ground_truth": answer} for _ in truths]  # the fix
-    pd.DataFrame([row(data_source=source, reward_model=one) for one in stored]).to_parquet(path)
+    config = with_truths(task, tmp_path, source, [answer for _ in truths])  # the fix
     assert check_train_data(config).startswith("rows: ")
 
 
@@ -161,9 +159,7 @@ def test_an_answer_that_no_model_writes_is_a_warning(task, tmp_path, source, tru
     ],
 )
 def test_what_a_scorer_accepts_or_runs_is_no_warning(task, tmp_path, source, truth):
-    path = tmp_path / "data.parquet"
-    pd.DataFrame([row(data_source=source, reward_model={"style": "rule", "ground_truth": truth})]).to_parquet(path)
-    config = composed(task, f"data.train_files={path}", f"data.val_files={path}", OWN_SCORER)
+    config = with_truths(task, tmp_path, source, [truth])
     said = check_train_data(config)
     unasked = f"; verl's scorer was not asked about data_source={source}, whose ground_truth is no short answer"
     assert said == "rows: 1 for training and 1 for validation" + (unasked if source == "taco" else "")
