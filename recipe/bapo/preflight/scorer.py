@@ -73,7 +73,7 @@ def check_scored(rows, what, config, unasked) -> list[str]:
             f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function"
         )
     return [
-        first + (f" (so are {len(others)} other forms of its answers)" if others else "")
+        first + (f"; answers of other forms that it rejects: {len(others)}" if others else "")
         for first, *others in denied.values()
     ]
 

@@ -91,7 +91,7 @@ class Settings:
         """What the model's ``override_config`` changes in the trainer's model and not in that of the vLLM servers."""
         changed = self.config.actor_rollout_ref.model.override_config or {}
         sent = OmegaConf.select(self.config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
-        if not self.fsdp or self.rollout.name != "vllm":
+        if not self.fsdp or self.rollout.name != "vllm" or isinstance(sent, str):
             return ""
         names = (name for name, value in changed.items() if sent.get(name) != value)
         # How attention is computed, and dropout, which the servers do not have.
