@@ -2,7 +2,6 @@
 """Bad data, checkpoints and models are named, with row or file, before a run starts; and how the cluster is chosen."""
 
 import json
-import shutil
 
 import pandas as pd
 import pytest
@@ -88,7 +87,7 @@ def test_a_column_of_the_wrong_type_is_named(task, tmp_path, column, value):
             "gsm8k rejects the answer '' where the ground_truth is '' .it gives 0. in any of the forms #### N,",
         ),
         ("openai/gsm8k", "seventy-two", "rejects the answer 'seventy-two' where the ground_truth is .*check data_s"),
-        ("nobody/knows", "72", "verl has no scorer for data_source=nobody/knows"),
+        ("nobody/knows", "72", "data_source=nobody/knows: NotImplementedError: Reward"),
     ],
 )
 def test_verls_scorer_is_asked_whether_the_right_answer_is_right(task, tmp_path, source, truth, said):
@@ -248,6 +247,16 @@ def test_a_folder_that_is_no_checkpoint_is_named(task, tmp_path):
         check_checkpoint(config)
 
 
+def test_a_package_that_a_data_set_or_a_scorer_lacks_here_is_named(task, tmp_path):
+    (tmp_path / "own.py").write_text("import no_such_package")
+    own = (f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Own")
+    with pytest.raises(CheckWarning, match="No module named 'no_such_package' on this machine: install it"):
+        check_files(composed(task, *own))
+    config = with_truths(task, tmp_path, "hiyouga/geometry3k", ["72"])  # verl's scorer imports mathruler
+    with pytest.raises(CheckWarning, match="data_source=hiyouga/geometry3k: No module named 'mathruler' on this"):
+        check_train_data(config)
+
+
 OWN_DATA_SET = """
 from torch.utils.data import Dataset
 class Own(Dataset):
@@ -298,32 +307,3 @@ def test_an_extended_context_is_believed(task):
         assert section in str(refused.value)
     check_model(composed(task, *lengths, "++actor_rollout_ref.model.override_config.max_position_embeddings=8192"))
     check_model(composed(task, *lengths, "actor_rollout_ref.rollout.name=sglang"))
-
-
-@pytest.fixture
-def model(task, tmp_path):
-    """Copy the example's model. Returns its folder, and a function that changes one of its JSON files."""
-    folder = shutil.copytree(task / "model", tmp_path / "model")
-
-    def change(file, **values):
-        path = folder / file
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return folder, change
-
-
-def test_a_tokenizer_without_an_end_or_a_template_is_named(task, model):
-    folder, change = model
-    config = composed(task, f"actor_rollout_ref.model.path={folder}")
-    template = folder / "chat_template.jinja"
-    text = template.read_text()
-    template.unlink()
-    with pytest.raises(
-        ValueError, match="tokenizer.chat_template is not set.*; fix .* or set model.custom_chat_template"
-    ):
-        check_model(config)
-    config.actor_rollout_ref.model.custom_chat_template = text
-    check_model(config)
-    change("tokenizer_config.json", eos_token=None)
-    with pytest.raises(ValueError, match="and the end token None: give the model's tokenizer files"):
-        check_model(config)

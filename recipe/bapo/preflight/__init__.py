@@ -16,7 +16,7 @@ answers:
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from recipe.bapo.config.errors import innermost
+from recipe.bapo.config.errors import innermost, root_cause
 
 
 class CheckWarning(Exception):
@@ -31,14 +31,16 @@ class CheckSkipped(Exception):
 def blame(field: str, value="", fix: str = "", kind: type[Exception] = ValueError) -> Iterator[None]:
     """Turn an exception of the block into one of ``kind`` that names the field, its value, the reason and the fix.
 
-    Without a value ``field`` is a section of the config.
+    Without a value ``field`` is a section of the config. A package that this machine lacks is a warning.
     """
     try:
         yield
     except (CheckWarning, CheckSkipped):
         raise
     except (Exception, SystemExit) as error:
-        reason = innermost(error).rstrip(".")
+        reason, cause = innermost(error).rstrip("."), root_cause(error)
+        if isinstance(cause, ModuleNotFoundError) and not str(cause.name).startswith("verl"):
+            raise CheckWarning(f"{field}={value}: {cause} on this machine: install it, or set PYTHONPATH.") from error
         if value == "":  # a section of the config: the reason names a key in it
             raise kind(f"{field}: {reason}.") from error
         raise kind(f"invalid {field}={value}: {reason}{'; ' if fix else ''}{fix}.") from error

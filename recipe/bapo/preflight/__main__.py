@@ -6,7 +6,7 @@
     bash recipe/bapo/run_bapo_example.sh --preflight [key=value ...]
 
 Each line is ok, a warning, failed, or skipped where nothing was looked at. The exit code is 1 if a line failed, 2 if
-this verl lacks what preflight needs, else 0. Our trainer makes the same checks before it starts Ray; preflight=false
+nothing was checked, else 0. Our trainer makes the same checks before it starts Ray; preflight=false
 leaves them out.
 """
 
@@ -57,6 +57,8 @@ def main() -> int:
         )
         return 2
     print(table(results))
+    if all(result.status == "skipped" for result in results):
+        return 2
     return int(any(result.status == "failed" for result in results))
 
 

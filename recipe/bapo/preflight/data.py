@@ -84,14 +84,6 @@ def load_dataset(config, kind, tokenizer, processor):
         return create_rl_dataset(files, settings, tokenizer, processor, kind == "train", most)
 
 
-def training_steps(config) -> int:
-    """Return the number of steps that the run makes, without those that a filter of long prompts takes away."""
-    model, trainer = model_of(config), config.trainer
-    rows = len(load_dataset(config, "train", model.tokenizer, model.processor))
-    steps = rows // config.data.train_batch_size * trainer.total_epochs
-    return min(steps, trainer.total_training_steps or steps)
-
-
 def check_rows(rows, prompt_key, what, truth="scored") -> None:
     """Raise a ValueError for the first row that is not in verl's schema.
 
@@ -152,7 +144,7 @@ def check_checkpoint(config) -> str:
         folder = Path(str(trainer.resume_from_path))
         if not re.search(r"global_step_\d+$", str(trainer.resume_from_path)) or not folder.is_dir():
             raise CheckWarning(
-                f"invalid trainer.resume_from_path={folder}: name a checkpoint's folder, global_step_N, with "
-                "no slash behind it."
+                f"invalid trainer.resume_from_path={folder} with resume_mode={trainer.resume_mode}: name a "
+                "checkpoint's folder, global_step_N, with no slash behind it, or set resume_mode=auto or disable."
             )
     return f"training goes on from {folder}"

@@ -6,7 +6,6 @@ for what nobody else reports. ``DOUBTED`` only warns, also of what verl reports 
 field, its value and the fix.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from recipe.bapo.preflight import CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
-from verl.trainer.ppo.utils import need_critic, need_reward_model
+from verl.trainer.ppo.utils import need_critic
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 COUNTS = (
@@ -34,6 +33,11 @@ COUNTS = (
     "reward.num_workers",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units",
 )
+# Estimators that compare the responses to one prompt with each other.
+WITHIN_GROUPS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"),
+)
+FROM_TRAINED_TOKENS = ("gae", "reinforce_plus_plus")  # estimators that sum the rewards of the tokens that are trained
 
 
 class Rule(NamedTuple):
@@ -43,16 +47,8 @@ class Rule(NamedTuple):
     says: str
 
 
-def _is_limit(seconds):
-    return isinstance(seconds, int | float) and 0 < seconds < math.inf
-
-
 def _saves_weights(contents):
     return {"model", "hf_model"} & set(contents) and set(contents) <= {"model", "hf_model", "optimizer", "extra"}
-
-
-def _attention(config):
-    return (config.critic.model.override_config or {}).get("attn_implementation", "flash_attention_2")
 
 
 def _log_probs_are_of_all_tokens(rollout):
@@ -130,6 +126,17 @@ REFUSED = (
         "servers sample without it. Set " + ACTOR + ".strategy=fsdp2 or actor_rollout_ref.model.lora.merge=true, or "
         "install peft<0.21.",
     ),
+    Rule(
+        lambda s: not (s.v1 and s.estimator == "gae" and s.config.algorithm.use_pf_ppo),
+        "algorithm.use_pf_ppo=true with adv_estimator=gae: verl 0.9.1's V1 trainer gives a response the advantage of "
+        "another one. Set use_pf_ppo=false.",
+    ),
+    Rule(
+        lambda s: not (s.v1 and s.rejects_tokens) or s.estimator not in FROM_TRAINED_TOKENS,
+        "algorithm.rollout_correction.rollout_rs={s.correction[rollout_rs]} with adv_estimator={s.estimator}: a "
+        "rejected last token takes the reward of its response with it. Set rollout_rs=seq_mean_k1, seq_mean_k2 or "
+        "seq_mean_k3, or adv_estimator=grpo.",
+    ),
     # Options that are asked for and would have no effect.
     Rule(
         lambda s: not s.old_reward_keys,
@@ -167,14 +174,6 @@ REFUSED_IN_OURS = (
         "trainer.use_v1=false has no effect in recipe.bapo.main_bapo, which runs verl's V1 trainer: leave it out, or "
         "run python -m verl.trainer.main_ppo with the lines of BAPO.",
     ),
-    Rule(
-        lambda s: all(_is_limit(limit) for name, limit in s.config.watchdog.items() if name.endswith("_s")),
-        "invalid watchdog={s.config.watchdog}: each limit is a number of seconds above 0.",
-    ),
-    Rule(
-        lambda s: isinstance(s.config.watchdog.min_arrived, int | float) and 0 <= s.config.watchdog.min_arrived <= 1,
-        "invalid watchdog.min_arrived={s.config.watchdog.min_arrived}: it is a share between 0 and 1.",
-    ),
 )
 DOUBTED = (
     Rule(
@@ -191,8 +190,9 @@ DOUBTED = (
         "no change. If you meant an epsilon, set 1 minus it.",
     ),
     Rule(
-        lambda s: s.rollout.n > 1 or s.config.algorithm.adv_estimator != "grpo",
-        ROLLOUT + ".n=1 with algorithm.adv_estimator=grpo leaves no other response to compare with.",
+        lambda s: s.rollout.n > 1 or s.estimator not in WITHIN_GROUPS,
+        ROLLOUT + ".n=1 with algorithm.adv_estimator={s.estimator} leaves no other response to compare with: set n=2 "
+        "or more.",
     ),
     Rule(
         lambda s: s.mode == "sync" or s.bypass,
@@ -211,6 +211,11 @@ DOUBTED = (
         ACTOR + ".fsdp_config.model_dtype={s.actor.fsdp_config.model_dtype} keeps the weights in 16 bits, where most "
         "of a small step of the optimizer is rounded away. Set it to fp32: FSDP computes in bfloat16 all the same.",
     ),
+    Rule(  # verl #3741
+        lambda s: s.actor.loss_agg_mode != "seq-mean-token-sum-norm" or s.actor.loss_scale_factor is not None,
+        ACTOR + ".loss_agg_mode=seq-mean-token-sum-norm with loss_scale_factor=null divides by the width of each "
+        "micro-batch, so the loss depends on how a mini-batch is cut: set loss_scale_factor to a constant.",
+    ),
     Rule(
         lambda s: not s.of_trainer_alone,
         "actor_rollout_ref.model.override_config changes {s.of_trainer_alone} of the trainer's model alone: vLLM reads "
@@ -227,11 +232,6 @@ DOUBTED = (
         "are not all between 0 and 1: for a bound of 1.28 set 0.28.",
     ),
     # What verl, torch or vLLM refuse, but minutes later or in words that name no setting.
-    Rule(  # verl/utils/model.py:649; what verl says instead is "please install trl"
-        lambda s: not need_critic(s.config) or not s.fsdp or _attention(s.config) == "flash_attention_2",
-        "algorithm.adv_estimator={s.config.algorithm.adv_estimator} needs a critic, which verl loads with flash "
-        "attention alone: use grpo, or train on a GPU with flash-attn.",
-    ),
     Rule(  # a TypeError in the first update
         lambda s: s.loss.loss_mode != "vanilla" or s.actor.clip_ratio_c is not None,
         ACTOR + ".clip_ratio_c=null ends the first update of loss_mode=vanilla: set it to a number above 1, such as "
@@ -242,16 +242,6 @@ DOUBTED = (
         "algorithm.rollout_correction.bypass_mode=true needs the log-probs of the rollout engine: set "
         + ROLLOUT
         + ".calculate_log_probs=true.",
-    ),
-    Rule(  # a KeyError at the first score (verl #7368)
-        lambda s: (
-            not need_reward_model(s.config)
-            or not s.config.reward.reward_model.enable_resource_pool
-            or s.config.reward.custom_reward_function.path
-        ),
-        "reward.reward_model.enable_resource_pool=true ends the run at the first score of a discriminative reward "
-        "model (verl 0.9.1: KeyError 'reward_extra_info'): set it to false, or set reward.custom_reward_function.path "
-        "to a function that asks the model.",
     ),
     Rule(  # at the first sequence that is too long, perhaps after hours
         lambda s: not (s.fsdp and s.actor.use_dynamic_bsz) or s.longest <= s.micro_batch_tokens,

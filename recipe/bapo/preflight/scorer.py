@@ -4,8 +4,10 @@
 import json
 import re
 from contextlib import suppress
+from decimal import Decimal
 
 from recipe.bapo.config.errors import innermost
+from recipe.bapo.preflight import blame
 from verl.utils.reward_score import default_compute_score
 
 DATA_PAGE = "docs/running.md, Data"
@@ -36,42 +38,35 @@ def check_scored(rows, what, config, unasked) -> list[str]:
 
     Raises:
         ValueError: verl has no scorer for a source, or the scorer rejects a ground_truth only because it is not text.
+        CheckWarning: a package that the scorer needs is missing.
     """
     if use_of_truth(config) != "scored":
         return []
-    denied: dict[str, list[str]] = {}  # by source
-    kinds: dict[tuple, object] = {}
+    forms: dict[tuple, object] = {}
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
-        written = str(truth).strip()
-        form = re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", written))
-        kinds.setdefault((row["data_source"], type(truth), form, as_written(truth) == written), truth)
-    for (source, *_), truth in kinds.items():  # one row of each kind
-        try:
-            denial = _ask_scorer(source, truth, str(truth))
-        except NotImplementedError as error:
-            raise ValueError(
-                f"{what}: verl has no scorer for data_source={source}: set reward.custom_reward_function.path and "
-                f"name, or rewrite the column; see {DATA_PAGE}."
-            ) from error
+        form = re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", str(truth).strip()))
+        forms.setdefault((row["data_source"], type(truth), form, as_written(truth) == str(truth).strip()), truth)
+    denied: dict[str, list[str]] = {}  # by source
+    for (source, *_), truth in forms.items():
         answer = as_written(truth)
-        if answer is None or len(str(truth)) > LONGEST_ANSWER:
+        with blame(f"{what}, data_source", source, f"set reward.custom_reward_function.path, or see {DATA_PAGE}"):
+            asked = answer is not None and len(str(truth)) <= LONGEST_ANSWER
+            denial = _ask_scorer(source, truth, answer if asked else "")
+        if not asked:
             unasked[source] = True
-            continue
-        if answer != str(truth).strip():
-            denial = _ask_scorer(source, truth, answer)
-        if denial is None:
-            continue
-        denial = (
-            f"{what}: verl's scorer for data_source={source} rejects the answer {answer!r} where the ground_truth is "
-            f"{truth!r} ({denial})"
-        )
-        if not (as_text := _ask_scorer(source, answer, answer)) and isinstance(truth, int | float):
-            raise ValueError(f"{denial}, because it is not text: store the column as text, {answer!r}.")
-        fix = "write it as the scorer reads it, check data_source" if as_text else f"store the column as {answer!r}"
-        denied.setdefault(source, []).append(
-            f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function"
-        )
+        elif denial is not None:
+            as_text = _ask_scorer(source, answer, answer) is None
+            denial = (
+                f"{what}: verl's scorer for data_source={source} rejects the answer {answer!r} where the ground_truth "
+                f"is {truth!r} ({denial})"
+            )
+            if as_text and isinstance(truth, int | float):
+                raise ValueError(f"{denial}, because it is not text: store the column as text, {answer!r}.")
+            fix = f"store the column as {answer!r}" if as_text else "write it as the scorer reads it, check data_source"
+            denied.setdefault(source, []).append(
+                f"{denial} in any of the forms {', '.join(FORMS)}: {fix}, or set reward.custom_reward_function"
+            )
     return [
         first + (f"; answers of other forms that it rejects: {len(others)}" if others else "")
         for first, *others in denied.values()
@@ -86,32 +81,23 @@ def as_written(truth) -> str | None:
     if isinstance(truth, str) and truth.strip().startswith(("[", "{")):
         with suppress(ValueError):
             found = json.loads(truth)
-            # [-3, -1] is an interval, as a model would write it.
-            return as_written(found) if isinstance(found, dict) or not _are_numbers(found) else truth.strip()
-    if isinstance(truth, list) and truth:
-        return None if isinstance(truth[0], list) else as_written(truth[0])
+            if not isinstance(found, list) or not all(isinstance(one, int | float) for one in found):
+                return as_written(found)  # [-3, -1] is an interval, as a model would write it
+    if isinstance(truth, list) and truth and not isinstance(truth[0], list):
+        return as_written(truth[0])
     if isinstance(truth, bool) or not isinstance(truth, str | int | float):
         return None
     text = str(truth).strip()
-    number = re.fullmatch(r"(-?)0*(\d+?)(?:\.(\d*?)0*)?", text)
-    if number is None:
-        return text
-    sign, whole, fraction = number.groups()
-    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
-
-
-def _are_numbers(values) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    return f"{Decimal(text).normalize():f}" if re.fullmatch(r"-?\d+(\.\d*)?", text) else text
 
 
 def _ask_scorer(source, truth, answer):
     """Return None if verl's scorer accepts ``answer`` in one of ``FORMS``, else what it says of the last form."""
     denial = None
     for form in FORMS:
-        response = form.replace("N", answer) if len(answer) <= LONGEST_ANSWER else ""
         try:
-            scored = default_compute_score(source, response, truth)
-        except NotImplementedError:  # verl has no scorer
+            scored = default_compute_score(source, form.replace("N", answer), truth)
+        except (NotImplementedError, ImportError):  # verl has no scorer, or its package is missing
             raise
         except Exception as error:  # it wants more of a response, or another ground truth
             denial = innermost(error)

@@ -38,6 +38,16 @@ class Settings:
         return self.config.algorithm.rollout_correction or {}
 
     @property
+    def estimator(self) -> str:
+        return self.config.algorithm.adv_estimator
+
+    @property
+    def rejects_tokens(self) -> bool:
+        """Whether rollout correction drops single tokens before the advantages are computed."""
+        used = self.rollout.calculate_log_probs and not self.bypass
+        return bool(used) and "token_" in (self.correction.get("rollout_rs") or "")
+
+    @property
     def fsdp(self) -> bool:
         return self.actor.strategy in ("fsdp", "fsdp2")
 

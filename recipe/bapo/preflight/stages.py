@@ -12,14 +12,12 @@ from omegaconf import OmegaConf
 from recipe.bapo.config import compose_config, is_of_our_trainer, prepare
 from recipe.bapo.config.errors import explain, innermost
 from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, machine, model, reward
-from recipe.bapo.preflight.advantages import check_advantages
 from recipe.bapo.preflight.keys import misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
 from recipe.bapo.preflight.rules import check_counts, check_rules
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
-from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.trainer.distillation import distillation_ppo_loss, is_distillation_enabled
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.import_utils import import_external_libs
@@ -55,13 +53,15 @@ def check_verls_config(config) -> str:
     for section in (ACTOR, ROLLOUT, *(["critic"] if need_critic(config) else [])):
         with blame(section):
             built[section] = omega_conf_to_dataclass(OmegaConf.select(config, section))
-    if other_entry_point(config) is None:
-        with blame("the config"):
-            validate_config(config, need_reference_policy(config), need_critic(config))
-    if config.trainer.use_v1 and other_entry_point(config) is None:
+    with blame("the config"):
+        validate_config(config, need_reference_policy(config), need_critic(config))
+    if config.trainer.use_v1:
         mode = config.trainer.v1.trainer_mode
         with blame("trainer.v1.trainer_mode", mode):
             get_trainer_cls(mode)(config.copy())
+    estimator = config.algorithm.adv_estimator
+    with blame("algorithm.adv_estimator", estimator):
+        get_adv_estimator_fn(estimator)
     loss_mode = built[ACTOR].policy_loss.loss_mode
     with blame(f"{ACTOR}.policy_loss.loss_mode", loss_mode):
         get_policy_loss_fn(loss_mode)
@@ -99,25 +99,21 @@ def check_unknown_keys(config, overrides: list[str]) -> str:
 # Name, function, and the stages without which it is not run, because it would only report their failure again.
 STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("versions", machine.check_versions, ()),
-    ("devices", machine.check_devices, ()),
-    ("GPU memory", machine.check_gpu_memory, ("devices",)),
-    ("CPUs", machine.check_cpus, ("devices",)),
+    ("GPU memory", machine.check_gpu_memory, ()),
+    ("CPUs", machine.check_cpus, ()),
     ("other runs", machine.check_other_runs, ()),
     ("verl's config", check_verls_config, ()),
     ("settings", check_rules, ("verl's config",)),
-    ("advantages", check_advantages, ("verl's config",)),
     ("folders", check_folders, ()),
     ("checkpoint", data.check_checkpoint, ()),
     ("reward", reward.check_reward, ()),
     ("model", model.check_model, ()),
     ("data", data.check_files, ("model",)),
-    ("disk", machine.check_disk, ("data", "checkpoint")),
+    ("disk", machine.check_disk, ()),
 )
 
 
 CALL_REWARD = ("reward call", reward.call_reward, ("reward", "data"))  # only where the user asks for it
-# Stages that know only the configs of verl.trainer.main_ppo and of our trainer.
-OF_MAIN_PPO = ("keys", "devices", "GPU memory", "CPUs", "settings", "advantages", "disk")
 
 
 def other_entry_point(config, config_name: str = "") -> str | None:
@@ -147,21 +143,21 @@ def run_stages(
         call_reward: call the reward function.
         config_name: Hydra's ``--config-name``.
     """
+    other = other_entry_point(config, config_name)
+    if other is not None:
+        return [Result("keys", "skipped", f"nothing was checked, because this is a config of {other}")]
     misread = misread_switches(config)
     if misread:
         return [Result("keys", "failed", line) for line in misread]
-    other = other_entry_point(config, config_name)
     counts = _result("counts", check_counts, config)
-    if counts.status == "failed" and other is None:
+    if counts.status == "failed":
         return [counts]
     keys = ("keys", partial(check_unknown_keys, overrides=overrides or []), ())
     results = []
     lost: list[str] = []  # stages that failed, or rely on one that did
     for name, stage, relies_on in (keys, *STAGES, *((CALL_REWARD,) if call_reward else ())):
         missing = [one for one in relies_on if one in lost]
-        if other is not None and name in OF_MAIN_PPO:
-            result = Result(name, "skipped", f"not known for {other}, whose config this is")
-        elif missing:
+        if missing:
             result = Result(name, "skipped", f"it relies on {', '.join(missing)}")
         else:
             result = _result(name, stage, config)
@@ -195,12 +191,9 @@ def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> l
         call_reward: call the reward function, too.
         where: the other arguments of ``compose_config``.
     """
-    config_name = where.get("name", "")
     try:
         config = compose_config(overrides, **where)
         (prepare if is_of_our_trainer(config) else OmegaConf.resolve)(config)
-        if other_entry_point(config, config_name) is not None:
-            migrate_legacy_reward_impl(config)  # as that entry point does, and verl.trainer.main_ppo does not
     except Exception as error:
         return [Result("keys", "failed", explain(error))]
-    return run_stages(config, overrides, call_reward, config_name)
+    return run_stages(config, overrides, call_reward, where.get("name", ""))
