@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounds of one optimizer update from its tokens, and the one transfer of the results to the host.
 
-``find_clip_bounds`` is for callers that hold the whole mini-batch at once. A verl run collects its statistics
-micro-batch by micro-batch and takes the same steps one by one (``recipe.bapo.hook.scopes``). ``read_and_validate`` is
-the only place in ``bapo`` that raises for non-finite input. It raises on every rank alike, because it looks at counts
-that were added over all ranks.
+``find_clip_bounds`` is for callers that hold the whole mini-batch at once. Others collect the statistics of each
+micro-batch and take the same steps one by one (``bapo/README.md``; in verl ``recipe.bapo.hook.scopes``).
+``read_and_validate`` is the only place in ``bapo`` that raises for non-finite input. It raises on every rank alike,
+because it looks at counts that were added over all ranks.
 """
 
 import torch
@@ -32,7 +32,7 @@ def find_clip_bounds(
     """Find the clip bounds of one optimizer update from its whole mini-batch (Eq. 8, Algorithm 1).
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``.
+        old_log_prob, log_prob, advantages, response_mask: as in ``collect_clip_statistics``, in one of its shapes.
         config: the options of the search.
         process_group: the ranks that share the mini-batch; all of them must call this once. None: no communication.
         clip_ratio_c: the dual clip, which ``contribution="gradient"`` respects. None: no dual clip.
@@ -41,8 +41,8 @@ def find_clip_bounds(
         The bounds, and the diagnostics of the same tokens. Both stay on the device until ``read_and_validate``.
 
     Raises:
-        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1. Non-finite input raises later, in
-            ``read_and_validate``.
+        ValueError: the tensors have other shapes, or ``clip_ratio_c`` is not above 1. Non-finite input raises later,
+            in ``read_and_validate``.
     """
     stats = collect_clip_statistics(old_log_prob, log_prob, advantages, response_mask, config, clip_ratio_c)
     if process_group is not None:

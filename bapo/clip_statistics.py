@@ -224,22 +224,23 @@ def collect_clip_statistics(
     Factors on the loss of a token, such as importance weights of a rollout correction, do not enter the sums.
 
     Args:
-        old_log_prob: log-probs of the policy in the ratio's denominator, ``(B, T)``, any float type.
-        log_prob: log-probs of the policy that is trained, ``(B, T)``.
-        advantages: ``(B, T)``.
-        response_mask: ``(B, T)``, true or non-zero where a token counts. Masked positions may hold anything.
+        old_log_prob: log-probs of the policy in the ratio's denominator, ``(B, T)``, any float type. Packed tokens may
+            be ``(N,)``; all of them then count as one response.
+        log_prob: log-probs of the policy that is trained, in the same shape.
+        advantages: in the same shape, or ``(B, 1)``: one for each response.
+        response_mask: in the same shape, true or non-zero where a token counts. Masked positions may hold anything.
         config: the ranges of the bounds and the token weight.
         clip_ratio_c: the dual clip: negative tokens with a ratio from here on carry no gradient. None: no dual clip.
         own_clip: in a run that trains with another loss, what that loss does to tokens. Only the sums ``own_*`` use it.
 
     Raises:
-        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
+        ValueError: the tensors have other shapes, or ``clip_ratio_c`` is not above 1.
     """
-    tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-    check_inputs(clip_ratio_c, **tensors)
+    advantages = check_inputs(old_log_prob, log_prob, advantages, response_mask, clip_ratio_c)
+    tensors = [torch.atleast_2d(tensor) for tensor in (old_log_prob, log_prob, advantages, response_mask)]
     chunk = CPU_CHUNK if log_prob.device.type == "cpu" else GPU_CHUNK
-    rows = max(1, chunk // max(1, log_prob.shape[1]))
-    chunks = (Tokens(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True))
+    rows = max(1, chunk // max(1, log_prob.shape[-1]))
+    chunks = (Tokens(*parts) for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True))
     first, *others = [ClipStatistics(_sum_tokens(tokens, config, clip_ratio_c, own_clip), config) for tokens in chunks]
     return sum(others, start=first)
 

@@ -31,6 +31,7 @@ class Diagnostics:
         clipfrac_positive: fraction of the tokens with A > 0 whose ratio is at or above ``high``.
         clipfrac_negative: fraction of the tokens with A < 0 whose ratio is at or below ``low``.
         length_positive: mean number of tokens with A > 0 in the responses that have such a token; 0 if none has.
+            Packed tokens ``(N,)`` count as one response.
         length_negative: the same for A < 0.
         effective_sample_size: (sum r)^2 / (tokens * sum r^2) over the response tokens, between 0 and 1.
         negative_unbounded_share: fraction of sum(r * abs(A)) contributed by tokens with A < 0 and a ratio above

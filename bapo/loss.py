@@ -34,7 +34,7 @@ class SurrogateLoss:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Average ``values`` ``(B, T)`` over the tokens where ``mask`` is true; 0 if there are none."""
+    """Average ``values`` over the tokens where ``mask`` is true; 0 if there are none."""
     return torch.where(mask, values, 0).sum() / mask.count_nonzero().clamp(min=1)
 
 
@@ -55,18 +55,20 @@ def clipped_surrogate_loss(
     ``-A*min(max(r, low), clip_ratio_c)``.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, as in ``collect_clip_statistics``. A gradient
-            flows to ``log_prob`` alone, and none to masked positions, nor to tokens without a usable old log-prob.
-        low, high: bounds on the ratio, numbers or tensors that broadcast to ``(B, T)``.
+        old_log_prob, log_prob, advantages, response_mask: ``(B, T)``, or in the other shapes that
+            ``collect_clip_statistics`` takes. A gradient flows to ``log_prob`` alone, and none to masked positions,
+            nor to tokens without a usable old log-prob.
+        low, high: bounds on the ratio, numbers or tensors that broadcast to the shape of ``log_prob``.
         clip_ratio_c: dual clip (arXiv 1912.09729) of tokens with negative advantage, above 1. None: no dual clip.
         rollout_is_weights: factors on the loss of each token, ``(B, T)``, a rollout correction; None: 1.
-        aggregate: maps the loss per token and the bool mask, both ``(B, T)``, to a 0-d loss; the default is token-mean.
+        aggregate: maps the loss per token and the bool mask, both in the shape of ``log_prob``, to a 0-d loss. The
+            default is the mean over the tokens of this call. Where an update has several calls (micro-batches, ranks),
+            divide the sum of the losses per token by the number of tokens of the whole update (``bapo/README.md``).
 
     Raises:
-        ValueError: the shapes differ, or ``clip_ratio_c`` is not above 1.
+        ValueError: the tensors have other shapes, or ``clip_ratio_c`` is not above 1.
     """
-    tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-    check_inputs(clip_ratio_c, **tensors)
+    advantages = check_inputs(old_log_prob, log_prob, advantages, response_mask, clip_ratio_c)
     # Where a token does not count, the log-ratio itself is set to 0. A loss of 0 alone would leave infinity times 0, a
     # NaN, in the backward.
     mask = response_mask.bool() & is_usable(old_log_prob)

@@ -31,14 +31,27 @@ def is_usable(old_log_prob: Tensor) -> Tensor:
     return (old_log_prob > -math.inf) & (old_log_prob <= MAX_OLD_LOG_PROB)
 
 
-def check_inputs(clip_ratio_c: float | None, **tensors: Tensor) -> None:
-    """Refuse what neither the search nor the loss can use.
+def check_inputs(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, clip_ratio_c: float | None
+) -> Tensor:
+    """Refuse what neither the search nor the loss can use, and return the advantages, one for each token.
+
+    Args:
+        old_log_prob, log_prob, response_mask: ``(B, T)``, or ``(N,)``: tokens without padding, of any responses.
+        advantages: in the same shape, or ``(B, 1)``: one for each response.
 
     Raises:
-        ValueError: the tensors, all ``(B, T)``, differ in shape, or the dual clip is not above 1.
+        ValueError: the tensors have other shapes, or the dual clip is not above 1.
     """
-    if len({tensor.shape for tensor in tensors.values()}) > 1:
+    tensors = dict(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
+    shape = log_prob.shape
+    one_each = (shape[0], 1) if len(shape) == 2 else shape
+    same = old_log_prob.shape == response_mask.shape == shape and advantages.shape in (shape, one_each)
+    if not same or len(shape) not in (1, 2):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"All tensors must have the same shape (B, T), but got: {shapes}.")
+        raise ValueError(
+            f"All tensors must have the same shape, (B, T) or (N,), and advantages may be (B, 1), but got: {shapes}."
+        )
     if clip_ratio_c is not None and not clip_ratio_c > 1:
         raise ValueError(f"invalid clip_ratio_c={clip_ratio_c!r}: use a number above 1, or None: no dual clip.")
+    return advantages.expand(shape)

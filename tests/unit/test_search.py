@@ -212,10 +212,40 @@ def test_what_neither_search_nor_loss_can_use_is_refused_by_name(use):
         with pytest.raises(ValueError, match=f"clip_ratio_c={wrong}"):
             use(*batch, clip_ratio_c=wrong)
     for index, name in enumerate(("old_log_prob", "log_prob", "advantages", "response_mask")):
-        others = [tensor[:, :1] if other == index else tensor for other, tensor in enumerate(batch)]
-        with pytest.raises(ValueError, match=rf"same shape.*{name} \(5, 1\)"):
+        others = [tensor[:, :2] if other == index else tensor for other, tensor in enumerate(batch)]
+        with pytest.raises(ValueError, match=rf"same shape.*{name} \(5, 2\)"):
             use(*others)
+    old, log_prob, advantages, mask = (tensor[:, :5] for tensor in batch)
+    # With as many tokens as responses, (B,) would broadcast along the wrong dimension.
+    for wrong in (advantages[:, 0], advantages[:1], advantages[0, 0]):
+        with pytest.raises(ValueError, match=r"advantages may be \(B, 1\), but got: .*advantages \("):
+            use(old, log_prob, wrong, mask)
+    for shape in ((), (5, 5, 1)):
+        with pytest.raises(ValueError, match=r"same shape, \(B, T\) or \(N,\)"):
+            use(*(torch.zeros(shape) for _ in batch))
     use(*batch, clip_ratio_c=1.01)
+
+
+def test_an_advantage_for_each_response_and_packed_tokens_change_nothing():
+    batch = make_batch(1, dtype=torch.float64)
+    old, log_prob, advantages, mask = batch
+    packed = [tensor[mask] for tensor in batch]
+    config, results = BAPOConfig(positive_contribution_target=0.45), []
+    for tokens in (batch, (old, log_prob, advantages[:, :1], mask), packed):
+        stats = collect_clip_statistics(*tokens, config, 3.0)
+        bounds = search_clip_bounds(stats, config)
+        new = tokens[1].clone().requires_grad_()
+        result = clipped_surrogate_loss(tokens[0], new, *tokens[2:], bounds.low, bounds.high, 3.0)
+        result.loss.backward()
+        # Which packed tokens are one response is not known.
+        lengths = (stats.sums.positive_responses.item(), stats.sums.negative_responses.item())
+        assert lengths == ((1, 1) if tokens is packed else (1, 2))
+        sums = stats.sums._replace(positive_responses=0, negative_responses=0)
+        gradient = new.grad if tokens is packed else new.grad[mask]
+        results.append([*sums, *vars(bounds).values(), *vars(result).values(), gradient])
+    assert bounds.met_by_moving and results[0][-1].count_nonzero() > 20
+    for others in results[1:]:
+        torch.testing.assert_close(others, results[0], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("value, invalid", [(0.0, False), (0.5, False), (0.6, True), (1e4, True)])
