@@ -63,10 +63,3 @@ def test_the_defaults_on_the_page_are_those_of_the_code():
             options = [first, *(first.removesuffix("_start") + ending for ending in more)]
             written = default.strip("`").split(", ")
             assert written == [str(getattr(BAPOConfig, option)) for option in options], first
-
-
-def test_the_example_in_the_cores_guide_runs():
-    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "bapo/README.md").read_text(), re.M | re.S)
-    names = {}
-    exec(code, names)
-    assert names["log_prob"].grad.isfinite().all() and 0.6 <= names["metrics"]["low"] <= 0.9
