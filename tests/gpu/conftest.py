@@ -8,7 +8,7 @@ killed keeps its results.
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 def describe_machine(rehearsal):
     """Describe the machine, for the figures in the report."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": collect_env.run(f"git -C {HERE} describe --always --dirty")[1],
         "rehearsal": rehearsal,
         "machine": collect_env.get_pretty_env_info().splitlines(),

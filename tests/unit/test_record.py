@@ -3,7 +3,7 @@
 
 import json
 import math
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from unittest.mock import Mock
 
 import pytest
@@ -141,7 +141,7 @@ def test_what_is_wrong_in_a_record_is_named_with_its_line(tmp_path, number, brok
 @pytest.mark.parametrize("seconds", [1, 0, -3600])
 def test_each_start_writes_a_file_that_comes_after_the_others(tmp_path, monkeypatch, seconds):
     """A run may be resumed on a host whose clock is behind, or be started twice within the clock's resolution."""
-    now = datetime(2026, 11, 27, tzinfo=UTC)
+    now = datetime(2026, 11, 27, tzinfo=timezone.utc)
     clock = (now + number * timedelta(seconds=seconds) for number in range(3))
     monkeypatch.setattr(record_module, "datetime", Mock(wraps=datetime, now=lambda zone: next(clock)))
     (tmp_path / "record-mine.jsonl").touch()

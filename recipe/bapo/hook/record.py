@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from itertools import islice, takewhile
 from pathlib import Path
 from types import NoneType
@@ -88,7 +88,7 @@ class Record:
             tell(f"no record is written from now on, because {error}.")
 
     def _create(self) -> None:
-        now = datetime.now(UTC)
+        now = datetime.now(timezone.utc)
         self.folder.mkdir(parents=True, exist_ok=True)
         times = filter(None, map(_time_in_name, self.folder.glob("record-*.jsonl")))
         later = max([now, *(time + timedelta(microseconds=1) for time in times)])
@@ -242,7 +242,7 @@ def _refuse_any(what: str, names: Collection[str]) -> None:
 def _time_in_name(path: Path) -> datetime | None:
     """Return the time in the name of a record; None if it has another name."""
     with suppress(ValueError):
-        return datetime.strptime(path.name.split("-")[1], TIME).replace(tzinfo=UTC)
+        return datetime.strptime(path.name.split("-")[1], TIME).replace(tzinfo=timezone.utc)
     return None
 
 

