@@ -45,7 +45,7 @@ def names_in(cell):
 
 
 KEYS = {
-    loss.strip("`"): names_in(keys) & CHANGED.keys() for loss, keys in table("| `loss_mode` | keys that it reads |")
+    loss.strip("`"): names_in(keys) & CHANGED.keys() for loss, keys, _ in table("| `loss_mode` | keys that it reads |")
 }
 
 
