@@ -193,6 +193,19 @@ def test_a_run_of_a_table_makes_the_updates_that_its_header_says(name):
     assert rollout.val_kwargs.temperature == rollout.temperature and rollout.val_kwargs.top_p == rollout.top_p
 
 
+def test_the_methods_of_the_documented_table_have_one_dual_clip():
+    """docs/table.md compares BAPO with the fixed bounds that equalled it, all with verl's dual clip."""
+    command = (ROOT / "docs/table.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    methods = re.search("for method in (.*?); do", command)[1].split()
+    overrides = re.findall(r"actor_rollout_ref\.actor\.\S+", command)
+    assert {"grpo", "high_only", "bapo"} <= set(methods)
+    for method in methods:
+        actor = compose_in_groups(
+            "experiment=table_8_gpus", "size=gpu", f"method={method}", *overrides
+        ).actor_rollout_ref.actor
+        assert actor.clip_ratio_c == 3.0
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "paper_7b"])
 def test_packed_sequences_without_flash_attn_keep_the_experiments_micro_batches(name):
     chosen = {
