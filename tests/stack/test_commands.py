@@ -51,10 +51,9 @@ def test_a_papers_config_is_checked_on_a_login_node(task, tmp_path):
 
 
 def documented_command():
-    """Return the arguments of the README's command for training."""
-    (command,) = re.findall(
-        r"^    python -m recipe\.bapo\.main_bapo((?:.*\\\n)*.*)", (RECIPE / "README.md").read_text(), re.M
-    )
+    """Return the arguments of the documented command for our trainer."""
+    page = (ROOT / "docs/your_own_run.md").read_text()
+    (command,) = re.findall(r"^    python -m recipe\.bapo\.main_bapo((?:.*\\\n)*.*)", page, re.M)
     return shlex.split(command.replace("\\\n", " "))
 
 
