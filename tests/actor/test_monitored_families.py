@@ -13,7 +13,7 @@ FAST = [  # of each way in which verl computes the log-probs of a head that is n
     ("Qwen2, LoRA", "FSDP1", "fused"),
 ]
 # verl 0.9.1 itself fails at these. Its fused forwards of text models give the kernels a shard of a head that is an
-# FSDP2 unit of its own (docs/dev/upstream/fused_lm_head.md). Its forward of Qwen2.5-VL, with any engine, takes the
+# FSDP2 unit of its own (docs/dev/upstream.md). Its forward of Qwen2.5-VL, with any engine, takes the
 # vision model of transformers 5 for one that returns a tensor, where a batch has no image.
 SHARD = "aten.mm.default got mixed torch.Tensor and DTensor"
 NO_IMAGE = "'BaseModelOutputWithPooling' object has no attribute 'mean'"

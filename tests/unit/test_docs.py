@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = (
     [ROOT]
     + [ROOT / name for name in ("bapo", "configs", "recipe/bapo", "scripts", "tests", ".github")]
-    + [ROOT / "docs" / name for name in ("", "dev", "dev/upstream", "results")]
+    + [ROOT / "docs" / name for name in ("", "dev", "results")]
 )
 PAGES = sorted(page for folder in FOLDERS for page in folder.glob("*.md"))
 

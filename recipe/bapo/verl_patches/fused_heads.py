@@ -8,7 +8,7 @@ gathers the weight of a unit, and reduces its gradient over the ranks, when the 
 gathers the weight itself, and each rank trains its shard of the head with the gradient of its own tokens alone
 (``qwen3_5.py:589`` and ``qwen3_vl.py:371``). With this patch ``lm_head`` belongs to the unit of the whole model, as it
 does with tied embeddings. Without fused kernels nothing changes. A similar change was proposed to verl (pull request
-#7427, ``docs/dev/upstream/fused_lm_head.md``).
+#7427, ``docs/dev/upstream.md``).
 
 ``BAPOPolicyLossConfig`` imports this module. A monitored run does not, because a monitor changes nothing. A reference
 model, which verl builds before the actor's config, needs ``model.external_lib=recipe.bapo.verl_patches.fused_heads``
