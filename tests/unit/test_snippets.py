@@ -18,41 +18,44 @@ from safetensors.torch import save_file
 from support.configs import ROOT
 
 PAGE = (ROOT / "docs/silent_faults.md").read_text()
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", PAGE, re.M | re.S)
+(BLOCK,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+COMMANDS = [*BLOCK.splitlines(), *re.findall(r"`(python docs/silent_faults/.*?)`", PAGE)]
 
 
-def block(language, words):
-    """Return the code block of a language that holds ``words``."""
-    (code,) = (code for kind, code in BLOCKS if kind == language and words in code)
-    return code
+def command(words):
+    """Return the page's command that holds ``words``."""
+    (found,) = (command for command in COMMANDS if words in command)
+    return found
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a code block in the folder of the run, and returns what it prints."""
+    """Return a function that runs a command of the page in the folder of the run, and returns what it prints."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "bin" / "python").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
-    def run_block(*command):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    def run_command(words):
+        line = ["bash", "-c", command(words)]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert not done.stderr, done.stderr
         return done.stdout
 
-    return run_block
+    return run_command
 
 
-def test_every_block_of_the_page_has_a_test():
-    assert len(BLOCKS) == 6
+def test_the_page_names_every_script():
+    named = {name for command in COMMANDS for name in re.findall(r"docs/silent_faults/\w+\.py", command)}
+    assert named == {f"docs/silent_faults/{path.name}" for path in (ROOT / "docs/silent_faults").glob("*.py")}
 
 
 def test_the_command_of_a_run_is_given_to_preflight(run, tmp_path):
     folder = tmp_path / "outputs/DATE/TIME/.hydra"
     folder.mkdir(parents=True)
     (folder / "overrides.yaml").write_text(yaml.safe_dump(["trainer.no_such_key=1"]))
-    said = run("bash", "-c", block("bash", "overrides.yaml"))
-    assert said.startswith("failed   keys             Could not override 'trainer.no_such_key'")
+    assert run("preflight_of_run").startswith("failed   keys             Could not override 'trainer.no_such_key'")
 
 
 def test_the_log_is_searched(run, tmp_path):
@@ -60,30 +63,28 @@ def test_the_log_is_searched(run, tmp_path):
         "(Worker pid=1) BAPO: something is wrong.\n(Worker pid=1) BAPO: something is wrong.\n"
         "WARN: grad_norm is not finite: nan\nstep:7 - actor/grad_norm:nan - actor/lr:1e-6\n"
     )
-    said = run("bash", "-c", block("bash", "grep -h"))
-    assert said.split("\n") == ["      2 (Worker pid=1) BAPO: something is wrong.", "1", "step:7", ""]
+    assert run("grep -h") == "      2 (Worker pid=1) BAPO: something is wrong.\n"
+    assert run("grep -c") == "1\n"
+    assert run("grep -E") == "step:7\n"
 
 
 def test_steps_without_a_finite_gradient_norm_are_printed(run, tmp_path):
     norms = {1: 0.5, 2: None, 3: None, 4: 0.4}
     rows = [{"step": step, "data": {"actor/grad_norm": norm}} for step, norm in norms.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 5, "data": {}}]))
-    assert run("bash", "-c", block("bash", "metrics.jsonl")) == "step 2\nstep 3\n"
+    assert run("grad_norm.py") == "step 2\nstep 3\n"
 
 
 def test_broken_weights_and_ranks_that_differ_are_found(run, tmp_path):
-    checkpoint = tmp_path / "global_step_1" / "actor"
+    checkpoint = tmp_path / "global_step_N" / "actor"
     checkpoint.mkdir(parents=True)
     weights = {"same": torch.ones(2), "other": torch.ones(2)}
     for rank in (0, 1):
         changed = weights | {"other": weights["other"] * (1 + rank)}
         torch.save(changed, checkpoint / f"model_world_size_2_rank_{rank}.pt")
     save_file({"good": torch.ones(1), "bad": torch.tensor([float("nan")])}, checkpoint / "model.safetensors")
-    reads, compares = block("python", "def tensors"), block("python", "tensors differ")
-    (tmp_path / "look.py").write_text(f"{reads}\n{compares}")
-    assert run("python", "look.py", str(tmp_path / "global_step_1")) == (
-        "model.safetensors bad\n1 of 2 tensors differ between rank 0 and 1\n"
-    )
+    assert run("weights.py global_step_N") == "model.safetensors bad\n"
+    assert run("weights.py --ranks") == "1 of 2 tensors differ between rank 0 and 1\n"
 
 
 def test_right_answers_without_a_reward_are_counted(run, tmp_path):
@@ -91,10 +92,9 @@ def test_right_answers_without_a_reward_are_counted(run, tmp_path):
         ("so \\boxed{1,000}", "1000", -1.0),
         ("so \\boxed{7}", "7", 1.0),
         ("so \\boxed{8}", "7", -1.0),
-        ("", "7", -1.0),
+        ("\u2028", "7", -1.0),
     ]
     (tmp_path / "ROLLOUTS").mkdir()
-    lines = [json.dumps(dict(zip(("output", "gts", "score"), row, strict=True))) for row in rows]
+    lines = [json.dumps(dict(zip(("output", "gts", "score"), row, strict=True)), ensure_ascii=False) for row in rows]
     (tmp_path / "ROLLOUTS" / "1.jsonl").write_text("\n".join(lines))
-    said = run("bash", "-c", block("bash", "math_dapo"))
-    assert said == "1 of 4 have the right answer in a box and no reward\n"
+    assert run("answers.py") == "1 of 4 have the right answer in a box and no reward\n"
