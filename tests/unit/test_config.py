@@ -2,11 +2,25 @@
 """BAPOConfig validates its options, and its errors say what is wrong."""
 
 import pytest
-from hypothesis import given
-from support.batches import configs
+from hypothesis import find, given
+from support.batches import configs, make_batch, values_found
 from support.oracle import grid_point
 
 from bapo import BAPOConfig
+
+# Another value of every option that a search reads, with which the search of the tests ends elsewhere.
+CHANGED = {
+    "positive_contribution_target": 0.3,
+    "ratio_lower_start": 0.7,
+    "ratio_lower_max": 0.95,
+    "ratio_lower_step": 0.07,
+    "ratio_upper_start": 1.3,
+    "ratio_upper_max": 2.0,
+    "ratio_upper_step": 0.11,
+    "contribution": "gradient",
+    "token_weight": "uniform",
+    "search_order": "lower_first",
+}
 
 
 @pytest.mark.parametrize(
@@ -58,3 +72,22 @@ def test_a_config_is_fixed_where_both_bounds_are(sides, fixed):
     start = {"lower": 0.8, "upper": 1.3}
     changes = {f"ratio_{side}_{end}": start[side] for side in sides for end in ("start", "max")}
     assert BAPOConfig(**changes).fixed is fixed
+
+
+def test_every_option_of_the_search_is_among_those_that_are_changed():
+    of_the_worker = {"bound_scope"}  # on which tokens a search is made: tests/unit/test_worker.py
+    assert CHANGED.keys() | of_the_worker == BAPOConfig.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("option", CHANGED)
+def test_every_option_changes_what_a_search_finds(option):
+    def found(**changes):
+        config = BAPOConfig(**changes)
+        return [values_found(*make_batch(seed, rows=12), config, clip_ratio_c=3.0) for seed in range(8)]
+
+    assert found(**{option: CHANGED[option]}) != found()
+
+
+@pytest.mark.parametrize("option", CHANGED)
+def test_random_configs_have_other_values_of_every_option(option):
+    find(configs(), lambda config: getattr(config, option) != getattr(BAPOConfig, option))

@@ -79,14 +79,12 @@ def test_a_config_composes_in_every_size_and_its_actor_can_be_built(name, size):
 def documented_methods():
     """Read the table of methods in the docs: the options of each method by name."""
     text = (ROOT / "docs" / "configuration.md").read_text()
-    header = (
-        "| `method=` | target | `c_low` | `c_high` | `contribution` | `token_weight` | `search_order` | `bound_scope` |"
-    )
-    rows = text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
+    header, _, *rows = text[text.index("| `method=` | target |") :].split("\n\n")[0].splitlines()
+    columns, *rows = ([cell.strip() for cell in row.strip("|").split("|")] for row in (header, *rows))
+    options = [column.strip("`") for column in columns[4:]]
     found = {}
-    for row in rows:
-        name, target, lower, upper, *others = (cell.strip().strip("`") for cell in row.strip("|").split("|"))
-        name = name.removesuffix("` (monitored)")
+    for name, target, lower, upper, *others in rows:
+        name = name.removesuffix(" (monitored)").strip("`")
         found[name] = {"positive_contribution_target": float(target)}
         for side, cell in (("lower", lower), ("upper", upper)):
             start, *rest = re.findall(r"[\d.]+", cell)
@@ -94,7 +92,7 @@ def documented_methods():
             found[name] |= {f"ratio_{side}_start": float(start), f"ratio_{side}_max": float(maximum)}
             if step is not None:
                 found[name][f"ratio_{side}_step"] = float(step)
-        found[name] |= dict(zip(("contribution", "token_weight", "search_order", "bound_scope"), others, strict=True))
+        found[name] |= {option: cell.strip("`") for option, cell in zip(options, others, strict=True)}
     return found
 
 
@@ -105,7 +103,12 @@ def test_a_method_is_what_the_table_says_under_every_size(method, size):
     documented = documented_methods()[method]
     found = {name: getattr(loss, name) for name in documented}
     found["positive_contribution_target"] = round(found["positive_contribution_target"], 4)
+    found = {name: value if isinstance(documented[name], float) else str(value) for name, value in found.items()}
     assert found == documented
+
+
+def test_the_table_of_methods_has_a_column_for_every_option():
+    assert documented_methods()["bapo"].keys() == BAPOConfig.__dataclass_fields__.keys()
 
 
 # Methods that set keys of verl's own losses, too.
