@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from bapo import ClipBounds, ClipStatistics, diagnose, read_scalars, same_tokens_are_clipped, search_clip_bounds
 from recipe.bapo.hook.compatibility import refuse_to_monitor
 from recipe.bapo.hook.own_clip import own_clip_of
-from recipe.bapo.hook.scopes import BoundScope, Measured, Pass
+from recipe.bapo.hook.scopes import BoundScope, Measurement, Pass
 from recipe.bapo.hook.tell import Guard, tell
 from verl.workers.config import ActorConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine
@@ -64,7 +64,12 @@ class Monitor(BoundScope):
         self.pass_stats, self.failed, self.first = None, False, position == 0
         with self.guard("looking at the mini-batch"):
             self.needs_forecast = not (on_policy or self._is_one_micro_batch(data))
-        return run_pass()
+        output = run_pass()
+        self.measurement = None
+        with self.guard("measuring an update"):
+            stats = self._reduce(self.not_summed if self.failed else self.pass_stats)
+            self.measurement = self._measure(stats, search_clip_bounds(stats, self.config))
+        return output
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> None:
         summed = False
@@ -73,24 +78,19 @@ class Monitor(BoundScope):
             summed = True
         self.failed = self.failed or not summed
 
-    def finish(self) -> None:
-        pass  # its loss takes no bounds
-
-    def measure(self) -> Measured:
-        stats = self._reduce(self.not_summed if self.failed else self.pass_stats)
+    def _measure(self, stats: ClipStatistics, bounds: ClipBounds, **costs: float) -> Measurement:
         if stats.sums.uncollected > 0:
-            return Measured(stats, {})
-        bounds = search_clip_bounds(stats, self.config)
+            return Measurement(stats, {})
         values = read_scalars(vars(bounds) | vars(diagnose(stats, bounds)) | self._of_own_loss(stats))
         invalid = values.pop("invalid_log_probs") + values.pop("invalid_advantages")
         if invalid:
             self.guard.tell_once("invalid", f"{invalid:.0f} log-probs or advantages of response tokens are not finite.")
-            return Measured(stats, {"invalid_tokens": invalid})
+            return Measurement(stats, {"invalid_tokens": invalid})
         unusable = values.pop("invalid_old_log_probs")  # their share stays, as masked_token_fraction
         if unusable:
             text = f"the monitor leaves out {unusable:.0f} response tokens without a usable old log-prob."
             self.guard.tell_once("masked", text)
-        return Measured(stats, values | {"invalid_tokens": 0.0} | self._cost_with_bapo(stats, bounds))
+        return Measurement(stats, values | {"invalid_tokens": 0.0} | self._cost_with_bapo(stats, bounds) | costs)
 
     def _of_own_loss(self, stats: ClipStatistics) -> dict[str, Tensor]:
         """Return what the run's own loss does to the tokens, if it clips by the ratio."""

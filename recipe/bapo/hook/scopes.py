@@ -6,7 +6,7 @@ calls the loss of each micro-batch, and the loss asks ``for_micro_batch`` for it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any
 
@@ -44,7 +44,7 @@ Pass = Callable[[], dict]  # verl's forwards and backwards of an update; returns
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """The tokens of an update over all ranks, with its bounds and what they do.
 
     Attributes:
@@ -65,7 +65,7 @@ class BoundScope:
         applied: whether the loss takes the bounds.
         latest: the bounds of the latest update, for a loss that is computed outside an update; before the first update
             the start of both ranges. None: the loss takes none.
-        measured: what was measured of the latest update.
+        measurement: that of the latest update; None if a monitor could not make it.
 
     Args:
         actor_config: verl's config of the actor, with one of our policy-loss configs.
@@ -78,7 +78,7 @@ class BoundScope:
         ValueError: the settings cannot be used.
     """
 
-    measured: Measured
+    measurement: Measurement | None = None
     applied = True
     own_clip: OwnClip | None = None  # what another loss than BAPO's clips
     refuse: Callable[[Any, Any], None] = staticmethod(refuse_unusable_settings)
@@ -118,7 +118,8 @@ class BoundScope:
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
         """Run the forwards and backwards of an update with its bounds, and return what verl's engine returns for it.
 
-        When this returns, the gradients are those of the whole mini-batch, and the optimizer's step may follow.
+        When this returns, the gradients are those of the whole mini-batch, ``measurement`` is that of this update, and
+        the optimizer's step may follow.
 
         Args:
             data: this rank's part of the mini-batch.
@@ -132,13 +133,8 @@ class BoundScope:
         """
         raise NotImplementedError
 
-    def measure(self) -> Measured:
-        """Return what was measured of the update whose ``update`` has returned."""
-        return self.measured
-
     def finish(self) -> None:
-        """Keep the bounds of the update as the latest ones, now that the optimizer's step was made."""
-        self.latest = self.measured.metrics["low"], self.measured.metrics["high"]
+        """Keep what later losses need of the update, now that the optimizer's step was made."""
 
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds | None:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
@@ -169,20 +165,20 @@ class BoundScope:
             sums = self.nothing
         return sums.all_reduce(torch.distributed.group.WORLD).to("cpu")
 
-    def _search(self, stats: ClipStatistics, **costs: float) -> tuple[ClipBounds, Measured]:
-        """Search on reduced sums, and validate them. ``costs`` are ``extra_forward`` and ``redone`` where not 0."""
-        bounds = search_clip_bounds(stats, self.config)
-        return bounds, self._measure(stats, bounds, **costs)
+    def _measure(self, stats: ClipStatistics, bounds: ClipBounds, **costs: float) -> Measurement:
+        """Measure what bounds do to the tokens of reduced sums.
 
-    def _measure(self, stats: ClipStatistics, bounds: ClipBounds, **costs: float) -> Measured:
-        """Measure what bounds do to the tokens of reduced sums, and validate these."""
+        Args:
+            stats: sums over all ranks.
+            bounds: those of the loss.
+            costs: ``extra_forward`` and ``redone`` where they are not 0.
+
+        Raises:
+            ValueError: a log-prob or an advantage is not finite, or too few old log-probs are usable.
+        """
         values = read_and_validate(bounds, diagnose(stats, bounds))
         values["entropy_covariance"] = stats.entropy_sums(bounds.low, bounds.high).covariance.item()
-        return Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
-
-    def _refuse_invalid(self, stats: ClipStatistics) -> None:
-        """Raise where a log-prob or an advantage of reduced sums is not finite, or too few old log-probs are usable."""
-        self._search(stats)
+        return Measurement(stats, values | {"extra_forward": 0.0, "redone": 0.0} | costs)
 
     def _trains_at_once(self, forecast: Forecast) -> bool:
         """Whether an update trains with a forecast at once. Otherwise a forward pass comes first.
@@ -216,6 +212,7 @@ class MiniBatch(BoundScope):
     ``bapo.forecast`` says why the gradient is exact in each case.
     """
 
+    measurement: Measurement
     bounds: Bounds | None = None  # of the current pass; None: the loss finds them
     sums_tokens = False  # whether the current pass adds up its tokens
 
@@ -223,18 +220,25 @@ class MiniBatch(BoundScope):
         if on_policy:
             # Every ratio is taken as 1, so no forward is needed. Its rounding would also differ for every way to split
             # the mini-batch and, where rho equals the target exactly, decide the bounds.
-            bounds, _ = self._search(self._reduce_at_ratio_1(data))
+            at_ratio_1 = self._reduce_at_ratio_1(data)
+            bounds = search_clip_bounds(at_ratio_1, self.config)
+            self._measure(at_ratio_1, bounds)  # raises before anything is computed
             output = self._train(bounds, run_pass, sums_tokens=True)
-            self.measured = self._measure(self._reduce(self.pass_stats), bounds)  # the ratios that the loss had
+            self.measurement = self._measure(self._reduce(self.pass_stats), bounds)  # the ratios that the loss had
         elif self._is_one_micro_batch(data):
             output = self._train(None, run_pass)
         else:
             output = self._update_by_forecast(data, position == 0, run_pass)
         return output
 
+    def finish(self) -> None:
+        self.latest = self.measurement.metrics["low"], self.measurement.metrics["high"]
+
     def for_micro_batch(self, data: TensorDict, log_probs: Tensor) -> Bounds:
         if self.bounds is None:  # the mini-batch is this micro-batch
-            bounds, self.measured = self._search(self._reduce(self._sums_of(data, log_probs)))
+            stats = self._reduce(self._sums_of(data, log_probs))
+            bounds = search_clip_bounds(stats, self.config)
+            self.measurement = self._measure(stats, bounds)
             return bounds.low.item(), bounds.high.item()
         if self.sums_tokens:
             self._add_micro_batch(data, log_probs)
@@ -242,22 +246,24 @@ class MiniBatch(BoundScope):
 
     def _update_by_forecast(self, data: TensorDict, first: bool, run_pass: Pass) -> dict:
         at_ratio_1 = self._reduce_at_ratio_1(data)
-        self._refuse_invalid(at_ratio_1)  # before anything is computed
+        self._measure(at_ratio_1, search_clip_bounds(at_ratio_1, self.config))  # raises before anything is computed
         forecast, state = self.forecaster.forecast(at_ratio_1, first), EngineState(self.engine)
         if not self._trains_at_once(forecast):
             stats = self._reduce(self._sums_by_forward(data))
             state.restore()  # with dropout, the training forwards then draw the same masks
-            bounds, self.measured = self._search(stats, extra_forward=1.0)
+            bounds = search_clip_bounds(stats, self.config)
+            self.measurement = self._measure(stats, bounds, extra_forward=1.0)
             output = self._train(bounds, run_pass)
         else:
             output = self._train(forecast.bounds, run_pass, sums_tokens=True)
             stats = self._reduce(self.pass_stats)
-            bounds, self.measured = self._search(stats)
-            if not same_tokens_are_clipped(stats, forecast.bounds, bounds):
+            bounds = search_clip_bounds(stats, self.config)
+            redo = not same_tokens_are_clipped(stats, forecast.bounds, bounds)
+            self.measurement = self._measure(stats, bounds, redone=float(redo))
+            if redo:
                 state.restore()
                 self.engine.optimizer_zero_grad()
                 output = self._train(bounds, run_pass)
-                self.measured = replace(self.measured, metrics=self.measured.metrics | {"redone": 1.0})
         self.forecaster.learn(forecast, stats, bounds, first)
         return output
 
@@ -297,15 +303,15 @@ class MicroBatch(BoundScope):
     """
 
     def update(self, data: TensorDict, position: int, on_policy: bool, run_pass: Pass) -> dict:
-        self.found: list[Measured] = []
+        self.found: list[Measurement] = []
         self.entropy_sums: list[EntropySums] = []
         output = run_pass()
         first, *others = [one.stats for one in self.found]
         stats = sum(others, start=first)
-        self._refuse_invalid(stats)
+        self._measure(stats, search_clip_bounds(stats, self.config))  # raises where the update as a whole is invalid
         means = {name: fmean(one.metrics[name] for one in self.found) for name in self.found[0].metrics}
         of_update = EntropySums(*(sum(parts) for parts in zip(*self.entropy_sums, strict=True)))
-        self.measured = Measured(stats, means | {"entropy_covariance": of_update.covariance.item()})
+        self.measurement = Measurement(stats, means | {"entropy_covariance": of_update.covariance.item()})
         return output
 
     def finish(self) -> None:
@@ -315,7 +321,7 @@ class MicroBatch(BoundScope):
         stats = self._reduce(self._sums_of(data, log_probs))
         bounds = search_clip_bounds(stats, self.config)
         values = read_and_validate(bounds, diagnose(stats, bounds), max_masked_fraction=1.0)
-        self.found.append(Measured(stats, values | {"extra_forward": 0.0, "redone": 0.0}))
+        self.found.append(Measurement(stats, values | {"extra_forward": 0.0, "redone": 0.0}))
         self.entropy_sums.append(stats.entropy_sums(bounds.low, bounds.high))
         return values["low"], values["high"]
 

@@ -24,7 +24,7 @@ from recipe.bapo.hook.install import verl_version
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
-from recipe.bapo.hook.scopes import SCOPES, BoundScope, Measured, bounds_metrics
+from recipe.bapo.hook.scopes import SCOPES, BoundScope, Measurement, bounds_metrics
 from recipe.bapo.hook.sent_weights import SentWeights
 from recipe.bapo.hook.tell import Guard, tell
 from recipe.bapo.hook.verdict import EVERY, judge
@@ -64,7 +64,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.on_policy: bool | None = None
         self.updating = False  # whether ``train_batch`` runs
         self.logged: dict[str, float] = {}  # what was logged of the latest update
-        self.measured: Measured | None = None  # of the current update, on the rank that reports
+        self.measurement: Measurement | None = None  # of the current update, on the rank that reports
         self.since_verdict: list[dict[str, float]] = []  # what it needs of the updates since the last one
 
     def set_loss_fn(self, loss_fn: Callable) -> None:
@@ -132,7 +132,7 @@ class BAPOTrainingWorker(TrainingWorker):
 
     def train_batch(self, data: TensorDict) -> TensorDict | None:
         """Make one optimizer update."""
-        self.updating, self.measured = True, None
+        self.updating, self.measurement = True, None
         place = self._place()
         try:
             output = super().train_batch(data)
@@ -149,8 +149,8 @@ class BAPOTrainingWorker(TrainingWorker):
                 place["grad_norm"] = metrics["grad_norm"]
                 metrics["actor/bapo/skipped"] = float(self._is_skipped(self.scope, metrics["grad_norm"]))
         with self.guard("keeping what was measured"):
-            if self.measured is not None:
-                self._keep(self.scope, self.measured, place)
+            if self.measurement is not None:
+                self._keep(self.scope, self.measurement, place)
         return output
 
     def _is_skipped(self, scope: BoundScope, grad_norm: float) -> bool:
@@ -196,11 +196,11 @@ class BAPOTrainingWorker(TrainingWorker):
         output = scope.update(data, self.updates_since_sent, bool(self.on_policy), run_pass)
         self.logged = {"actor/bapo/applied": float(scope.applied), "actor/bapo/measured": 0.0}
         with self.guard("measuring an update"):
-            measured = scope.measure()
-            self.logged |= bounds_metrics(measured.metrics)  # on every rank the same keys
-            self.logged["actor/bapo/measured"] = float("met_at_start" in measured.metrics)
-            if self._reports():
-                self.measured = measured
+            if scope.measurement is not None:
+                self.logged |= bounds_metrics(scope.measurement.metrics)  # on every rank the same keys
+                self.logged["actor/bapo/measured"] = float("met_at_start" in scope.measurement.metrics)
+                if self._reports():
+                    self.measurement = scope.measurement
         with self.guard("logging an update"):
             if self.engine.is_mp_src_rank_with_outputs():
                 # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
@@ -234,12 +234,12 @@ class BAPOTrainingWorker(TrainingWorker):
         of_trainer = {name: int(number) for name, number in known.items() if number is not None}
         return {"call": self.calls, "update": self.updates_since_sent, **of_trainer}
 
-    def _keep(self, scope: BoundScope, measured: Measured, place: dict[str, float]) -> None:
+    def _keep(self, scope: BoundScope, measurement: Measurement, place: dict[str, float]) -> None:
         """Record an update, and keep what the next verdict needs of it."""
-        inputs = verdict_inputs(measured.stats, scope.own_clip is not None)
-        self.since_verdict.append(place | measured.metrics | {name: value.item() for name, value in inputs.items()})
+        inputs = verdict_inputs(measurement.stats, scope.own_clip is not None)
+        self.since_verdict.append(place | measurement.metrics | {name: value.item() for name, value in inputs.items()})
         if self.record is not None:
-            self.record.write(measured.stats, measured.metrics, **place)
+            self.record.write(measurement.stats, measurement.metrics, **place)
 
 
 def detach_unused_entropy(model_output: dict, actor_config: ActorConfig) -> dict:
