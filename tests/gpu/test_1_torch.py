@@ -13,7 +13,7 @@ import torch
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
 from bapo.clip_statistics import GPU_CHUNK
 from bapo.config import CHOICES
-from scripts.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
+from tests.benchmark.loss import DTYPES, DUAL_CLIP, make_batch, measure
 
 SWITCHES = ("contribution", "token_weight", "search_order")
 TARGETS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6)

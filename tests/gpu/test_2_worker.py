@@ -219,7 +219,7 @@ def test_memory_and_time_of_an_update(fused, entropy, usual, folder, rehearsal, 
         f"{ACTOR}.entropy_checkpointing=true",
         f"{FSDP}.use_torch_compile=false",
     ]
-    command = [sys.executable, "-m", "scripts.benchmark.update", "--platform", platform, "--json", file, *sizes]
+    command = [sys.executable, "-m", "tests.benchmark.update", "--platform", platform, "--json", file, *sizes]
     command += ["--entropy"] * entropy + [*overrides, "--kinds", "forecast", "forward", "redone"]
     subprocess.run([str(word) for word in command], cwd=ROOT, check=True, timeout=900)
     (seen,) = json.loads(file.read_text()).values()

@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bapo import BAPOConfig, clipped_surrogate_loss, find_clip_bounds, read_and_validate
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, compute_policy_loss_bapo
-from scripts.benchmark.loss import find_bounds_for, make_batch
+from tests.benchmark.loss import find_bounds_for, make_batch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.workers.config import PolicyLossConfig
 

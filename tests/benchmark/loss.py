@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time search and loss together, forward and backward, against verl's ``vanilla`` loss at 64 x 8k tokens.
 
-    .venv/bin/python -m scripts.benchmark.loss [--repeats 15] [--json FILE]
+    .venv/bin/python -m tests.benchmark.loss [--repeats 15] [--json FILE]
 
 The losses take turns in one process, so that a noisy machine disturbs all of them. So compare the ratios, not the
 times. On a GPU, time is measured with events on the device. The target is at most 1.5 times ``vanilla``, in float32 on

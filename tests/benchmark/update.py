@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time one optimizer update of the real actor (verl's FSDP2 engine) with the monitor and with BAPO.
 
-    .venv/bin/python -m scripts.benchmark.update [--platform gpu] [--json FILE]
-    .venv/bin/python -m scripts.benchmark.update --platform gpu --model Qwen/Qwen2.5-0.5B [OVERRIDE...]
+    .venv/bin/python -m tests.benchmark.update [--platform gpu] [--json FILE]
+    .venv/bin/python -m tests.benchmark.update --platform gpu --model Qwen/Qwen2.5-0.5B [OVERRIDE...]
 
 For each model size, or for the given model, this trains on the same mini-batches with verl's ``vanilla`` loss, with the
 same monitored, and with BAPO in each way in which an update may find its bounds: by a forecast that turns out right, by
