@@ -15,7 +15,8 @@ bash scripts/setup.sh
 pytest() { .venv/bin/python -m pytest "$@"; }
 
 first() {
-    bash scripts/style.sh
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
     .venv/bin/mypy
     pytest -n 2 tests/unit
     pytest -n 2 --dist loadfile tests/actor  # loadfile, because the tests of a file share an actor
