@@ -3,7 +3,8 @@
 # The tests set BAPO_DEVICE_ROOT to a folder that is searched instead of /.
 
 # Set device to gpu if nvidia-smi lists a GPU, and to cpu if it lists none, CUDA_VISIBLE_DEVICES hides all, or
-# VERL_PLATFORM=cpu. Fail if there is a driver but no GPU is listed, and if a GPU that a run would use is too old.
+# VERL_PLATFORM=cpu. Fail if there is a driver but no GPU is listed, if there are AMD GPUs, and if a GPU that a run would use
+# is too old.
 choose_device() {
     local said sign
     device=cpu
@@ -18,6 +19,8 @@ choose_device() {
             "Repair or install nvidia-smi (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility; in WSL2:" \
             "PATH=\$PATH:/usr/lib/wsl/lib), or set VERL_PLATFORM=cpu to use this machine's CPU."
     done
+    [ ! -e "${BAPO_DEVICE_ROOT:-}/dev/kfd" ] || fail "/dev/kfd is here: this machine has AMD GPUs, which are not supported." \
+        "Set VERL_PLATFORM=cpu to use its CPU."
 }
 
 refuse_old_gpus() {  # vLLM computes in bfloat16 only from compute capability 8.0 on

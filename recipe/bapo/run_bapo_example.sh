@@ -17,13 +17,13 @@
 #                     experiment=separate_async these train, and actor_rollout_ref.rollout.n_gpus_per_node=N sample
 #                     (half each; 1 on a CPU)
 #
-# Environment variables; recipe/bapo/run/choose.py chooses where one is not set:
+# Environment variables; where one is not set, recipe/bapo/run/start.py and the yaml files choose:
 #   MODEL_PATH      Hugging Face folder or hub name    GPU: the language model   CPU: the example's own model
 #                   (on a CPU a hub name only if the model is in the hub's cache)
 #   TRAIN_FILE      parquet in verl's schema           GPU: the language model's data   CPU: the example's own data
 #   TEST_FILE       the same, for validation           GPU: the language model's data   CPU: the example's own data
 #                   (on a GPU give all three, or none)
-#   NNODES          number of nodes (1)
+#   NNODES          number of nodes (1), the same as trainer.nnodes=N
 #   OUTPUT_DIR      folder for the run's files (runs/<experiment>-<date>-<time>)
 #   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs

@@ -5,11 +5,10 @@
     python scripts/cluster/job.py follow NAME              print the job's output from the start, and exit with its code
     python scripts/cluster/job.py stop NAME                end the job
 
-The job gets the environment variables that a run reads (``FORWARDED``; the others that the run script reads have become
-arguments of COMMAND), and those that begin with HF_, NCCL_, GLOO_, TORCH_ or VLLM_ (``FORWARDED_KINDS``). It never gets
-a secret, that is a variable whose name ends in _KEY, _TOKEN, _SECRET or _PASSWORD: set secrets where you call
-``scripts/cluster/ray.sh head`` and ``join``. The command prints the names, not the values, of relevant variables that
-were not forwarded.
+The job gets the environment variables that a run reads (``FORWARDED``), and those that begin with HF_, NCCL_, GLOO_,
+TORCH_ or VLLM_ (``FORWARDED_KINDS``). It never gets a secret, that is a variable whose name ends in _KEY, _TOKEN,
+_SECRET or _PASSWORD: set secrets where you call ``scripts/cluster/ray.sh head`` and ``join``. The command prints the
+names, not the values, of relevant variables that were not forwarded.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).parents[2]
 FORWARDED = (
-    *("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "OUTPUT_DIR"),
+    *("MODEL_PATH", "TRAIN_FILE", "TEST_FILE", "OUTPUT_DIR", "NNODES", "BAPO_GPUS"),
     *("VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "TQ_NUM_THREADS"),
 )
 FORWARDED_KINDS = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")

@@ -37,6 +37,25 @@ def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(scrip
         assert run.returncode == 1 and message in run.stderr and not run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_amd_gpus_end_every_script_unless_the_cpu_is_asked_for(script, tmp_path):
+    root = write_driver_file(tmp_path, "dev/kfd")
+    environment = {**os.environ, "VERL_PLATFORM": "", "BAPO_DEVICE_ROOT": str(root), "OUTPUT_DIR": f"{tmp_path}/run"}
+    run = subprocess.run(
+        ["bash", *script.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert run.returncode == 1 and not run.stdout, run.stdout + run.stderr
+    assert run.stderr == (
+        "Error: /dev/kfd is here: this machine has AMD GPUs, which are not supported. Set VERL_PLATFORM=cpu to use its "
+        "CPU.\n"
+    )
+    source = 'fail() { exit 1; }; source scripts/gpus.sh; choose_device; echo "$device"'
+    asked = subprocess.run(
+        ["bash", "-c", source], cwd=ROOT, env={**environment, "VERL_PLATFORM": "cpu"}, capture_output=True, text=True
+    )
+    assert asked.stdout == "cpu\n"
+
+
 @pytest.fixture
 def copy(tmp_path):
     """Copy the run script into a tree with other scripts, such as verl's; stand-ins for Python say what they get."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run gets where its variables leave something open, and what is refused in one line."""
+"""What a run gets on a laptop, on one GPU, two and eight, and on a cluster, and what is refused in one line."""
 
 import re
-import shutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -10,208 +9,220 @@ from types import SimpleNamespace
 
 import pytest
 from support.commands import LIMIT, ROOT
+from support.starts import start_on
 
+from recipe.bapo.config import EXAMPLE
 from recipe.bapo.host.files import output_folder
 from recipe.bapo.language_model import __main__ as language_model
-from recipe.bapo.run import choose as choices
-from recipe.bapo.run import start
+from recipe.bapo.preflight.rules import check_counts
+from recipe.bapo.run import machine, start
 
-ASYNC = {"experiment": "separate_async"}
-TRAIN, SAMPLE = choices.TRAIN_GPUS, choices.ROLLOUT_GPUS
-MODEL_MISSING = "MODEL_PATH is not set: give a Hugging Face folder or hub name"
-
-
-@pytest.fixture
-def files(task):
-    return {name: str(task / file) for name, file in choices.FILES.items()}
-
-
-def choose(given, gpus, arguments=(), **options):
-    """Choose for what a command gives: variables, whose names are in capitals, and settings."""
-    settings = [f"{key}={value}" for key, value in given.items() if not key.isupper()]
-    variables = {key: value for key, value in given.items() if key.isupper()}
-    choice = choices.choose(variables, gpus, [*settings, *arguments], **options)
-    choice.arguments += [*settings, *arguments]
-    return choice
+OWN = {"MODEL_PATH": "hub/model", "TRAIN_FILE": "/train.parquet", "TEST_FILE": "/test.parquet"}
+ON_TWO_NODES = {**OWN, "NNODES": "2"}
+CLUSTER = {**OWN, "RAY_ADDRESS": "http://h:8265"}
+LOOPBACK, SAMPLER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "VLLM_USE_FLASHINFER_SAMPLER"
+TRAIN, SAMPLE = "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.n_gpus_per_node"
+LANGUAGE_MODEL = "pkg://recipe.bapo.language_model.task"
+DICE = "pkg://recipe.bapo.example.reward"
 
 
 @pytest.mark.parametrize(
-    "gpus, given, message",
+    "gpus, command, variables, device, batch, response, reward, processes, train",
     [
-        (0, {"TRAIN_FILE": __file__}, "TRAIN_FILE is set, and TEST_FILE is not: give both"),
-        (0, {"experiment": "table_1_gpu"}, "experiment=table_1_gpu is for GPUs"),
-        (8, {"experiment": "paper_7b", "size": "cpu_long"}, "experiment=paper_7b is for GPUs and size=cpu_long for a"),
-        (0, {"experiment": "paper_7b"}, "experiment=paper_7b is for GPUs"),
-        (0, {TRAIN: "x[$(touch /tmp/ran)]"}, ": give a whole number of 1 or more"),
-        (0, {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x}: name a folder, without ${"),
-        # The CPU path does not use other machines. On a machine with AMD GPUs it has to be asked for.
-        (0, {"NNODES": "2"}, "NNODES=2 but this machine has no GPU"),
-        (0, {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1 but this machine has no GPU"),
-        ("AMD", {}, "this machine has AMD GPUs, which are not supported"),
-        (0, {"VERL_PLATFORM": "huawei"}, "VERL_PLATFORM=huawei: leave it unset"),
-        (8, {"VERL_PLATFORM": "nvidia", "experiment": "evaluate"}, MODEL_MISSING),  # verl's name for CUDA
-        (0, {"VERL_PLATFORM": "nvidia"}, "VERL_PLATFORM=nvidia, but no GPU is visible"),
+        # A machine without a GPU. VERL_PLATFORM=cpu makes one of a machine with GPUs.
+        (0, "", {}, "cpu", 64, 30, DICE, 1, 1),
+        (8, "", {"VERL_PLATFORM": "cpu"}, "cpu", 64, 30, DICE, 1, 1),
+        (8, "", {"CUDA_VISIBLE_DEVICES": ""}, "cpu", 64, 30, DICE, 1, 1),
+        (0, f"experiment=replay {TRAIN}=2", {}, "cpu", 64, 30, DICE, 1, 2),
+        (0, "experiment=partial_rollout", {}, "cpu", 32, 120, DICE, 1, 1),
+        (0, "experiment=language_model", {}, "cpu", 32, 30, LANGUAGE_MODEL, 1, 1),
+        (0, "", {"MODEL_PATH": "/model"}, "cpu", 64, 30, DICE, 1, 1),
+        (0, "", OWN, "cpu", 32, 256, None, 1, 1),
+        # GPUs without a model of one's own: batches can be divided among two, four and eight.
+        (1, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
+        (3, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 2),
+        (7, "", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 4),
+        (8, "experiment=replay", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 8),
+        (8, f"{TRAIN}=1", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
+        # GPUs and a model of one's own.
+        (1, "", OWN, "cuda", 256, 8192, None, 1, 1),
+        (8, "", OWN, "cuda", 256, 8192, None, 8, 8),
+        (8, "", {**OWN, "VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "cuda", 256, 8192, None, 1, 2),
+        (8, f"{TRAIN}=2", OWN, "cuda", 256, 8192, None, 1, 2),
+        (1, "size=gpu", OWN, "cuda", 256, 8192, None, 8, 1),
+        (1, "", ON_TWO_NODES, "cuda", 256, 8192, None, 8, 1),
+        (1, "experiment=gsm8k", OWN, "cuda", 256, 1024, None, 1, 1),
+        # A login node, where a run of a node of eight GPUs is checked.
+        (0, "experiment=paper_7b --preflight", OWN, "cuda", 256, 8192, None, 8, 8),
+        (0, f"experiment=table_8_gpus {TRAIN}=2 --preflight", OWN, "cuda", 256, 3072, None, 1, 2),
+        (0, "--preflight", {**OWN, "VERL_PLATFORM": "nvidia"}, "cuda", 256, 8192, None, 8, 8),
+    ],
+)
+def test_a_run_fits_its_machine(tmp_path, gpus, command, variables, device, batch, response, reward, processes, train):
+    config = start_on(tmp_path, gpus, command, **variables).config
+    found = config.trainer.device, config.data.train_batch_size, config.data.max_response_length
+    assert found == (device, batch, response)
+    assert config.reward.custom_reward_function.path == reward
+    assert config.actor_rollout_ref.rollout.agent.num_workers == processes
+    assert config.trainer.n_gpus_per_node == train
+    if reward == LANGUAGE_MODEL:
+        assert config.actor_rollout_ref.model.path == f"{tmp_path}/made/model"
+    elif "MODEL_PATH" in variables:
+        assert config.actor_rollout_ref.model.path == variables["MODEL_PATH"]
+    else:
+        assert config.actor_rollout_ref.model.path == f"{EXAMPLE}/model"
+        assert config.data.train_files == f"{EXAMPLE}/train.parquet"
+
+
+@pytest.mark.parametrize(
+    "gpus, command, variables, train, sample",
+    [
+        (0, "", {}, 1, 1),
+        (0, f"{TRAIN}=2", {}, 2, 1),  # logical slots
+        (2, "", OWN, 1, 1),
+        (3, "", OWN, 2, 1),
+        (8, "", {}, 4, 4),
+        (5, "", {}, 2, 2),  # the language model on four
+        (8, f"{TRAIN}=6", OWN, 6, 2),
+        (8, f"{TRAIN}=4 {SAMPLE}=2", CLUSTER, 4, 2),
+    ],
+)
+def test_half_of_the_gpus_train_where_trainer_and_rollout_are_separate(
+    tmp_path, gpus, command, variables, train, sample
+):
+    config = start_on(tmp_path, gpus, f"experiment=separate_async {command}", **variables).config
+    assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.n_gpus_per_node) == (train, sample)
+
+
+def test_a_single_gpu_cannot_train_and_sample_separately(tmp_path):
+    """Preflight says so before the language model is warmed up."""
+    with pytest.raises(ValueError, match=f"{re.escape(SAMPLE)}=0: set it to a whole number of 1 or more"):
+        check_counts(start_on(tmp_path, 1, "experiment=separate_async").config)
+
+
+@pytest.mark.parametrize(
+    "gpus, command, variables, message",
+    [
+        (0, "experiment=gsm8kk", {}, "Could not find 'experiment/gsm8kk' Available options in 'experiment': evaluate"),
+        (8, "experiment=gsm8kk", {}, "Could not find 'experiment/gsm8kk' Available options in 'experiment': evaluate"),
+        (1, "size=gpus", OWN, "Could not find 'size/gpus' Available options in 'size': cpu"),
+        (0, "method=bapoo", {}, "Could not find 'method/bapoo' Available options in 'method': authors_code"),
+        (0, "", {"VERL_PLATFORM": "huawei"}, "'platform/huawei' Available options in 'platform': cpu"),
+        (0, "data.x=[1", {}, "data.x=[1: "),
+        (0, "run_dir=", {}, "invalid run_dir (OUTPUT_DIR)=: name a folder"),
+        (0, "", {"OUTPUT_DIR": "/tmp/${x}"}, "run_dir (OUTPUT_DIR)=/tmp/${x}: name a folder, without ${"),
+        (0, "", {"TRAIN_FILE": "/train.parquet"}, "Environment variable 'TEST_FILE' not found"),
         # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
-        (1, {"TEST_FILE": __file__}, MODEL_MISSING),
-        (8, {"NNODES": "2"}, MODEL_MISSING),
-        (8, {"experiment": "paper_7b"}, MODEL_MISSING),
-        (
-            1,
-            {"experiment": "language_model", "TEST_FILE": __file__},
-            "experiment=language_model makes its own model and",
-        ),
-        (
-            8,
-            {"experiment": "language_model", "NNODES": "2"},
-            "experiment=language_model makes its own model and data, on this",
-        ),
-        (1, ASYNC, "rollout.n_gpus_per_node=0 on this node's 1 GPUs: give both as 1"),
-        (2, {**ASYNC, SAMPLE: "2"}, "would train with trainer.n_gpus_per_node=0 and"),
-        # The GPUs of a cluster are not checked here.
-        (8, {**ASYNC, TRAIN: "8", SAMPLE: "8", "RAY_ADDRESS": "http://h:1"}, MODEL_MISSING),
+        (1, "", {"TEST_FILE": "/a"}, "actor_rollout_ref.model.path: \"Environment variable 'MODEL_PATH' not found\""),
+        (8, "", {"NNODES": "2"}, "Environment variable 'MODEL_PATH' not found"),
+        (8, "trainer.nnodes=2", {}, "Environment variable 'MODEL_PATH' not found"),
+        (8, "experiment=paper_7b", {}, "Environment variable 'MODEL_PATH' not found"),
+        (8, "experiment=evaluate", {}, "Environment variable 'MODEL_PATH' not found"),
+        (1, "experiment=language_model", {"TEST_FILE": "/a"}, "experiment=language_model makes its own model and"),
+        (8, "experiment=language_model", {"NNODES": "2"}, "makes its own model and data, on this machine alone"),
+        # The CPU path does not use other machines unless it is asked to.
+        (0, "", {"NNODES": "2"}, "trainer.nnodes=2 (NNODES), but this machine has no GPU"),
+        (0, "trainer.nnodes=2", {}, "trainer.nnodes=2 (NNODES), but this machine has no GPU"),
+        (0, "", {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1, but this machine has no GPU"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(gpus, given, message):
-    with pytest.raises(ValueError) as error:
-        choose(given, 0 if gpus == "AMD" else gpus, amd=gpus == "AMD")
-    assert message in str(error.value)
+def test_what_is_missing_or_wrong_is_named(tmp_path, gpus, command, variables, message):
+    error = start_on(tmp_path, gpus, command, **variables).error
+    assert message in error and "\n" not in error
+
+
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:8265"])
+def test_nnodes_and_the_trainers_key_are_one_setting(tmp_path, address):
+    one, other = (
+        start_on(tmp_path, 1, command, **OWN, **variables, RAY_ADDRESS=address, OUTPUT_DIR="/out")
+        for command, variables in (("", {"NNODES": "4"}), ("trainer.nnodes=4", {}))
+    )
+    assert one.config == other.config and one.config.trainer.nnodes == 4
+    assert [LOOPBACK in run.environment for run in (one, other)] == [False, False]
+
+
+def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone(tmp_path):
+    environment = start_on(tmp_path, 1, VERL_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="0", composes=False).environment
+    assert environment["VERL_PLATFORM"] == "cpu" and "CUDA_VISIBLE_DEVICES" not in environment
+    assert environment[LOOPBACK] == "0"
+
+
+def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(tmp_path):
+    environment = start_on(tmp_path, 8, **ON_TWO_NODES, VERL_PLATFORM="nvidia", composes=False).environment
+    assert "VERL_PLATFORM" not in environment and LOOPBACK not in environment
+    assert LOOPBACK not in start_on(tmp_path, 8, **OWN, RAY_ADDRESS="10.0.0.1:6379", composes=False).environment
+    assert start_on(tmp_path, 8, **OWN, RAY_ADDRESS="local", composes=False).environment[LOOPBACK] == "0"
+
+
+def test_a_run_on_a_ray_cluster_is_submitted(tmp_path):
+    on_gpus = start_on(tmp_path, 8, **CLUSTER, NNODES="4")
+    assert on_gpus.command[1:3] == ["scripts/cluster/job.py", "submit"] and "recipe.bapo.run" in on_gpus.command
+    assert (on_gpus.config.trainer.nnodes, on_gpus.config.trainer.n_gpus_per_node) == (4, 8)
+    on_cpus = start_on(tmp_path, 0, "size=cpu", RAY_ADDRESS="http://h:8265", NNODES="2", VERL_PLATFORM="cpu")
+    assert (on_cpus.config.trainer.nnodes, on_cpus.config.trainer.n_gpus_per_node) == (2, 1)
+    assert on_cpus.config.trainer.device == "cpu" and LOOPBACK not in on_cpus.environment
+    joined = start_on(tmp_path, 8, **OWN, RAY_ADDRESS="10.0.0.1:6379", composes=False)
+    assert joined.command[1:3] == ["-m", "recipe.bapo.run"]
+
+
+def test_without_flash_attn_torchs_own_is_chosen(tmp_path):
+    def attention(command="", **options):
+        model = start_on(tmp_path, 1, command, **OWN, **options).config.actor_rollout_ref.model
+        return model.override_config.get("attn_implementation")
+
+    assert attention() == "torch_varlen" and attention("platform=gpu_without_flash_attn") == "sdpa"
+    assert attention(flash_attn=True) is None
+
+
+def test_threads_of_the_language_model_on_a_cpu_share_its_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
+
+    def variables(command):
+        return start_on(tmp_path, 0, command).config.ray_kwargs.ray_init.runtime_env.env_vars
+
+    shared = variables(f"experiment=language_model {TRAIN}=2")
+    assert (shared.OMP_NUM_THREADS, shared.OMP_WAIT_POLICY) == ("3", "PASSIVE")
+    assert variables("").OMP_NUM_THREADS == "1"
+
+
+def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(tmp_path):
+    assert start_on(tmp_path, 1, **OWN, composes=False).environment[SAMPLER] == "0"
+    assert start_on(tmp_path, 1, **OWN, **{SAMPLER: "1"}, composes=False).environment[SAMPLER] == "1"
+
+
+@pytest.mark.parametrize("name", ["evaluate", "[paper_7b,evaluate]"])
+def test_an_evaluation_needs_no_training_file(tmp_path, name):
+    run = start_on(tmp_path, 8, f"experiment={name}", MODEL_PATH="/model", TEST_FILE="/test.parquet")
+    assert run.config.data.train_files == run.config.data.val_files == "/test.parquet"
+    assert run.config.trainer.val_only and run.config.actor_rollout_ref.model.path == "/model"
 
 
 @pytest.mark.parametrize(
-    "gpus, given, own, size, train, sample",
+    "command, variables, folder",
     [
-        (0, {}, False, "cpu_example", 1, 1),
-        (8, {"VERL_PLATFORM": "cpu"}, False, "cpu_example", 1, 1),
-        (0, {"experiment": "partial_rollout"}, False, "cpu_long", 1, 1),
-        (0, {"experiment": "replay", TRAIN: "2"}, False, "cpu", 2, 1),
-        (0, {}, True, "cpu_own_data", 1, 1),
-        (0, {"experiment": "language_model"}, False, "language_model_cpu", 1, 1),
-        (1, {}, True, "gpu_few", 1, 1),
-        (2, ASYNC, True, "gpu_few", 1, 1),
-        (3, ASYNC, True, "gpu", 2, 1),
-        (8, ASYNC, True, "gpu", 4, 4),
-        (8, {**ASYNC, SAMPLE: "3"}, True, "gpu", 5, 3),
-        (8, {TRAIN: "2"}, True, "gpu_few", 2, 1),
-        (1, {"NNODES": "2"}, True, "gpu", 1, 1),
-        (1, {"size": "gpu"}, True, "gpu", 1, 1),
-        (1, {}, False, "language_model_gpu", 1, 1),
-        (3, {}, False, "language_model_gpu", 2, 1),  # batches can be divided among two, and not among three
-        (7, {}, False, "language_model_node", 4, 1),
-        (8, {"experiment": "replay"}, False, "language_model_node", 8, 1),
-        (8, ASYNC, False, "language_model_node", 4, 4),
-        (3, ASYNC, False, "language_model_node", 2, 1),  # three are used
-        (5, ASYNC, False, "language_model_node", 2, 2),  # four are used
+        ("", {}, "runs/example-[0-9]{8}-[0-9]{6}"),
+        ("experiment=[replay,evaluate]", {"TEST_FILE": ""}, "runs/evaluate-[0-9]{8}-[0-9]{6}"),
+        ("", {"OUTPUT_DIR": "/out"}, "/out"),
+        ("run_dir=/mine", {"OUTPUT_DIR": "/out"}, "/mine"),
+        ("run_dir=mine", {}, f"{Path.cwd()}/mine"),
+        ("++run_dir=/mine", {}, "/mine"),
+        ("run_dir=/mine run_dir='/my'", {}, "/my"),  # Hydra takes the last one, and takes the quotes away
     ],
 )
-def test_config_size_and_gpus_are_chosen(files, gpus, given, own, size, train, sample):
-    choice = choose({**(files if own else {}), **given}, gpus)
-    assert f"size={size}" in choice.arguments and f"trainer.n_gpus_per_node={train}" in choice.arguments
-    sampling = [argument for argument in choice.arguments if argument.startswith("actor_rollout_ref.rollout.n_gpus")]
-    assert sampling == [f"{SAMPLE}={sample}"] * (given.get("experiment") == "separate_async")
-    assert choice.language_model == size.startswith("language_model")
-
-
-@pytest.mark.parametrize(
-    "arguments, given, folder",
-    [
-        ([], {}, "runs/example-[0-9]{8}-[0-9]{6}"),
-        ([], {"OUTPUT_DIR": "/out"}, "/out"),
-        (["run_dir=/mine"], {"OUTPUT_DIR": "/out"}, "/mine"),
-        (["run_dir=mine"], {}, f"{Path.cwd()}/mine"),
-        (["++run_dir=/mine"], {}, "/mine"),
-        (["run_dir=/mine", "run_dir='/my own'"], {}, "/my own"),  # Hydra takes the last one, and takes the quotes away
-    ],
-)
-def test_the_folder_of_a_run_is_decided_once(arguments, given, folder):
-    chosen = choose(given, 0, arguments).environment["OUTPUT_DIR"]
-    assert re.fullmatch(folder if folder.startswith("/") else f"{choices.ROOT}/{folder}", chosen)
-    assert str(output_folder(arguments, {"OUTPUT_DIR": chosen}, "bapo")) == chosen  # in the parent
-
-
-@pytest.mark.parametrize("given", [{"experiment": "paper_7b"}, {"VERL_PLATFORM": "nvidia"}])
-def test_a_run_for_gpus_is_checked_where_there_are_none(files, given):
-    with pytest.raises(ValueError, match="no GPU is visible here: to check a run of another node, add trainer.n_gpus_"):
-        choose({**files, **given}, 0, only_checks=True)
-    choice = choose({**files, **given, TRAIN: "8"}, 0, only_checks=True)
-    assert {"size=gpu", "trainer.nnodes=1", f"{TRAIN}=8"} <= set(choice.arguments)
-    assert not any(argument.startswith("platform=") for argument in choice.arguments)  # with flash-attn
-    assert "CUDA_VISIBLE_DEVICES" not in choice.environment and choice.environment.get("VERL_PLATFORM") is None
-    with pytest.raises(ValueError, match="is for GPUs and size=cpu.* and --preflight|no GPU is visible here: leave it"):
-        choose({**files, **given, TRAIN: "8"}, 0)  # it does not train
-    on_cpu = choose({**files, TRAIN: "2"}, 0, only_checks=True)  # two logical slots
-    assert on_cpu.environment["VERL_PLATFORM"] == "cpu"
-
-
-def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone():
-    chosen = choose({"CUDA_VISIBLE_DEVICES": "0"}, 0).environment
-    assert chosen["VERL_PLATFORM"] == "cpu" and chosen["CUDA_VISIBLE_DEVICES"] is None
-    assert chosen["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
-    assert chosen["MODEL_PATH"] == str(choices.EXAMPLE / "model")
-
-
-def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(files):
-    chosen = choose({**files, "VERL_PLATFORM": "nvidia", "NNODES": "2"}, 8).environment
-    assert chosen["VERL_PLATFORM"] is None and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in chosen
-    joined = choose({**files, "RAY_ADDRESS": "10.0.0.1:6379"}, 8).environment
-    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in joined and joined["MODEL_PATH"] == files["MODEL_PATH"]
-
-
-def test_without_flash_attn_torchs_own_is_chosen(files):
-    assert "platform=gpu_varlen" in choose(files, 1).arguments
-    assert "platform=gpu_varlen" not in choose(files, 1, ["platform=gpu_without_flash_attn"]).arguments
-    with_flash_attn = choose(files, 1, flash_attn=lambda: True).arguments
-    assert not any(argument.startswith("platform=") for argument in with_flash_attn)
-
-
-def test_threads_of_the_language_model_on_a_cpu_share_its_cores(monkeypatch):
-    monkeypatch.setattr(choices.os, "sched_getaffinity", lambda process: set(range(6)))
-    chosen = choose({"experiment": "language_model", TRAIN: "2"}, 0).arguments
-    assert "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS='3'" in chosen
-    assert not any("OMP_NUM_THREADS" in argument for argument in choose({}, 0).arguments)
-
-
-def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(files):
-    sampler = "VLLM_USE_FLASHINFER_SAMPLER"
-    assert choose(files, 1).environment[sampler] == "0"
-    assert choose({**files, sampler: "1"}, 1).environment[sampler] == "1"
-    assert sampler not in choose({}, 0).environment
-
-
-def test_an_evaluation_is_laid_on_its_experiment(files):
-    """It is an evaluation: no language model is trained where no input is given, and TEST_FILE alone is enough."""
-    for name in ("evaluate", "[paper_7b,evaluate]", "[paper_7b, evaluate]"):
-        choice = choose({"experiment": name, **files, "TRAIN_FILE": ""}, 8)
-        assert choice.arguments.count(f"experiment={name}") == 1 and not choice.language_model
-        assert choice.environment["TRAIN_FILE"] == files["TEST_FILE"]
-
-
-@pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.parquet"])
-def test_a_changed_file_of_the_example_is_refused(monkeypatch, tmp_path, files, name):
-    folder = shutil.copytree(choices.EXAMPLE, tmp_path / "recipe/bapo/example/files")
-    monkeypatch.setattr(choices, "EXAMPLE", folder)
-    choose({}, 0)  # the copy is right
-    right = (folder / name).read_bytes()
-    (folder / name).write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
-    with pytest.raises(ValueError, match=rf"{name} is not as it was published: git restore"):
-        choose({}, 0)
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=rf"{name} is not as it was published"):
-        choose({}, 0)
-    choose(files, 0)  # no file of the example is used
-
-
-@pytest.mark.parametrize("argument", ["run_dir=", "run_dir=null"])
-def test_a_folder_without_a_name_is_refused(argument):
-    with pytest.raises(ValueError, match=r"run_dir \(OUTPUT_DIR\)=(null)?: name a folder"):
-        choose({}, 0, [argument])
+def test_the_folder_of_a_run_is_decided_once(tmp_path, command, variables, folder):
+    run = start_on(tmp_path, 0, command, **variables)
+    chosen = run.environment["OUTPUT_DIR"]
+    assert re.fullmatch(folder if folder.startswith("/") else f"{start.ROOT}/{folder}", chosen)
+    assert str(output_folder(run.command, {"OUTPUT_DIR": chosen}, "bapo")) == chosen  # in the parent
+    assert run.config.run_dir == chosen and not any("run_dir" in word for word in run.command)
 
 
 def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):
-    monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="GPU 0: H100\n" * 8))
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="GPU 0: H100\n" * 8))
     counts = {None: 8, "": 0, "2,GPU-5a": 2, "-1": 0}
     for visible, count in counts.items():
         environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        assert start.visible_gpus(environment) == count
+        assert machine.visible_gpus(environment) == count
 
 
 @pytest.fixture
@@ -239,7 +250,6 @@ def ended(monkeypatch, tmp_path):
 
     def main(*arguments, checked=0, said=""):
         commands.clear(), stages.clear()
-        main.commands = commands
         monkeypatch.setattr(start.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=checked, stdout=said))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)})
@@ -261,30 +271,23 @@ def test_the_language_model_is_checked_before_its_warm_up_and_made_once(ended, t
     assert ended() == (["recipe.bapo.run"], ["find"], f"{tmp_path}/made/model")
 
 
-def test_the_folder_on_the_command_line_is_handed_on_as_output_dir(ended, tmp_path):
-    ended("run_dir=mine", "trainer.total_training_steps=2")
-    (command,) = ended.commands
-    assert command[-1] == "trainer.total_training_steps=2" and not any("run_dir" in word for word in command)
-
-
 def test_a_user_without_a_name_a_read_only_home_and_wsl2_are_provided_for(monkeypatch, tmp_path):
     home, users = {"HOME": str(tmp_path)}, {1000: "a user"}
-    monkeypatch.setattr(start.os, "uname", lambda: SimpleNamespace(release="6.1.0-amd64"))
-    monkeypatch.setattr(start.os, "getuid", lambda: 1000)
-    monkeypatch.setattr(start.pwd, "getpwuid", users.__getitem__)
-    assert start.system_variables(home) == {}
+    monkeypatch.setattr(machine.os, "uname", lambda: SimpleNamespace(release="6.1.0-amd64"))
+    monkeypatch.setattr(machine.os, "getuid", lambda: 1000)
+    monkeypatch.setattr(machine.pwd, "getpwuid", users.__getitem__)
+    needed = {SAMPLER: "0"}
+    assert machine.system_variables(home) == needed
     with pytest.raises(ValueError, match="HOME=/no/home cannot be written, .*: set HOME to a folder"):
-        start.system_variables({"HOME": "/no/home"})
-    monkeypatch.setattr(start.os, "getuid", lambda: 4_000_000)
-    assert (
-        start.system_variables(home) == {"USER": "uid4000000"} and start.system_variables({**home, "USER": "me"}) == {}
-    )
+        machine.system_variables({"HOME": "/no/home"})
     wsl = SimpleNamespace(release="5.15.167.4-microsoft-standard-WSL2")
-    monkeypatch.setattr(start.os, "uname", lambda: wsl)
-    assert start.system_variables({**home, "USER": "me"}) == {"VLLM_WSL2_ENABLE_PIN_MEMORY": "1"}
-    assert start.system_variables({**home, "USER": "me", "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"}) == {
-        "VLLM_WSL2_ENABLE_PIN_MEMORY": "0"
-    }
+    monkeypatch.setattr(machine.os, "uname", lambda: wsl)
+    memory = "VLLM_WSL2_ENABLE_PIN_MEMORY"
+    assert machine.system_variables(home) == {**needed, memory: "1"}
+    assert machine.system_variables({**home, memory: "0"}) == {**needed, memory: "0"}
+    monkeypatch.setattr(machine.os, "getuid", lambda: 4_000_000)
+    assert machine.system_variables(home)["USER"] == "uid4000000"
+    assert machine.system_variables({**home, "USER": "me"})["USER"] == "me"
 
 
 def test_help_is_the_head_of_the_run_script():

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.bapo.config.memory import choose_share
 
 OURS = "bapo_trainer"
+EXAMPLE = Path(__file__).parents[1] / "example" / "files"
 
 
 def compose_config(
@@ -105,8 +106,17 @@ def mini_batch_size(train_batch_size: int, ppo_epochs: int, staleness: int) -> i
     return size
 
 
+def threads_of_a_rank(ranks: int) -> str:
+    """Return the number of OpenMP threads with which ``ranks`` processes use all cores of this machine."""
+    return str(min(16, max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
 # OmegaConf has no arithmetic, so the yaml files call these.
 OmegaConf.register_new_resolver("bapo.mini_batch_size", mini_batch_size, replace=True)
 OmegaConf.register_new_resolver("bapo.absolute", lambda path: path and os.path.abspath(str(path)), replace=True)
+OmegaConf.register_new_resolver("bapo.example", lambda name: str(EXAMPLE / name), replace=True)
+OmegaConf.register_new_resolver("bapo.half", lambda number: -(-int(number) // 2), replace=True)
+OmegaConf.register_new_resolver("bapo.minus", lambda all_of_them, some: int(all_of_them) - some, replace=True)
+OmegaConf.register_new_resolver("bapo.threads", threads_of_a_rank, replace=True)
 OmegaConf.register_new_resolver("bapo.sum", lambda *numbers: sum(numbers), replace=True)
 OmegaConf.register_new_resolver("bapo.vllm_share", choose_share, replace=True)

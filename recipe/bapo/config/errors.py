@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say in one line why a config cannot be composed or prepared, and what the first cause of an exception was."""
 
+import re
 import traceback
 
 import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+RESOLVING = re.compile(r"\w+ raised while resolving interpolation: ")  # OmegaConf writes it before a resolver's error
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # what composing a config may raise
 
 
@@ -16,7 +18,7 @@ def explain(error: Exception) -> str:
     key = getattr(cause, "full_key", None) or ""
     lines = f"{error} {cause if cause is not error else ''}".partition("Config search path:")[0].splitlines()
     kept = [line for line in lines if not line.strip().startswith(("full_key", "object_type", "reference_type"))]
-    text = " ".join(" ".join(kept).split())
+    text = RESOLVING.sub("", " ".join(" ".join(kept).split()))
     if isinstance(cause, OverrideParseException):
         return f"{cause.override}: {text}: put quotes around a value with ( ) [ ] {{ }} , = or ~: 'key=\"value\"'"
     return f"{key}: {text}" if key and key not in text else text or innermost(error)

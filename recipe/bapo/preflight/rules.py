@@ -27,6 +27,7 @@ COUNTS = (
     f"{ACTOR}.ppo_mini_batch_size",
     f"{ACTOR}.ppo_epochs",
     f"{ROLLOUT}.n",
+    f"{ROLLOUT}.n_gpus_per_node",
     f"{ROLLOUT}.tensor_model_parallel_size",
     f"{ROLLOUT}.data_parallel_size",
     f"{ROLLOUT}.agent.num_workers",

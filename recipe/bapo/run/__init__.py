@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher: what happens before, during and after training. A run has these processes, and each its modules:
 
-- **The command** ``recipe.bapo.run.start``, which the run script calls: ``start`` and ``choose`` fill in what the
-  command leaves out (experiment, size, model and data, and the number of GPUs). It then becomes the parent; or the
-  command of preflight; or the one that submits the run to a Ray cluster, where the parent then starts.
+- **The command** ``recipe.bapo.run.start``, which the run script calls: it looks at the ``machine``, names the
+  experiment, size and platform that the command leaves out, and sets the variables that the yaml files read. It then
+  becomes the parent; or the command of preflight; or the one that submits the run to a Ray cluster, where the parent
+  then starts.
 - **The parent** ``recipe.bapo.run``: ``__main__`` claims the run's folder, starts the training process, follows it and
   cleans up after it. ``console`` prints for the user, ``watchdog`` detects a run that hangs. The parent imports neither
   verl nor torch, so that it starts at once, and an error in one of them cannot end it. ``dynamics`` draws in a process
