@@ -141,12 +141,9 @@ def test_what_the_machine_lacks_is_said_at_once_before_anything_is_made(set_up, 
     lacks = {"CC": "no-such-cc", "INCLUDE": "/none", "NO_VENV": "1", "SHARED_MEMORY": "64"}
     output, calls = set_up(code=1, **GPUS | lacks)
     assert calls == [] and not list(tmp_path.glob(".venv*"))
-    assert re.fullmatch(
-        r"Error: this machine lacks venv for \S+; a C compiler \(no-such-cc\); /none/Python.h; 1 GB in /dev/shm, which "
-        r"has 64 MB \(docker run --shm-size=16g\)\. Install with: apt-get install -y python3.12-venv gcc "
-        r"python3.12-dev \(or what your system calls them\)\. Nothing was installed\.\n",
-        output,
-    ), output
+    for lacked in ("venv for ", "no-such-cc", "/none/Python.h", "1 GB in /dev/shm"):
+        assert lacked in output
+    assert "apt-get install -y python3.12-venv gcc python3.12-dev " in output
     assert "1 GB in /dev/shm" in set_up(code=1, **GPUS, SHARED_MEMORY="64")[0]
     set_up(CC="no-such-cc", INCLUDE="/none", SHARED_MEMORY="64")  # without a GPU these are not needed
 
