@@ -14,7 +14,7 @@ from bapo.config import BAPOConfig, Range
 from bapo.diagnostics import Diagnostics, diagnose
 from bapo.entropy import EntropySums
 from bapo.forecast import BoundsForecaster, Forecast, same_tokens_are_clipped
-from bapo.loss import SurrogateLoss, clipped_surrogate_loss
+from bapo.loss import SurrogateLoss, clipped_surrogate_loss, is_clipped
 from bapo.ratio import is_usable
 from bapo.search import ClipBounds, search_clip_bounds
 
@@ -39,6 +39,7 @@ __all__ = [
     "diagnose",
     "empty_clip_statistics",
     "find_clip_bounds",
+    "is_clipped",
     "is_usable",
     "read_and_validate",
     "read_scalars",

@@ -38,6 +38,36 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0).sum() / mask.count_nonzero().clamp(min=1)
 
 
+def is_clipped(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    low: Tensor | float,
+    high: Tensor | float,
+    clip_ratio_c: float | None = None,
+) -> Tensor:
+    """Whether ``clipped_surrogate_loss`` gives a token no gradient because of its bounds or its dual clip.
+
+    Any shape, one for all tensors; bool. Where A = 0 it means nothing.
+    """
+    below, above, _ = _beyond(log_ratio_of(old_log_prob, log_prob).exp(), advantages < 0, low, high, clip_ratio_c)
+    return below | above
+
+
+def _beyond(
+    ratio: Tensor, negative: Tensor, low: Tensor | float, high: Tensor | float, clip_ratio_c: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether ratios are below and above what the surrogate allows, and the ratios within what it allows.
+
+    What it allows depends on the sign of the advantage. A ratio exactly on a bound counts as clipped, as in the search.
+    """
+    low, high = (x.to(ratio.dtype) if isinstance(x, Tensor) else ratio.new_full((), x) for x in (low, high))
+    floor = torch.where(negative, low, 0.0)
+    ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
+    below, above = ratio <= floor, ratio >= ceiling
+    return below, above, torch.where(below, floor, torch.where(above, ceiling, ratio))
+
+
 def clipped_surrogate_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -76,20 +106,14 @@ def clipped_surrogate_loss(
     log_ratio = torch.where(mask, log_ratio_of(old_log_prob.detach(), log_prob), 0)
     ratio = log_ratio.exp()
 
-    # The floor and the ceiling of a token's ratio depend on the sign of its advantage. A ratio exactly on a bound
-    # counts as clipped, as in the search, and gets no gradient.
     negative = advantages < 0
-    low, high = (x.to(ratio.dtype) if isinstance(x, Tensor) else ratio.new_full((), x) for x in (low, high))
-    floor = torch.where(negative, low, 0.0)
-    ceiling = torch.where(negative, math.inf if clip_ratio_c is None else clip_ratio_c, high)
-    below, above = ratio <= floor, ratio >= ceiling
-    is_clipped = below | above
-    token_loss = -advantages * torch.where(below, floor, torch.where(above, ceiling, ratio))
+    below, above, limited = _beyond(ratio, negative, low, high, clip_ratio_c)
+    token_loss = -advantages * limited
     tokens = mask.count_nonzero().clamp(min=1)
     if rollout_is_weights is not None:
         token_loss = token_loss * torch.where(mask, rollout_is_weights, 0)
 
-    clipped = (is_clipped & (advantages != 0)).count_nonzero()
+    clipped = ((below | above) & (advantages != 0)).count_nonzero()
     dual_clipped = (negative & above).count_nonzero()
     return SurrogateLoss(
         loss=aggregate(token_loss, mask),

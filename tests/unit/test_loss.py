@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from support import oracle
 from support.batches import batches, make_batch
 
-from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics, find_clip_bounds
+from bapo import BAPOConfig, clipped_surrogate_loss, collect_clip_statistics, find_clip_bounds, is_clipped
 from bapo.loss import masked_mean
 
 
@@ -94,6 +94,7 @@ def test_a_token_exactly_on_a_bound_is_clipped(bound, sign):
     bounds = {"low": 0.1, "high": 9.0, "clip_ratio_c": 9.0, bound: log_prob.exp().item()}
     result = clipped_surrogate_loss(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), torch.ones(1, 1), **bounds)
     dual = bound == "clip_ratio_c"
+    assert is_clipped(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), **bounds).all()
     assert (result.pg_clipfrac.item(), result.pg_clipfrac_lower.item()) == (not dual, dual)
     assert result.loss.item() == pytest.approx(-sign * bounds[bound])
     result.loss.backward()
