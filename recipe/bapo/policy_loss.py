@@ -29,6 +29,9 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
         loss_mode: ``bapo``.
         record_dir: an absolute path, since a worker's working directory is Ray's: folder in which a file with a line
             per update is written for ``recipe.bapo.report``. None: no record.
+        token_dir: an absolute path: folder in which each data-parallel rank writes single tokens of some updates as
+            Parquet for ``python -m recipe.bapo.report tokens``: at most 64 responses of every update of the training
+            steps 1, 2, 4, 8 and so on, and at most 256 MiB a rank (``hook/tokens.py``). None: no tokens.
 
     Raises:
         ValueError: an option is invalid; ``BAPOConfig`` says which. (An unknown key raises in verl.)
@@ -36,6 +39,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     loss_mode: str = "bapo"
     record_dir: str | None = None
+    token_dir: str | None = None
 
     # Not an option: our worker sets it before each loss. verl freezes every attribute of a config that is not named in
     # ``_mutable_fields``. (ClassVar: the dataclass must not make it a field, which would be an option.)
@@ -44,7 +48,7 @@ class BAPOPolicyLossConfig(PolicyLossConfig, BAPOConfig):
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
-        _check_folder(self.record_dir)
+        _check_folders(record_dir=self.record_dir, token_dir=self.token_dir)
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"invalid loss_mode={self.loss_mode!r} with {type(self).__name__}: use loss_mode=bapo. With "
@@ -63,17 +67,18 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
     Of the options of ``bapo.BAPOConfig``, ``bound_scope`` has no effect here.
 
     Args:
-        record_dir: as in ``BAPOPolicyLossConfig``.
+        record_dir, token_dir: as in ``BAPOPolicyLossConfig``.
 
     Raises:
         ValueError: ``loss_mode`` is ``bapo``, or an option is invalid.
     """
 
     record_dir: str | None = None
+    token_dir: str | None = None
 
     def __post_init__(self):
         BAPOConfig.__post_init__(self)
-        _check_folder(self.record_dir)
+        _check_folders(record_dir=self.record_dir, token_dir=self.token_dir)
         if self.loss_mode == "bapo":
             raise ValueError(
                 "invalid loss_mode=bapo with MonitorConfig, which leaves the loss as it is: set loss_mode to one "
@@ -85,9 +90,10 @@ class MonitorConfig(PolicyLossConfig, BAPOConfig):
             tell(f"MonitorConfig does nothing in this run: {error} Training goes on without the monitor.")
 
 
-def _check_folder(record_dir: object) -> None:
-    if record_dir is not None and not (isinstance(record_dir, str) and os.path.isabs(record_dir)):
-        raise ValueError(f"invalid record_dir={record_dir!r}: name a folder by its absolute path, or null.")
+def _check_folders(**folders: object) -> None:
+    for name, folder in folders.items():
+        if folder is not None and not (isinstance(folder, str) and os.path.isabs(folder)):
+            raise ValueError(f"invalid {name}={folder!r}: name a folder by its absolute path, or null.")
 
 
 @register_policy_loss("bapo")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The monitor on the real actor worker: verl's updates bit for bit, and the bounds of a literal search."""
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -70,7 +71,8 @@ def updates_of_rank(rank, size, port, task, folder, engine):
     for loss, settings in LOSSES.items():
         mode = [f"{LOSS}.loss_mode={loss}", f"{MICRO_BATCH}=4", *settings]
         results[f"{loss}, verl"] = train(mode, task, rank, size, port, engine)
-        results[f"{loss}, monitored"] = train([*mode, *OURS], task, rank, size, port, engine)
+        tokens = f"++{LOSS}.token_dir={folder}/tokens/{loss}"
+        results[f"{loss}, monitored"] = train([*mode, *OURS, tokens], task, rank, size, port, engine)
     for bad in BAD:
         results[f"{bad} spoilt, verl"] = train([f"{MICRO_BATCH}=4"], task, rank, size, port, engine, bad)
         results[f"{bad} spoilt, monitored"] = train([f"{MICRO_BATCH}=4", *OURS], task, rank, size, port, engine, bad)
@@ -97,6 +99,21 @@ def test_weights_and_metrics_are_verls_bit_for_bit(ranks, loss):
         assert own == of_verl["metrics"]
         assert ("actor/bapo/own_clipfrac_positive" in monitored["metrics"]) == (loss in ("vanilla", "gspo"))
         assert ("actor/bapo/own_capfrac_positive" in monitored["metrics"]) == (loss == "cispo")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_rank_writes_the_tokens_of_its_responses(ranks, loss):
+    folder, results = ranks
+    for rank, result in enumerate(results):
+        written = [pq.read_table(path).to_pandas() for path in (folder / "tokens" / loss).glob(f"*-rank{rank:04d}.*")]
+        assert (
+            sorted(set(tokens["response"]) == set(range(ROWS // 2 // len(results))) for tokens in written) == [True] * 2
+        )
+        kind = "own_capfrac" if loss == "cispo" else "own_clipfrac"
+        if len(results) == 1:
+            for sign, name in ((1, "positive"), (-1, "negative")):
+                shares = [tokens[tokens["advantage"] * sign > 0]["cut"].mean() for tokens in written]
+                assert sorted(shares) == pytest.approx(sorted(result["metrics"][f"actor/bapo/{kind}_{name}"]))
 
 
 @pytest.mark.parametrize("bad", BAD)

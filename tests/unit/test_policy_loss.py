@@ -85,10 +85,11 @@ def test_a_config_that_cannot_be_used_is_refused():
         replace(BAPOPolicyLossConfig(), ratio_lower_max=1.2)
 
 
+@pytest.mark.parametrize("option", ["record_dir", "token_dir"])
 @pytest.mark.parametrize("config", [BAPOPolicyLossConfig, MonitorConfig])
-def test_a_relative_folder_of_a_record_is_refused(config):
-    with pytest.raises(ValueError, match="record_dir='runs/mine': name a folder by its absolute path"):
-        config(record_dir="runs/mine")
+def test_a_relative_folder_is_refused(config, option):
+    with pytest.raises(ValueError, match=f"{option}='runs/mine': name a folder by its absolute path"):
+        config(**{option: "runs/mine"})
 
 
 @from_0_9

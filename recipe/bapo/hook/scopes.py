@@ -24,6 +24,7 @@ from bapo import (
     collect_clip_statistics,
     diagnose,
     empty_clip_statistics,
+    is_clipped,
     is_usable,
     read_and_validate,
     same_tokens_are_clipped,
@@ -40,6 +41,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 SEARCH_FIELDS = ("response_mask", "old_log_probs", "advantages")  # the fields of a batch that the search reads
 Bounds = tuple[float, float]  # c_low and c_high
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # old log-probs, log-probs, advantages and mask, (B, T) each
 Pass = Callable[[], dict]  # verl's forwards and backwards of an update; returns the engine's output
 
 
@@ -140,13 +142,23 @@ class BoundScope:
         """Return the bounds for the loss of a micro-batch; ``log_probs`` are those of its training forward."""
         raise NotImplementedError
 
+    def cut(self, tokens: Tokens, bounds: Bounds | None) -> Tensor | None:
+        """Return which tokens the run's loss clips or caps, ``(B, T)``; None if its limits are not known.
+
+        Args:
+            tokens: as ``tokens_of`` returns them.
+            bounds: those of the loss, if it takes any.
+        """
+        old, new, advantages, mask = tokens
+        if bounds is not None:
+            return is_clipped(old, new, advantages, *bounds, self.clip_ratio_c)
+        if self.own_clip is None:
+            return None
+        return self.own_clip(old, new, advantages, mask.bool() & is_usable(old))[1]
+
     def _sums_of(self, data: TensorDict, log_probs: Tensor | None = None) -> ClipStatistics:
         """Sum the tokens of a batch of this rank; without ``log_probs`` every ratio is 1."""
-        padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
-        old = padded["old_log_probs"]
-        # A token without a usable old log-prob is counted as such, and not as one whose new log-prob is not finite.
-        new = torch.where(is_usable(old), old, 0) if log_probs is None else no_padding_2_padding(log_probs, data)
-        tokens = old, new, padded["advantages"], padded["response_mask"]
+        tokens = tokens_of(data, log_probs)
         return collect_clip_statistics(*tokens, self.config, self.clip_ratio_c, self.own_clip)
 
     def _add_micro_batch(self, data: TensorDict, log_probs: Tensor) -> None:
@@ -327,6 +339,20 @@ class MicroBatch(BoundScope):
 
 
 SCOPES = {"mini_batch": MiniBatch, "micro_batch": MicroBatch}
+
+
+def tokens_of(data: TensorDict, log_probs: Tensor | None) -> Tokens:
+    """Return old log-probs, log-probs, advantages and mask of a batch, ``(B, T)``.
+
+    Args:
+        data: a batch of verl's.
+        log_probs: those of its forward, in verl's layout; None: every ratio is 1.
+    """
+    padded = data.select(*SEARCH_FIELDS).to_padded_tensor()
+    old = padded["old_log_probs"]
+    # A token without a usable old log-prob is counted as such, and not as one whose new log-prob is not finite.
+    new = torch.where(is_usable(old), old, 0) if log_probs is None else no_padding_2_padding(log_probs, data)
+    return old, new, padded["advantages"], padded["response_mask"]
 
 
 def bounds_metrics(values: dict[str, float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from recipe.bapo.hook.install import verl_version
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
-from recipe.bapo.hook.scopes import SCOPES, BoundScope, Measurement, bounds_metrics
+from recipe.bapo.hook.scopes import SCOPES, Bounds, BoundScope, Measurement, bounds_metrics, tokens_of
 from recipe.bapo.hook.sent_weights import SentWeights
 from recipe.bapo.hook.tell import Guard, tell
 from recipe.bapo.hook.verdict import EVERY, judge
@@ -55,6 +55,7 @@ class BAPOTrainingWorker(TrainingWorker):
         self.scope: BoundScope | None = None  # None: nothing is searched
         self.guard = Guard()
         self.record: Record | None = None
+        self.tokens: Any = None  # a TokenFiles, whose import needs pyarrow
         self.sent_weights = SentWeights(self.engine, self.model_config)
         self.calls = 0  # of ``train_mini_batch``, since the loss was set
         self.steps = 0  # of a trainer that sets no mark: rollout batches so far, with those before a resume
@@ -76,7 +77,7 @@ class BAPOTrainingWorker(TrainingWorker):
         """
         engine: Any = self.engine  # because one of its methods is replaced
         engine.forward_backward_batch = self.verl_forward_backward_batch
-        self.scope = self.record = None
+        self.scope = self.record = self.tokens = None
         self.guard, self.calls, self.since_verdict = Guard(), 0, []
         config: Any = loss_fn.keywords.get("config") if isinstance(loss_fn, partial) else None
         policy_loss: Any = getattr(config, "policy_loss", None)
@@ -92,6 +93,11 @@ class BAPOTrainingWorker(TrainingWorker):
         if policy_loss.record_dir is not None:
             with self.guard("making the record"):
                 self.record = Record(policy_loss.record_dir, policy_loss, {"verl": verl_version(), **about})
+        if policy_loss.token_dir is not None and self.engine.is_mp_src_rank_with_outputs():
+            with self.guard("preparing to write tokens"):
+                from recipe.bapo.hook.tokens import TokenFiles
+
+                self.tokens = TokenFiles(policy_loss.token_dir, about, self.engine.get_data_parallel_rank())
         with self.guard("saying what runs"):
             if self._reports():
                 does = "trains with BAPO's bounds" if self.scope.applied else f"monitors loss_mode={about['loss_mode']}"
@@ -192,7 +198,12 @@ class BAPOTrainingWorker(TrainingWorker):
         """Take the place of the engine's method. Only an update's forwards and backwards differ from verl's."""
         if forward_only or not self.updating:
             return self.verl_forward_backward_batch(data, loss_function, forward_only)
-        run_pass = partial(self.verl_forward_backward_batch, data, loss_function)
+
+        def run_pass() -> dict:
+            if self.tokens is not None:
+                self.tokens.begin(self.step or 0)
+            return self.verl_forward_backward_batch(data, loss_function)
+
         output = scope.update(data, self.updates_since_sent, bool(self.on_policy), run_pass)
         self.logged = {"actor/bapo/applied": float(scope.applied), "actor/bapo/measured": 0.0}
         with self.guard("measuring an update"):
@@ -201,6 +212,11 @@ class BAPOTrainingWorker(TrainingWorker):
                 self.logged["actor/bapo/measured"] = float("met_at_start" in scope.measurement.metrics)
                 if self._reports():
                     self.measurement = scope.measurement
+        if self.tokens is not None:
+            with self.guard("writing tokens"):
+                found = scope.measurement.metrics if scope.measurement is not None else {}
+                bounds = (found["low"], found["high"]) if "low" in found else None
+                self.tokens.write(self.step or 0, self.updates_since_sent, bounds)
         with self.guard("logging an update"):
             if self.engine.is_mp_src_rank_with_outputs():
                 # Each value is a list of one element, because verl's worker gathers lists of metrics from the ranks.
@@ -220,6 +236,9 @@ class BAPOTrainingWorker(TrainingWorker):
         bounds = scope.latest
         if self.updating:
             bounds = scope.for_micro_batch(data, model_output["log_probs"].detach())
+            if self.tokens is not None and self.tokens.wanted:
+                with self.guard("reading tokens"):
+                    self._add_tokens(scope, data, model_output["log_probs"].detach(), bounds)
         if not scope.applied:
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
         config.policy_loss.current_bounds = bounds
@@ -227,6 +246,12 @@ class BAPOTrainingWorker(TrainingWorker):
             return loss_fn(model_output=detach_unused_entropy(model_output, config), data=data, dp_group=dp_group)
         finally:
             config.policy_loss.current_bounds = None  # a worker that finds no bounds must not use these
+
+    def _add_tokens(self, scope: BoundScope, data: TensorDict, log_probs: Tensor, bounds: Bounds | None) -> None:
+        """Add the responses of a micro-batch to those that are written of this update."""
+        tokens = tokens_of(data, log_probs)
+        responses = data.select("responses").to_padded_tensor()["responses"]
+        self.tokens.add(responses, *tokens, scope.cut(tokens, bounds), bounds)
 
     def _place(self) -> dict[str, float]:
         """Return where the current update stands, as far as the trainer says it."""

@@ -29,6 +29,7 @@ WRITTEN_LATE = (  # keys of folders to which the run writes only hours later; by
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
     f"{ACTOR}.policy_loss.record_dir",
+    f"{ACTOR}.policy_loss.token_dir",
 )
 
 
