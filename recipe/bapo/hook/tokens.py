@@ -10,7 +10,7 @@ import io
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,7 +55,7 @@ class TokenFiles:
 
     def __init__(self, folder: str | Path, about: Mapping, rank: int):
         self.folder, self.about, self.rank = Path(folder), {"version": VERSION, **about}, rank
-        self.started = datetime.now(UTC)
+        self.started = datetime.now(timezone.utc)
         self.parts: list[dict[str, Tensor]] = []  # the columns of each micro-batch of the current pass
         self.responses = self.written = 0  # of the current pass, and bytes of all files
         self.wanted = self.stopped = False  # whether the pass takes more responses; whether nothing more is written

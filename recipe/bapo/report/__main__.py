@@ -4,6 +4,7 @@
     .venv/bin/python -m recipe.bapo.report runs/mine                       # text, and runs/mine/report.png
     .venv/bin/python -m recipe.bapo.report runs/grpo runs/bapo --out compare.png
     .venv/bin/python -m recipe.bapo.report train.log                       # a log of any run of verl's
+    .venv/bin/python -m recipe.bapo.report tokens FOLDER --tokenizer MODEL # a page on which tokens are clipped
 
 A RUN is a record, record-*.jsonl, or the folder that holds it. docs/monitor.md says how to record a run and how to read
 the report. A run that was not recorded is read from what verl writes anyway, which tells less: the console output in
@@ -11,6 +12,7 @@ a file, the file of verl's file logger, or wandb's history as csv. For these nei
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from recipe.bapo.host.files import METRICS, is_record
@@ -20,6 +22,8 @@ from recipe.bapo.report.logs import read_log
 
 def main() -> None:
     """Print the report on each run that the arguments name, and draw one picture of all that have a record."""
+    if sys.argv[1:2] == ["tokens"]:
+        return _make_token_page(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="record-*.jsonl, a folder, or a log of verl's"
@@ -38,6 +42,25 @@ def main() -> None:
             _report_on_records(recorded, arguments.out)
     except (ValueError, OSError) as error:
         parser.exit(1, f"Error: {' '.join(str(error).split())}\n")
+
+
+def _make_token_page(arguments: list[str]) -> None:
+    """Make the page on the tokens that a run wrote."""
+    parser = argparse.ArgumentParser(prog="python -m recipe.bapo.report tokens", description=_make_token_page.__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the token_dir of a run")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the run's model; without it tokens are shown by number")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="default: tokens.html in FOLDER")
+    given = parser.parse_args(arguments)
+    try:
+        from recipe.bapo.report.token_page import write_page
+
+        out = given.out or given.folder / "tokens.html"
+        warning = write_page(given.folder, out, given.tokenizer)
+    except ImportError as error:
+        parser.exit(1, f"Error: {error.name} is not installed: pip install matplotlib pandas pyarrow.\n")
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"Error: {' '.join(str(error).split())}\n")
+    print(*filter(None, (warning, f"Page: {out}")), sep="\n")
 
 
 def _log_of(path: Path) -> Path | None:

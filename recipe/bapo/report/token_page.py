@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the page on tokens: one HTML file that needs no network and holds no script.
+
+Everything from a run goes through ``html.escape``, after control characters were made visible.
+"""
+
+import io
+from collections.abc import Callable, Iterable
+from html import escape
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from recipe.bapo.hook.tokens import RESPONSES
+from recipe.bapo.hook.verdict import percent
+from recipe.bapo.report.tokens import PROBABILITIES, Cuts, count_cuts, describe
+
+SIGNS = {1: "A > 0", -1: "A < 0"}
+MOST_TOKENS = 30  # rows of the table of tokens
+LONGEST = 600  # tokens of a response that are shown
+INK = "#010203"  # stands for the color of the page's text in a figure
+COLORS = ["#d1495b", "#2a9d8f", "#e08e2b", "#4a7fd6", "#9b5de5", "#7f8c3b", "#c05299"]
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #666d75; --paper: #fffdf9; --line: #dfdcd4; --mark: #ffd9a8; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e2dd; --soft: #a09c94; --paper: #17181a; --line: #37383b; --mark: #7a4a12; }
+}
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 46rem; color: var(--ink); background: var(--paper);
+  font: 1rem/1.6 system-ui, sans-serif; }
+h1 { font-size: 1.7rem; line-height: 1.25; } h2 { margin: 2.6rem 0 .4rem; font-size: 1.2rem; }
+.soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { vertical-align: bottom; font-weight: 600; white-space: normal; min-width: 3.6rem; }
+th:first-child, td:first-child { padding-left: 0; min-width: 7.5rem; text-align: left; white-space: normal; }
+figure { margin: 1.4rem 0; } svg { display: block; width: 100%; max-width: 36rem; height: auto; }
+.text { margin: .3rem 0; padding: .8rem 1rem; border: 1px solid var(--line); border-radius: .4rem;
+  font: .88rem/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { padding: .1em 0; color: inherit; background: var(--mark); border-radius: .2em; }
+u { text-decoration: underline dotted; text-underline-offset: .25em; }
+"""
+
+
+def write_page(folder: Path, out: Path, tokenizer: str | None = None) -> str:
+    """Write the page on the tokens in a folder. Returns a warning, or an empty text.
+
+    Args:
+        folder: the ``token_dir`` of a run.
+        out: the page.
+        tokenizer: the folder of the run's tokenizer, as transformers reads it. None: the page shows numbers of tokens.
+
+    Raises:
+        ValueError: the folder has no tokens that can be counted.
+    """
+    cuts = count_cuts(folder)
+    decode, warning = _number, ""
+    if tokenizer is not None:
+        try:
+            decode = _decoder(tokenizer)
+        except Exception as error:  # transformers raises many kinds
+            reason = " ".join(str(error).split())[:200]
+            warning = f"The tokenizer {tokenizer} cannot be read, so tokens are shown by their numbers: {reason}"
+    body = [*_what_it_is(folder, cuts, warning), *_shares(cuts), *_by_probability(cuts), *_by_token(cuts, decode)]
+    body += [*_disagreement(cuts), *_responses(cuts, decode)]
+    head = f'<meta name="viewport" content="width=device-width"><title>Clipped tokens</title><style>{STYLE}</style>'
+    lines = ['<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8">', head, "<body>", *body, "</body></html>\n"]
+    out.write_text("\n".join(lines), encoding="utf-8")
+    return warning
+
+
+def _what_it_is(folder: Path, cuts: Cuts, warning: str) -> Iterable[str]:
+    steps = sorted({step for step, _ in cuts.updates})
+    tokens = int(cuts.by_sign["tokens"].sum())
+    few = ", ".join(map(str, steps[:12])) + (" and later" if len(steps) > 12 else "")
+    yield "<h1>Which tokens do the losses clip?</h1>"
+    yield _text(
+        f"Measured on {tokens:,} response tokens with an advantage, of {cuts.responses:,} responses in "
+        f"{len(cuts.updates):,} updates of the training steps {few} (up to {RESPONSES} responses of an update on a "
+        f"rank; {folder}). A token is cut by a loss if it gets no gradient from it. CISPO caps the weight of a token "
+        "instead and keeps its gradient, so its rows say how many tokens are capped."
+    )
+    yield _text(
+        "These are measurements on the tokens of this run. They say what each loss would do to the same tokens, and "
+        "not which loss trains better: with another loss the tokens would differ from the second update on. A > 0 are "
+        "the tokens of answers that were better than others to the same prompt, A < 0 those of worse ones."
+    )
+    if cuts.no_advantage:
+        yield _text(f"{cuts.no_advantage:,} more tokens have no advantage (A = 0) and train nothing.", "soft")
+    for left_out in filter(None, (describe(cuts.left_out), warning)):
+        yield _text(f"Not counted: {left_out}." if left_out != warning else left_out, "soft")
+
+
+def _shares(cuts: Cuts) -> Iterable[str]:
+    counts = cuts.by_sign.reindex(SIGNS, fill_value=0)
+    everything = counts["tokens"].sum() + cuts.no_advantage
+    rows = [
+        [
+            name,
+            *(_share(counts[name][sign], counts["tokens"][sign]) for sign in SIGNS),
+            _share(counts[name].sum(), everything),
+        ]
+        for name in cuts.losses
+    ]
+    rows.append(["tokens", *(f"{int(counts['tokens'][sign]):,}" for sign in SIGNS), f"{int(everything):,}"])
+    yield "<h2>Share of the tokens that are cut</h2>"
+    yield _table(["", *SIGNS.values(), "all response tokens"], rows)
+    yield _text(
+        "The last column counts as verl's pg_clipfrac does. Published shares of it, where we know of any: 0.03 to 2 % "
+        "for the token-wise clipping of PPO and DAPO, 10 to 44 % for GSPO, and almost none for GSPO in a synchronous "
+        "run (docs/results/published.md). Fewer are usual where rollouts are fresh, more the more updates are made on "
+        "each rollout batch.",
+        "soft",
+    )
+
+
+def _by_probability(cuts: Cuts) -> Iterable[str]:
+    yield "<h2>By the token's probability</h2>"
+    yield _text(
+        "The share that is cut of the tokens whose probability under the old policy was in a range. The BAPO paper "
+        "argues that fixed bounds cut rare tokens of good answers most: those are on the left of the first figure."
+    )
+    places = pd.MultiIndex.from_product([SIGNS, range(len(_ranges()))])
+    counts = cuts.by_probability.reindex(places, fill_value=0)
+    for sign, label in SIGNS.items():
+        yield f"<figure>{_figure(counts.loc[sign], cuts.losses, label)}</figure>"
+    tokens = [[f"{int(number):,}" for number in counts["tokens"].loc[sign]] for sign in SIGNS]
+    rows = [[name, *row] for name, *row in zip(_ranges(), *tokens, strict=True)]
+    yield _table(["probability", *(f"tokens, {label}" for label in SIGNS.values())], rows)
+
+
+def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
+    settings = {f"{part}color": INK for part in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")}
+    file = io.StringIO()
+    with rc_context({**settings, "svg.fonttype": "none", "svg.hashsalt": "bapo", "font.size": 11}):
+        figure = Figure(figsize=(5.4, 4.8), layout="constrained")
+        axis = figure.subplots()
+        for name, color, marker in zip(losses, cycle([INK, *COLORS]), cycle("os^vDPX<"), strict=False):
+            shares = counts[name] / counts["tokens"].where(counts["tokens"] > 0)
+            axis.plot(
+                range(len(shares)),
+                shares,
+                marker=marker,
+                markersize=5,
+                color=color,
+                label=name.replace("$", r"\$"),
+                alpha=0.9,
+            )
+        axis.set_xticks(range(len(counts)), _ranges(), rotation=30, ha="right")
+        axis.set_title(f"Tokens with {label}: share that is cut", loc="left", fontsize=12)
+        axis.set_xlabel("probability under the old policy")
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = file.getvalue()
+    return svg[svg.index("<svg") :].replace(INK, "currentColor")
+
+
+def _by_token(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
+    first = cuts.losses[0]
+    most = cuts.by_token.sort_values([first, "tokens"], ascending=False, kind="stable").head(MOST_TOKENS)
+    rows = [
+        [
+            _visible(decode(int(token))).replace(" ", "␣"),
+            f"{int(row[first]):,}",
+            f"{int(row['tokens']):,}",
+            f"{row['probability'] / row['tokens']:.3f}",
+            *(_share(row[name], row["tokens"]) for name in cuts.losses),
+        ]
+        for token, row in most.iterrows()
+    ]
+    yield "<h2>The tokens that are cut most often</h2>"
+    yield _text(
+        f"The {len(rows)} tokens of which “{first}” cuts most, with the number of times it cut them, how often they "
+        "occur, their mean probability under the old policy, and the share of them that each loss cuts."
+    )
+    yield _table(["token", "cut", "occurs", "mean probability", *cuts.losses], rows)
+
+
+def _disagreement(cuts: Cuts) -> Iterable[str]:
+    first, *others = cuts.losses
+    rows = []
+    for name in others:
+        both, of_first, of_this = (int(cuts.both.loc[pair]) for pair in ((first, name), (first, first), (name, name)))
+        rows.append([name, *(f"{number:,}" for number in (both, of_first - both, of_this - both))])
+    yield "<h2>Where the losses disagree</h2>"
+    yield _text(f"Numbers of tokens that “{first}” and another loss both cut, and that only one of them cuts.")
+    yield _table(["", "both", f"only {first}", "only this one"], rows)
+
+
+def _responses(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
+    first = cuts.losses[0]
+    yield "<h2>Responses</h2>"
+    yield _text(
+        f"Of each sign the responses in which “{first}” cuts most tokens, so they are not typical. Marked: what it "
+        "cuts. Underlined: what only another loss cuts. Pointing at one shows its probabilities and the losses."
+    )
+    for rows in (one for sign in SIGNS for one in cuts.examples[sign]):
+        start = rows.iloc[0]
+        more = f" Its first {LONGEST} of {len(rows):,} tokens." if len(rows) > LONGEST else ""
+        caption = (
+            f"Step {start['step']}, update {start['update']}, rank {start['rank']}, response {start['response']}: "
+            f"A = {start['advantage']:.2f}; {int(rows[first].sum()):,} of {len(rows):,} tokens are cut.{more}"
+        )
+        between = " " if decode is _number else ""
+        text = between.join(_token(row, cuts.losses, decode) for row in rows.head(LONGEST).to_dict("records"))
+        yield f'<figure><figcaption>{escape(caption)}</figcaption><p class="text">{text}</p></figure>'
+
+
+def _token(row: dict, losses: list[str], decode: Callable[[int], str]) -> str:
+    text = escape(_visible(decode(row["token"]).replace("\n", "↵\n"), keep="\n"))
+    cutting = [name for name in losses if row[name] and row["sign"] != 0]
+    if not cutting:
+        return text
+    new = np.exp(row["log_prob"])
+    title = f"probability {row['probability']:.3g}, now {new:.3g}, ratio {new / row['probability']:.3g}; cut by "
+    tag = "mark" if cutting[0] == losses[0] else "u"
+    return f'<{tag} title="{escape(title + ", ".join(cutting))}">{text}</{tag}>'
+
+
+def _decoder(path: str) -> Callable[[int], str]:
+    """Return what maps a token to its text, or to its number where the tokenizer has no text for it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda token: tokenizer.decode([token]) or _number(token)
+
+
+def _number(token: int) -> str:
+    return f"#{token}"
+
+
+def _visible(text: str, keep: str = "") -> str:
+    """Write characters that would not be seen, or would move others, as escapes such as ``\\x1b``."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def _ranges() -> list[str]:
+    ends = [f"{100 * end:g}" for end in PROBABILITIES]
+    return [f"{low}–{high} %" for low, high in zip(ends, ends[1:], strict=False)]
+
+
+def _share(part: float, whole: float) -> str:
+    return percent(float(part / whole)) if whole else "–"
+
+
+def _text(text: str, kind: str = "") -> str:
+    return f"<p{' class=' + kind if kind else ''}>{escape(text)}</p>"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
