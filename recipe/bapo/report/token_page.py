@@ -111,10 +111,10 @@ def _shares(cuts: Cuts) -> Iterable[str]:
     yield "<h2>Share of the tokens that are cut</h2>"
     yield _table(["", *SIGNS.values(), "all response tokens"], rows)
     yield _text(
-        "The last column counts as verl's pg_clipfrac does. Published shares of it, where we know of any: 0.03 to 2 % "
-        "for the token-wise clipping of PPO and DAPO, 10 to 44 % for GSPO, and almost none for GSPO in a synchronous "
-        "run (docs/results/published.md). Fewer are usual where rollouts are fresh, more the more updates are made on "
-        "each rollout batch.",
+        "The last column is over all response tokens, as verl's pg_clipfrac is. Published shares, where we know of "
+        "any: 0.03 to 2 % for the bounds of PPO and DAPO, 10 to 44 % for GSPO, and almost none for GSPO in a "
+        "synchronous run (docs/results/published.md). More updates on each rollout batch, and staler rollouts, mean "
+        "more clipping.",
         "soft",
     )
 
@@ -142,15 +142,9 @@ def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
         axis = figure.subplots()
         for name, color, marker in zip(losses, cycle([INK, *COLORS]), cycle("os^vDPX<"), strict=False):
             shares = counts[name] / counts["tokens"].where(counts["tokens"] > 0)
-            axis.plot(
-                range(len(shares)),
-                shares,
-                marker=marker,
-                markersize=5,
-                color=color,
-                label=name.replace("$", r"\$"),
-                alpha=0.9,
-            )
+            label_of = name.replace("$", r"\$")  # no mathematics
+            style = ":" if "cap" in name else "-"  # where it lies on another curve, both are seen
+            axis.plot(range(len(shares)), shares, style, marker=marker, markersize=5, color=color, label=label_of)
         axis.set_xticks(range(len(counts)), _ranges(), rotation=30, ha="right")
         axis.set_title(f"Tokens with {label}: share that is cut", loc="left", fontsize=12)
         axis.set_xlabel("probability under the old policy")
