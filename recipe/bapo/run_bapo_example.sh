@@ -27,7 +27,7 @@
 #   OUTPUT_DIR      folder for the run's files (runs/<experiment>-<date>-<time>)
 #   BAPO_CACHE      folder in which the language model is kept (.cache in this repository)
 #   VERL_PLATFORM=cpu  train on the CPU even if there are GPUs
-#   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (scripts/cluster/ray.sh)
+#   RAY_ADDRESS     http://HEAD:8265: submit as a job to the Ray cluster there and follow it (docs/clusters.md)
 #   BAPO_VENV       an existing virtual environment to use, instead of setting one up
 set -euo pipefail
 repository=$(dirname "$(dirname "$(dirname "$(realpath "$0")")")")

@@ -16,42 +16,60 @@
 #   HEAD_IP                the head's address in the nodes' network (default: its first address; set this if that one
 #                          belongs to a container bridge)
 #   PORT, DASHBOARD_PORT   ports of the head (6379, 8265)
+#   WAIT_SECONDS           how long to wait for the head, and then for the other nodes (600)
 #
-# This does not use `ray symmetric-run`, because in Ray 2.60 that exits with 0 when Ray does not start.
+# This does not use `ray symmetric-run`, because in Ray 2.60 that exits with 0 when Ray does not start, and ends with
+# `ray stop`, which also ends other Rays of the same user on these nodes.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?Error: submit this with sbatch}"
-[ -f scripts/cluster/ray.sh ] || { echo "Error: $PWD is not the repository's root: call sbatch there." >&2; exit 1; }
+fail() { echo "Error: $*" >&2; exit 1; }
+[ -f scripts/cluster/slurm.sh ] || fail "$PWD is not the repository's root: call sbatch there."
 nodes=$SLURM_JOB_NUM_NODES port=${PORT:-6379}
-export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265} NNODES=$nodes
+source scripts/gpus.sh
+choose_device
+venv=.venv slots=()
+[ $device = cpu ] || venv=.venv-cuda
+[ "${VERL_PLATFORM:-}" != cpu ] || slots=(--num-cpus=16 --num-gpus=1)  # logical slots
 [ -n "${BAPO_VENV:-}" ] || bash scripts/setup.sh  # once, before all nodes use it
+ray=("${BAPO_VENV:-$PWD/$venv}/bin/python" -m ray.scripts.scripts)
 address=${HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
+# The secret that the nodes of this allocation share: Ray reads it from the environment, so no file has it.
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN NNODES=$nodes
 step=(srun --overlap --mem=0 --cpu-bind=none)
+# SIGINT ends Ray on a node, and is no failure of the step.
+start=(bash -c 'unset RAY_ADDRESS; trap "exit 0" INT; "$@"' - "${ray[@]}" start --block --disable-usage-stats "${slots[@]}")
 finish() {
-    # On SIGINT each step's ray.sh ends its Ray and exits with 0. With SIGTERM, or by ending srun, Slurm would log the steps
-    # as cancelled.
+    # On SIGINT Ray ends on each node. With SIGTERM, or by ending srun, Slurm would log the steps as cancelled.
     scancel --quiet --signal=INT "$SLURM_JOB_ID" || true
-    [ -z "${waiting:-}" ] || kill "$waiting" 2>/dev/null || true
     for _ in {1..60}; do
         [ -n "$(jobs -rp)" ] || break
         sleep 1
     done
     kill $(jobs -rp) 2>/dev/null || true
     wait
-    # The address of a Ray that is gone.
+    # Ray leaves its address behind, and the next ray.init() on these machines would try to connect to it.
     "${step[@]}" --nodes="$nodes" --ntasks="$nodes" rm -f /tmp/ray/ray_current_cluster || true
 }
 trap finish EXIT
+wait_for() {  # wait_for WHAT COMMAND...: until the command succeeds
+    local what=$1 end=$((SECONDS + ${WAIT_SECONDS:-600})); shift
+    until "$@" >/dev/null 2>&1; do
+        [ -n "$(jobs -rp)" ] || fail "Ray has ended before $what: see above."
+        [ "$SECONDS" -lt "$end" ] || fail "$what: not after ${WAIT_SECONDS:-600} seconds. See above, or raise WAIT_SECONDS."
+        sleep 2
+    done
+}
+are_there() { [ "$("${ray[@]}" list nodes --filter state=ALIVE --format json | grep -o '"node_id"' | wc -l)" -ge "$1" ]; }
+
 "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
-    bash scripts/cluster/ray.sh head --node-ip-address="$address" --port="$port" --dashboard-port="${RAY_ADDRESS##*:}" &
-WAIT_SECONDS=600 bash scripts/cluster/ray.sh wait 1 &
-waiting=$!
-wait -n || { echo "Error: the head did not start." >&2; exit 1; }
+    "${start[@]}" --head --node-ip-address="$address" --port="$port" --dashboard-port="${DASHBOARD_PORT:-8265}" &
+export RAY_ADDRESS=http://127.0.0.1:${DASHBOARD_PORT:-8265}
+wait_for "the head accepts jobs" "${ray[@]}" job submit -- true
 if [ "$nodes" -gt 1 ]; then
     "${step[@]}" --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$SLURMD_NODENAME" \
-        bash scripts/cluster/ray.sh join "$address:$port" &
+        "${start[@]}" --address="$address:$port" &
 fi
-bash scripts/cluster/ray.sh wait "$nodes" &
-waiting=$!
-wait -n || { echo "Error: not all nodes joined." >&2; exit 1; }
-waiting=
+wait_for "$nodes nodes have joined" are_there "$nodes"
+echo "$nodes nodes"
 bash recipe/bapo/run_bapo_example.sh "$@"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of the real stack, submitted to two Ray nodes on this machine that our scripts have started."""
+"""Jobs of the real stack, submitted to two Ray nodes on this machine."""
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.commands import until
 from support.stack_runs import (
     ROOT,
     SHORT_STEPS,
@@ -24,6 +26,7 @@ from support.stack_runs import (
 from recipe.bapo.host.metrics import read_metrics
 
 NODES = ("127.0.0.1", "127.0.0.2")
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 
 def call(*command, timeout, **environment):
@@ -40,20 +43,6 @@ def call(*command, timeout, **environment):
     )
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["join", "head"], "invalid address head: give the head's address as IP:PORT"),
-        (["join", "127.0.0.1:1"], "copy it from the head, or set RAY_AUTH_TOKEN_PATH"),
-        (["wait", "1"], "0 of 1 nodes are at http://127.0.0.1:1 after 1 seconds"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path, arguments, message):
-    here = {"RAY_ADDRESS": "http://127.0.0.1:1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "WAIT_SECONDS": "1"}
-    run = call("bash", "scripts/cluster/ray.sh", *arguments, timeout=120, **here)
-    assert run.returncode in (1, 2) and message in run.stdout
-
-
 @pytest.fixture(scope="module")
 def cluster():
     """Start a cluster of two nodes with a logical GPU each. Yields the environment for jobs, and the nodes' folder."""
@@ -64,33 +53,36 @@ def cluster():
 def two_nodes():
     folder = Path(tempfile.mkdtemp(prefix="bapo", dir="/tmp"))  # a short path: Ray's sockets lie in it
     port, dashboard = free_ports(2)
-    environment = {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
-    head = ["head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray"]
-    join = ["join", f"{NODES[0]}:{port}"]
+    (folder / "token").write_text(secrets.token_hex(32))
+    of_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+    environment = of_token | {"RAY_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+    head = ["--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}/ray"]
+    join = [f"--address={NODES[0]}:{port}"]
     nodes = []
+
+    def have_joined():
+        alive = call(*RAY, "list", "nodes", "--filter", "state=ALIVE", "--format=json", timeout=100, **environment)
+        return alive.stdout.count('"node_id"') == len(nodes)
+
+    def accepts_jobs():
+        return call(*RAY, "job", "submit", "--", "true", timeout=100, **environment).returncode == 0
+
     try:
-        for command, address in zip((head, join), NODES, strict=True):
-            log = open(folder / f"{command[0]}.log", "w")
+        for options, address in zip((head, join), NODES, strict=True):
+            log = open(folder / f"{address}.log", "w")
+            start = [*RAY, "start", "--block", "--disable-usage-stats", "--num-cpus=16", "--num-gpus=1", *options]
             nodes.append(
                 subprocess.Popen(
-                    ["bash", "scripts/cluster/ray.sh", *command, f"--node-ip-address={address}"],
+                    [*start, f"--node-ip-address={address}"],
                     cwd=ROOT,
-                    env={**os.environ, "VERL_PLATFORM": "cpu", **environment},
+                    env={**os.environ, "VERL_PLATFORM": "cpu", **of_token},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             )
-            up = call(
-                "bash",
-                "scripts/cluster/ray.sh",
-                "wait",
-                str(len(nodes)),
-                timeout=200,
-                WAIT_SECONDS="150",
-                **environment,
-            )
-            assert up.returncode == 0, up.stdout + (folder / f"{command[0]}.log").read_text()
+            until(have_joined, 200, f"node {address}")
+        until(accepts_jobs, 200, "the job agent")
         yield environment, folder
     finally:
         for node in reversed(nodes):
@@ -146,6 +138,28 @@ def test_a_jobs_failure_is_the_commands(cluster, tmp_path):
     assert "Error: invalid actor_rollout_ref.actor.clip_ratio_c=1.0" in run.stdout
 
 
+CLEANING = """
+trap 'sleep 6; touch "$1"; exit' TERM
+echo begun
+while :; do sleep 1; done
+"""
+
+
+def test_a_stopped_job_has_the_time_to_clean_up(cluster, tmp_path):
+    """A run ends its vLLM servers then. Ray alone kills a job after three seconds."""
+    environment, _ = cluster
+    cleaned, log = tmp_path / "cleaned", tmp_path / "log"
+    job = ("scripts/cluster/job.py", "submit", tmp_path.name, "bash", "-c", CLEANING, "-", str(cleaned))
+    with open(log, "w") as output:
+        submitted = subprocess.Popen(
+            [sys.executable, *job], cwd=ROOT, env={**os.environ, **environment}, stdout=output, stderr=output
+        )
+    until(lambda: "\nbegun\n" in log.read_text(), 200, "the job")
+    call(*RAY, "job", "stop", tmp_path.name, timeout=200, **environment)
+    submitted.wait(200)
+    assert cleaned.exists(), log.read_text()
+
+
 CLAIMING = """
 import os, subprocess, time
 import ray
@@ -174,7 +188,7 @@ def test_a_run_of_another_ray_on_a_node_is_found_if_it_has_this_jobs_number(clus
     """Its vLLM servers could get this job's weights."""
     environment, _ = cluster
     job = ("scripts/cluster/job.py", "submit", tmp_path.name, sys.executable, "-c", CLAIMING)
-    run = call(sys.executable, *job, timeout=200, RAY_AUTH_MODE="token", **environment)
+    run = call(sys.executable, *job, timeout=200, **environment)
     assert run.returncode == 0, run.stdout
     assert re.search(r"^refused: another run is on a node of this Ray cluster .process \d+, VLLM::", run.stdout, re.M)
     assert "claimed" in run.stdout.splitlines()

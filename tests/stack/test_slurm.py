@@ -108,7 +108,6 @@ def test_a_short_run_on_two_nodes(slurm, tmp_path):
     variables = {
         "VERL_PLATFORM": "cpu",
         "OUTPUT_DIR": str(out),
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
         "HEAD_IP": "127.0.0.1",
         "PORT": str(port),
         "DASHBOARD_PORT": str(dashboard),

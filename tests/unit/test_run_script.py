@@ -12,7 +12,6 @@ from support.gpus import DRIVER_FILES, write_driver_file
 SCRIPTS = (
     "recipe/bapo/run_bapo_example.sh",
     "scripts/setup.sh",
-    "scripts/cluster/ray.sh head",
     "scripts/gpu_check.sh",
 )
 

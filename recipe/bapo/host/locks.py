@@ -41,7 +41,7 @@ def check_ray_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (scripts/cluster/ray.sh head), give the "
+            f"RAY_ADDRESS={address} does not answer ({error}): start Ray there (ray start --head), give the "
             "HOST:PORT of a Ray that is up, or unset RAY_ADDRESS to train on this machine alone."
         ) from error
 
