@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Try the two lines and the monitor with another verl, on a CPU: put it in front of the verl of an environment, whose other
-# packages stay, and run the tests of what the lines load. Ten to twenty minutes on two cores. Nothing is installed.
+# packages stay, and run the tests of what the lines load. Ten to twenty minutes on two cores. Into that environment nothing
+# is installed.
 #
 #   bash scripts/try_verl.sh WHERE    a release such as 0.8.0, or a folder that holds verl/: a checkout, or site-packages
 #
 # The updates are those of verl's own actor with the config of verl.trainer.main_ppo. Their bounds are compared with those
 # of a literal search over all tokens of all ranks, and weights of a monitored run with those of one without the line, bit
 # for bit. Rollouts, Ray and a GPU are not part of this. The exit code is 1 if a row failed. Logs: runs/try_verl/.
-# The environment is ours (.venv), or BAPO_VENV, such as the one in which your verl runs; it needs pytest, pytest-xdist and
-# hypothesis. Tests that are skipped are of what a verl does not have; the logs name them.
+# The environment is ours (.venv, which is set up first), or BAPO_VENV, such as the one in which your verl runs; it needs
+# pytest, pytest-xdist and hypothesis. A worker of your own that only your run imports is not seen here: look for "BAPO:" at
+# the start of its output. Tests that are skipped are of what a verl does not have; the logs name them.
 set -euo pipefail
-[ $# = 1 ] || { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1; }
+[ $# = 1 ] && [[ $1 != -* ]] || { sed -n '3,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0" >&2; exit 1; }
 fail() { echo "Error: $*" >&2; exit 1; }
 where=$1
 release='' folder=''
@@ -23,7 +25,7 @@ fi
 cd "$(dirname "$0")/.."
 export VERL_PLATFORM=cpu
 export CUDA_VISIBLE_DEVICES=
-bash scripts/setup.sh
+[ -n "${BAPO_VENV:-}" ] && [ -z "$release" ] || bash scripts/setup.sh
 python=${BAPO_VENV:-$PWD/.venv}/bin/python
 "$python" -c 'import pytest, xdist, hypothesis' || fail "$python lacks what the tests need, see above."
 echo "Ten rows; the whole takes ten to twenty minutes on two cores."
@@ -49,6 +51,7 @@ tests() {  # tests NAME ARGUMENTS...: a row with what pytest says at its end
     [ $result = ok ] || grep -E '^(FAILED|ERROR)' "$log" | cut -c 1-200 | head -n 5 || true
 }
 about='import verl; from verl.workers import engine_workers as w
+from recipe.bapo.hook.install import install_worker; install_worker()
 place = "an attribute" if hasattr(w.ActorRolloutRefWorker, "actor_worker_cls") else "its loss"
 print(verl.__version__, "in", verl.__path__[0] + "; the actor gets our worker by", place)'
 if said=$("$python" -W ignore -c "$about" 2>"$logs/verl.log"); then row verl ok "$(tail -n 1 <<<"$said")"; else

@@ -63,18 +63,28 @@ def train(overrides, task, rank, size, port, engine, bad=None):
         "weights": torch.cat([weight.flatten() for weight in weights]),
         "collectives": counter.collectives,
         "passes": counter.passes,
+        "worker": type(actor).__name__,
     }
 
 
 def updates_of_rank(rank, size, port, task, folder, engine):
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    of_verl = getattr(ActorRolloutRefWorker, "actor_worker_cls", None)  # 0.8.0 names the class in its code
     results = {}
+
+    def train_stock(*arguments):
+        if of_verl is not None:  # a config of ours has replaced it
+            ActorRolloutRefWorker.actor_worker_cls = of_verl
+        return train(*arguments)
+
     for loss, settings in LOSSES.items():
         mode = [f"{LOSS}.loss_mode={loss}", f"{MICRO_BATCH}=4", *settings]
-        results[f"{loss}, verl"] = train(mode, task, rank, size, port, engine)
+        results[f"{loss}, verl"] = train_stock(mode, task, rank, size, port, engine)
         tokens = f"++{LOSS}.token_dir={folder}/tokens/{loss}"
         results[f"{loss}, monitored"] = train([*mode, *OURS, tokens], task, rank, size, port, engine)
     for bad in BAD:
-        results[f"{bad} spoilt, verl"] = train([f"{MICRO_BATCH}=4"], task, rank, size, port, engine, bad)
+        results[f"{bad} spoilt, verl"] = train_stock([f"{MICRO_BATCH}=4"], task, rank, size, port, engine, bad)
         results[f"{bad} spoilt, monitored"] = train([f"{MICRO_BATCH}=4", *OURS], task, rank, size, port, engine, bad)
     for name, cut in CUTS.items():
         capture_to(f"{folder}/{name}")
@@ -94,6 +104,7 @@ def ranks(request, task, tmp_path_factory):
 def test_weights_and_metrics_are_verls_bit_for_bit(ranks, loss):
     for rank in ranks[1]:
         of_verl, monitored = rank[f"{loss}, verl"], rank[f"{loss}, monitored"]
+        assert (of_verl["worker"], monitored["worker"]) == ("TrainingWorker", "BAPOTrainingWorker")
         assert torch.equal(of_verl["weights"], monitored["weights"])
         own = {name: values for name, values in monitored["metrics"].items() if not name.startswith("actor/bapo/")}
         assert own == of_verl["metrics"]

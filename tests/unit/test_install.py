@@ -94,6 +94,19 @@ def test_a_worker_below_another_subclass_is_named(parent, named):
 
 
 @from_0_9
+@pytest.mark.parametrize("place", ["ActorRolloutRefWorker", "class Forked(ActorRolloutRefWorker): pass\nForked"])
+def test_the_worker_of_a_fork_is_named_and_not_replaced(place):
+    """A fork sets the attribute in verl's own files, or derives another actor there."""
+    error = make_config_after(
+        "from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker\n"
+        "class Mine(TrainingWorker): pass\n"
+        "__name__ = 'verl.workers.forked'\n"
+        f"{place}.actor_worker_cls = Mine"
+    )
+    assert "orker has actor_worker_cls=Mine" in error or "Forked has actor_worker_cls=Mine" in error, error
+
+
+@from_0_9
 def test_a_worker_that_inherits_the_training_worker_and_verls_own_for_tinker_are_accepted():
     code = "from verl.workers.engine_workers import *\nfrom verl.workers import engine_workers_tinker\n"
     assert make_config_after(f"{code}class MyWorker(ActorRolloutRefWorker): pass") == "nothing"

@@ -19,6 +19,7 @@ from recipe.bapo.hook.tell import tell
 # The table of docs/your_own_run.md, Versions, has what was run of each.
 RUN_WITH = "the two lines and the monitor were run with verl 0.8.0, 0.9.0 and 0.9.1"
 OLDER_WORKERS = ("verl.workers.fsdp_workers", "verl.workers.megatron_workers")  # of verl 0.7 and older
+OF_TINKER = "verl.workers.engine_workers_tinker"  # verl's own actor of another trainer
 OVERRIDDEN = ("set_loss_fn", "train_mini_batch", "train_batch", "load_checkpoint")
 
 
@@ -52,7 +53,7 @@ def install_worker() -> None:
     if missing:
         raise _unusable(f"has no TrainingWorker.{missing[0]}, which BAPO's worker overrides")
     if hasattr(ActorRolloutRefWorker, "actor_worker_cls"):
-        _refuse_other_workers(ActorRolloutRefWorker, BAPOTrainingWorker)
+        _refuse_other_workers(ActorRolloutRefWorker, TrainingWorker, BAPOTrainingWorker)
         ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
     else:
         _turn_workers_into(BAPOTrainingWorker, TrainingWorker)
@@ -66,18 +67,19 @@ def _unusable(reason: str) -> TypeError:
     )
 
 
-def _refuse_other_workers(actor: type, ours: type) -> None:
-    """Refuse subclasses of verl's worker that set another actor worker than ours.
+def _refuse_other_workers(actor: type, of_verl: type, ours: type) -> None:
+    """Refuse an actor of verl, or of a fork, whose worker is neither verl's nor ours.
 
-    Those that verl itself defines (Tinker's) are not checked, because a process may import them without using them. If
-    their worker calls the loss, the loss refuses.
+    Tinker's is not checked, because a process may import it without using it. If its worker calls the loss, the loss
+    refuses.
     """
-    for subclass in subclasses_of(actor):
-        # The nearest class that sets the attribute; verl's worker itself gets ours.
-        setter = next(cls for cls in subclass.__mro__ if "actor_worker_cls" in vars(cls))
-        own = ours if setter is actor else vars(setter)["actor_worker_cls"]
-        if not issubclass(own, ours) and not subclass.__module__.startswith("verl."):
-            raise _other_worker(f"{subclass.__qualname__} has actor_worker_cls={own.__qualname__}")
+    for cls in (actor, *subclasses_of(actor)):
+        # The nearest class that sets the attribute; that of verl's actor is replaced.
+        setter = next(one for one in cls.__mro__ if "actor_worker_cls" in vars(one))
+        own = vars(setter)["actor_worker_cls"]
+        usable = issubclass(own, ours) or (setter is actor and own is of_verl)
+        if not usable and cls.__module__ != OF_TINKER:
+            raise _other_worker(f"{cls.__qualname__} has actor_worker_cls={own.__qualname__}")
 
 
 def _other_worker(which: str) -> TypeError:
