@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,9 +37,10 @@ h1 { font-size: 1.7rem; line-height: 1.25; } h2 { margin: 2.6rem 0 .4rem; font-s
 .soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { vertical-align: bottom; font-weight: 600; white-space: normal; min-width: 3.6rem; }
-th:first-child, td:first-child { padding-left: 0; min-width: 7.5rem; text-align: left; white-space: normal; }
+th, td { padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { vertical-align: bottom; font-weight: 600; white-space: normal; min-width: 3.2rem; }
+p { overflow-wrap: anywhere; }
+th:first-child, td:first-child { padding-left: 0; min-width: 7rem; text-align: left; white-space: normal; }
 figure { margin: 1.4rem 0; } svg { display: block; width: 100%; max-width: 36rem; height: auto; }
 .text { margin: .3rem 0; padding: .8rem 1rem; border: 1px solid var(--line); border-radius: .4rem;
   font: .88rem/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -59,7 +61,8 @@ def write_page(folder: Path, out: Path, tokenizer: str | None = None) -> str:
         ValueError: the folder has no tokens that can be counted.
     """
     cuts = count_cuts(folder)
-    decode, warning = _number, ""
+    decode: Callable[[int], str] = _number
+    warning = ""
     if tokenizer is not None:
         try:
             decode = _decoder(tokenizer)
@@ -109,7 +112,7 @@ def _shares(cuts: Cuts) -> Iterable[str]:
     ]
     rows.append(["tokens", *(f"{int(counts['tokens'][sign]):,}" for sign in SIGNS), f"{int(everything):,}"])
     yield "<h2>Share of the tokens that are cut</h2>"
-    yield _table(["", *SIGNS.values(), "all response tokens"], rows)
+    yield _table(["", *SIGNS.values(), "all tokens"], rows)
     yield _text(
         "The last column is over all response tokens, as verl's pg_clipfrac is. Published shares, where we know of "
         "any: 0.03 to 2 % for the bounds of PPO and DAPO, 10 to 44 % for GSPO, and almost none for GSPO in a "
@@ -135,7 +138,7 @@ def _by_probability(cuts: Cuts) -> Iterable[str]:
 
 
 def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
-    settings = {f"{part}color": INK for part in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")}
+    settings: Any = {f"{part}color": INK for part in ("text.", "axes.edge", "axes.label", "xtick.", "ytick.")}
     file = io.StringIO()
     with rc_context({**settings, "svg.fonttype": "none", "svg.hashsalt": "bapo", "font.size": 11}):
         figure = Figure(figsize=(5.4, 4.8), layout="constrained")
@@ -225,7 +228,7 @@ def _decoder(path: str) -> Callable[[int], str]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return lambda token: tokenizer.decode([token]) or _number(token)
+    return lambda token: str(tokenizer.decode([token])) or _number(token)
 
 
 def _number(token: int) -> str:
