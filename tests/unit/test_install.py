@@ -67,6 +67,14 @@ def test_the_configs_have_verl_make_our_worker(monkeypatch, config):
     assert ActorRolloutRefWorker.actor_worker_cls is BAPOTrainingWorker is DetachActorWorker.actor_worker_cls
 
 
+@from_0_9
+def test_a_worker_that_is_derived_from_ours_stays(monkeypatch):
+    derived = type("Derived", (BAPOTrainingWorker,), {})
+    monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", derived)
+    build("MonitorConfig")
+    assert ActorRolloutRefWorker.actor_worker_cls is derived
+
+
 def make_config_after(statements):
     """Return the error of ``BAPOPolicyLossConfig()`` in a new process, because Python never forgets a subclass."""
     code = f"{statements}\nfrom recipe.bapo.policy_loss import *\nBAPOPolicyLossConfig()"

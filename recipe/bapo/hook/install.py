@@ -54,7 +54,8 @@ def install_worker() -> None:
         raise _unusable(f"has no TrainingWorker.{missing[0]}, which BAPO's worker overrides")
     if hasattr(ActorRolloutRefWorker, "actor_worker_cls"):
         _refuse_other_workers(ActorRolloutRefWorker, TrainingWorker, BAPOTrainingWorker)
-        ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
+        if not issubclass(ActorRolloutRefWorker.actor_worker_cls, BAPOTrainingWorker):  # or one derived from it
+            ActorRolloutRefWorker.actor_worker_cls = BAPOTrainingWorker
     else:
         _turn_workers_into(BAPOTrainingWorker, TrainingWorker)
 
