@@ -3,8 +3,8 @@
 # The tests set BAPO_DEVICE_ROOT to a folder that is searched instead of /.
 
 # Set device to gpu if nvidia-smi lists a GPU, and to cpu if it lists none, CUDA_VISIBLE_DEVICES hides all, or
-# VERL_PLATFORM=cpu. Fail if there is a driver but no GPU is listed, if there are AMD GPUs, and if a GPU that a run would use
-# is too old.
+# VERL_PLATFORM=cpu. Fail if there is a driver but no GPU is listed, if there are AMD GPUs, and if GPUs are too old, unless
+# CUDA_VISIBLE_DEVICES is set and others are there.
 choose_device() {
     local said sign
     device=cpu

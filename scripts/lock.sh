@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Compile scripts/requirements/*.in to requirements.txt and requirements-cuda.txt, with every package pinned. Each list is
-# for x86_64 Linux with glibc 2.31 or newer (scripts/setup.sh checks that) and for Python 3.11 and 3.12. Nothing is
-# installed.
+# for x86_64 Linux with glibc 2.31 or newer (scripts/setup.sh checks that) and for Python 3.11 and 3.12. Nothing but
+# .venv is installed, if it is not there.
 #   bash scripts/lock.sh             apply changes of the .in files, and keep every other version
 #   bash scripts/lock.sh --upgrade   take the newest versions that the .in files allow (or give another option of uv pip
 #                                    compile, such as --upgrade-package NAME)

@@ -115,8 +115,10 @@ def read_messages(row: dict) -> list[dict[str, str]]:
         Unusable: there is none, or something in it is not text.
         KeyError: the row has no column of these names.
     """
-    name = next((name for name in ("prompt", "problem") if row.get(name)), None)
-    prompt = row[name or "question"]
+    names = [name for name in ("prompt", "problem", "question") if name in row]
+    if not names:
+        raise KeyError("question")
+    prompt = next((row[name] for name in names if row[name]), None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages:
         raise Unusable("without a problem")

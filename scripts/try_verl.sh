@@ -71,6 +71,7 @@ said=$("$python" -W ignore -m recipe.bapo.preflight actor_rollout_ref.model.path
     data.train_files=$example/train.parquet data.val_files=$example/test.parquet 2>"$logs/preflight.log" || true)
 case $said in
 skipped*) row preflight skipped "$(cut -c 27- <<<"$said")" ;;
+*failed*"verl's config"*) row preflight failed "$(grep "^failed  *verl's config" <<<"$said")" ;;
 *versions*) row preflight ok "$(grep -c . <<<"$said") rows" ;;
 *) row preflight failed "$(tail -n 1 "$logs/preflight.log")" ;;
 esac

@@ -6,7 +6,7 @@
 # package registry.
 #
 #   bash recipe/bapo/run_bapo_example.sh [key=value ...]        Hydra overrides, as in config/bapo_trainer.yaml
-#   bash recipe/bapo/run_bapo_example.sh --preflight            only check machine, files and config; exit code 0 or 1
+#   bash recipe/bapo/run_bapo_example.sh --preflight            only check machine, files and config
 #
 # Overrides that choose a file of configs/ each, with their defaults in parentheses:
 #   experiment=NAME   what is run (example; language_model on a GPU without a MODEL_PATH). experiment=language_model trains

@@ -27,8 +27,10 @@ def documented():
 
 
 @pytest.fixture
-def stock(task):
-    """Return the arguments of a small run of verl's own entry point."""
+def stock(task, monkeypatch):
+    """Return the arguments of a small run of verl's own entry point, on a machine without GPUs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return [
         f"actor_rollout_ref.model.path={task}/model",
         *few_rows(task),

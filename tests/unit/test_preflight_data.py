@@ -10,6 +10,7 @@ from support.configs import composed
 from recipe.bapo.preflight import CheckWarning
 from recipe.bapo.preflight.data import check_checkpoint, check_files
 from recipe.bapo.preflight.model import check_model
+from recipe.bapo.preflight.scorer import as_written
 from recipe.bapo.run.train import configure_ray
 
 
@@ -162,6 +163,11 @@ def test_what_a_scorer_accepts_or_runs_is_no_warning(task, tmp_path, source, tru
     said = check_train_data(config)
     unasked = f"; verl's scorer was not asked about data_source={source}, whose ground_truth is no short answer"
     assert said == "rows: 1 for training and 1 for validation" + (unasked if source == "taco" else "")
+
+
+def test_a_large_number_is_written_digit_by_digit():
+    assert as_written("1267650600228229401496703205376") == "1267650600228229401496703205376"
+    assert as_written("-0012.50") == "-12.5"
 
 
 def test_pictures_for_a_model_of_text_are_named_as_such(task, tmp_path):

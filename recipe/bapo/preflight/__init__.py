@@ -2,13 +2,13 @@
 """Preflight: do before Ray starts what a run would do minutes later, so that errors surface now.
 
 It takes the arguments of any run of verl, with or without the lines that turn on BAPO or its monitor, and of our
-trainer. ``stages`` lists what is looked at. A stage calls what the run calls (verl, transformers, wandb), and has four
+trainer. ``stages`` lists what is looked at. A stage calls what the run calls, of verl and transformers, and has four
 answers:
 
 - failed: verl itself refuses this, in verl's words. Or, by rules of our own, the run would train something else than
   its command says, wait for ever or lose data.
-- warning: everything else that the user may not want, and what this machine lacks (packages, GPUs, memory, disk), which
-  need not be the one that trains. A stage raises ``CheckWarning``.
+- warning: what verl fails for only late, what the user may not want, and what this machine lacks (packages, memory,
+  disk), which need not be the one that trains. A stage raises ``CheckWarning``.
 - skipped: it looked at nothing, with the reason. A stage raises ``CheckSkipped``.
 - ok: with a text on what it found.
 """
@@ -20,7 +20,7 @@ from recipe.bapo.config.errors import innermost, root_cause
 
 
 class CheckWarning(Exception):
-    """A warning: the run will start, but may not do what the user wants."""
+    """A warning: the run will start, but may fail later or not do what the user wants."""
 
 
 class CheckSkipped(Exception):

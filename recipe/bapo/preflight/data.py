@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check what a run reads besides the model: its data, and the checkpoint that it resumes from.
 
-verl's own data set and scorers read the data. Only the check of the rows' schema is our own, because verl fails at the
-first bad row, perhaps hours later.
+verl's own data set and scorers read the data. Our own are the rules for what verl meets only at the row itself, perhaps
+hours later: its schema, its length, and an answer that scores nothing.
 """
 
 import re

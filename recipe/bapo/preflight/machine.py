@@ -98,7 +98,7 @@ def check_other_runs(config) -> str:
     The vLLM servers of another run could receive this run's weights.
     """
     address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
-    if address is not None and is_of_our_trainer(config):
+    if address not in (None, "auto", "local") and is_of_our_trainer(config):
         raise ValueError(
             f"invalid ray_kwargs.ray_init.address={address}: set RAY_ADDRESS instead, "
             "or NNODES on a node of a running cluster."
@@ -118,8 +118,10 @@ def check_disk(config) -> str:
     trainer = config.trainer
     if trainer.save_freq <= 0:
         return "no checkpoints are saved"
-    contents = config.actor_rollout_ref.actor.checkpoint.save_contents
-    each = count_parameters(Path(config.actor_rollout_ref.model.path)) * sum(BYTES.get(name, 0) for name in contents)
+    model, contents = config.actor_rollout_ref.model, set(config.actor_rollout_ref.actor.checkpoint.save_contents)
+    if model.get("lora_rank"):
+        contents.discard("optimizer")  # the adapter's parameters are few
+    each = count_parameters(Path(model.path)) * sum(BYTES.get(name, 0) for name in contents)
     if not each:
         raise CheckSkipped("the size of a checkpoint is known only where the weights are in a folder")
     folder = Path(trainer.default_local_dir).absolute()
@@ -131,8 +133,8 @@ def check_disk(config) -> str:
     )
     if free < max(2, keep or 0) * each:
         raise CheckWarning(
-            f"{text} in {folder}: set trainer.default_local_dir to another disk, or a smaller trainer."
-            f"max_actor_ckpt_to_keep={keep}."
+            f"{text} in {folder}: set trainer.default_local_dir to another disk, or trainer.max_actor_ckpt_to_keep="
+            f"{keep} to a smaller number, of which verl needs room for two."
         )
     return text
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the model: config, weights, lengths, attention and fused kernels.
 
-verl and transformers read it as in a run. We add rules only for what they accept although a run would train something
-else.
+verl and transformers read it as in a run. We add rules for what they accept although a run would train something else,
+and one for what fails only after the model is loaded.
 """
 
 from pathlib import Path
@@ -64,8 +64,8 @@ def _check_weights(model):
     """Load the weights with transformers onto the meta device: names and shapes, but no data. Returns that model.
 
     Raises:
-        ValueError: weights are missing or have other shapes, or the attention does not compute this model.
-        CheckWarning: transformers cannot load them.
+        ValueError: weights are missing, or the attention does not compute this model.
+        CheckWarning: transformers cannot load them, for example because of their shapes.
     """
     logging.disable_progress_bar()
     path, attention = f"{PATH}={model.path}", model.override_config.get("attn_implementation")

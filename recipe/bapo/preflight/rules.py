@@ -79,8 +79,8 @@ def _corrects(correction):
 
 REFUSED = (
     Rule(
-        lambda s: not s.fsdp or s.actor.optim.clip_grad is None or s.actor.optim.clip_grad > 0,
-        "invalid " + ACTOR + ".optim.clip_grad={s.actor.optim.clip_grad}: 0 makes every gradient 0, and a negative "
+        lambda s: not s.fsdp or s.clip_grad is None or s.clip_grad > 0,
+        "invalid " + ACTOR + ".optim.clip_grad={s.clip_grad}: 0 makes every gradient 0, and a negative "
         "number reverses it. Set it to a number above 0.",
     ),
     Rule(  # verl saves only what it knows of this list: tried with [modle], a checkpoint had no weights
@@ -93,6 +93,12 @@ REFUSED = (
         lambda s: s.actor.strategy != "fsdp" or s.actor.fsdp_config.fsdp_size != 1 or s.gpus == 1,
         "invalid " + ACTOR + ".fsdp_config.fsdp_size=1 on {s.gpus} GPUs with strategy=fsdp: verl 0.9.1 then trains "
         "other weights on each GPU. Set it to -1, or strategy=fsdp2.",
+    ),
+    Rule(
+        lambda s: not s.fsdp or s.sequence_parallel == 1 or s.attention.startswith(("flash_attention", "torch_varlen")),
+        "invalid " + ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={s.sequence_parallel} with "
+        "attn_implementation={s.attention}: the GPUs exchange their parts of a sequence only in flash attention. "
+        "Install flash-attn, or set the size to 1.",
     ),
     Rule(
         lambda s: (
@@ -133,7 +139,7 @@ REFUSED = (
         "another one. Set use_pf_ppo=false.",
     ),
     Rule(
-        lambda s: not (s.v1 and s.rejects_tokens) or s.estimator not in FROM_TRAINED_TOKENS,
+        lambda s: not s.rejects_tokens or s.estimator not in FROM_TRAINED_TOKENS,
         "algorithm.rollout_correction.rollout_rs={s.correction[rollout_rs]} with adv_estimator={s.estimator}: a "
         "rejected last token takes the reward of its response with it. Set rollout_rs=seq_mean_k1, seq_mean_k2 or "
         "seq_mean_k3, or adv_estimator=grpo.",
@@ -255,7 +261,7 @@ DOUBTED = (
     ),
     # An option without effect that most scripts set, to its default.
     Rule(
-        lambda s: not s.fsdp or s.actor.grad_clip in (1.0, s.actor.optim.clip_grad),
+        lambda s: not s.fsdp or s.actor.grad_clip in (1.0, s.clip_grad),
         ACTOR + ".grad_clip={s.actor.grad_clip} has no effect: verl 0.9.1 reads " + ACTOR + ".optim.clip_grad.",
     ),
 )

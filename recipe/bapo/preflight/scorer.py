@@ -4,7 +4,6 @@
 import json
 import re
 from contextlib import suppress
-from decimal import Decimal
 
 from recipe.bapo.config.errors import innermost
 from recipe.bapo.preflight import blame
@@ -88,7 +87,11 @@ def as_written(truth) -> str | None:
     if isinstance(truth, bool) or not isinstance(truth, str | int | float):
         return None
     text = str(truth).strip()
-    return f"{Decimal(text).normalize():f}" if re.fullmatch(r"-?\d+(\.\d*)?", text) else text
+    number = re.fullmatch(r"(-?)0*(\d+?)(?:\.(\d*?)0*)?", text)
+    if number is None:
+        return text
+    sign, whole, fraction = number.groups()
+    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"
 
 
 def _ask_scorer(source, truth, answer):

@@ -38,6 +38,17 @@ class Settings:
         return self.config.algorithm.rollout_correction or {}
 
     @property
+    def clip_grad(self) -> float | None:
+        """The largest norm of a gradient. verl's deprecated key wins if it is set."""
+        deprecated = self.actor.optim.get("grad_clip")
+        return self.actor.optim.clip_grad if deprecated is None else deprecated
+
+    @property
+    def attention(self) -> str:
+        changed = self.config.actor_rollout_ref.model.override_config or {}
+        return str(changed.get("attn_implementation", "flash_attention_2"))
+
+    @property
     def estimator(self) -> str:
         return self.config.algorithm.adv_estimator
 

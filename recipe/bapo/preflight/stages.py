@@ -128,7 +128,8 @@ def other_entry_point(config, config_name: str = "") -> str | None:
         return "verl.experimental.fully_async_policy.fully_async_main"
     if "rollout" in config:
         return "verl.experimental.one_step_off_policy.main_ppo"
-    return "recipe.dapo.main_dapo" if config_name.startswith("dapo_") else None
+    of_dapo = config_name.removesuffix(".yaml") in ("dapo_trainer", "dapo_megatron_trainer")
+    return "recipe.dapo.main_dapo" if of_dapo else None
 
 
 def run_stages(

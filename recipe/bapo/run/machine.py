@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at the machine before anything of verl, torch or Ray is imported: its GPUs, flash-attn, and its system."""
+"""Look at the machine before anything of verl or Ray is imported: its GPUs, flash-attn, and its system."""
 
 import importlib
 import os

@@ -57,7 +57,7 @@ def choose(
     experiment = _experiment(given)
     nodes, address = given.get("trainer.nnodes", environment.get("NNODES", 1)), environment.get("RAY_ADDRESS")
     several = str(nodes) != "1" or address not in (None, "", "local")
-    platform = given.get("platform") or environment.get("VERL_PLATFORM")
+    platform = str(given.get("platform") or environment.get("VERL_PLATFORM") or "")  # Hydra refuses what is no name
     if not platform:  # a run for GPUs can be checked where there are none, such as on a login node
         platform = "gpu" if gpus or experiment not in (None, *ON_A_CPU) else "cpu"
         if platform == "cpu" and several:  # nobody should find a cluster of GPUs training on its CPUs
@@ -147,7 +147,8 @@ def main(arguments: list[str]) -> int:
     keys = [one for one in arguments if one != "--preflight" and not names_folder(one)]
     command = ["--config-dir", "configs", *groups, *keys]
     checks = [sys.executable, "-m", "recipe.bapo.preflight", "--config-name", bapo_run.CONFIG_NAME, *command]
-    if language_model and not _use_language_model(checks, "--preflight" in arguments):
+    checked_first = given.get("preflight", True)
+    if language_model and not _use_language_model(checks, "--preflight" in arguments, checked_first):
         return 1
     if "--preflight" in arguments:
         os.execv(sys.executable, checks)
@@ -161,8 +162,8 @@ def main(arguments: list[str]) -> int:
     os.execv(sys.executable, train)
 
 
-def _use_language_model(checks, only_checks):
-    """Make the language model unless it is there; first check the run with the model as it was fetched."""
+def _use_language_model(checks, only_checks, checked_first):
+    """Make the language model unless it is there; before that check the run with the model as it was fetched."""
     from recipe.bapo.language_model.__main__ import obtain
 
     def use(folder):
@@ -173,7 +174,7 @@ def _use_language_model(checks, only_checks):
         use(obtain("convert"))
         if only_checks:
             return True
-        if "preflight=false" not in checks:
+        if checked_first:
             checked = subprocess.run(checks, stdout=subprocess.PIPE, text=True)
             if checked.returncode:
                 print(checked.stdout, file=sys.stderr)
