@@ -2,6 +2,7 @@
 """bapo/ needs only torch, no import of the recipe goes up, and every name of a module leads to one."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -103,3 +104,15 @@ def test_importing_it_loads_no_framework(module, unwanted):
 
 def test_recipe_is_a_namespace():
     assert not (ROOT / "recipe" / "__init__.py").exists()
+
+
+def test_the_readmes_check_needs_only_what_it_installs():
+    (arguments,) = re.findall(r"^check/bin/python -m pytest (.*)$", (ROOT / "README.md").read_text(), re.M)
+    absent = ("verl", "ray", "hydra", "omegaconf", "datasets", "transformers", "tensordict", "pandas", "pyarrow")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); import pytest\n"
+        f"sys.exit(pytest.main({[*arguments.split(), '-q', '-k', 'golden', '-p', 'no:cacheprovider']}))"
+    )
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Hydra has one
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert run.returncode == 0 and "24 passed" in run.stdout, run.stdout + run.stderr
