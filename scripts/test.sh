@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Set up what is missing and run tests.
 #
-#   bash scripts/test.sh           style, unit tests, one update of the real worker, and the example on the real stack
+#   bash scripts/test.sh           style, unit tests, updates of the real worker, and the example on the real stack
 #   bash scripts/test.sh all       all of the above, and stale data, resume, cluster and faults on the real stack
 #   bash scripts/test.sh rest      only what `all` adds
 #   bash scripts/test.sh slow      what is in none of the above: faults, two ranks, Slurm, more random examples, and a

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Try the two lines and the monitor with another verl, on a CPU: put it in front of the verl of an environment, whose other
-# packages stay, and run the tests of what the lines load. Ten to twenty minutes on two cores. Into that environment nothing
+# packages stay, and run the tests of what the lines load. 14 to 20 minutes on two cores. Into that environment nothing
 # is installed.
 #
 #   bash scripts/try_verl.sh WHERE    a release such as 0.8.0, or a folder that holds verl/: a checkout, or site-packages
@@ -28,7 +28,7 @@ export CUDA_VISIBLE_DEVICES=
 [ -n "${BAPO_VENV:-}" ] && [ -z "$release" ] || bash scripts/setup.sh
 python=${BAPO_VENV:-$PWD/.venv}/bin/python
 "$python" -c 'import pytest, xdist, hypothesis' || fail "$python lacks what the tests need, see above."
-echo "Ten rows; the whole takes ten to twenty minutes on two cores."
+echo "Ten rows; the whole takes 14 to 20 minutes on two cores."
 logs=$PWD/runs/try_verl
 rm -rf "$logs"
 mkdir -p "$logs"
