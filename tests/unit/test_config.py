@@ -90,4 +90,5 @@ def test_every_option_changes_what_a_search_finds(option):
 
 @pytest.mark.parametrize("option", CHANGED)
 def test_random_configs_have_other_values_of_every_option(option):
+    """``find`` raises where it finds none."""
     find(configs(), lambda config: getattr(config, option) != getattr(BAPOConfig, option))

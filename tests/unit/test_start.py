@@ -38,13 +38,13 @@ DICE = "pkg://recipe.bapo.example.reward"
         (0, "experiment=language_model", {}, "cpu", 32, 30, LANGUAGE_MODEL, 1, 1),
         (0, "", {"MODEL_PATH": "/model"}, "cpu", 64, 30, DICE, 1, 1),
         (0, "", OWN, "cpu", 32, 256, None, 1, 1),
-        # GPUs without a model of one's own: batches can be divided among two, four and eight.
+        # GPUs without the user's model: batches can be divided among two, four and eight.
         (1, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
         (3, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 2),
         (7, "", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 4),
         (8, "experiment=replay", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 8),
         (8, f"{TRAIN}=1", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
-        # GPUs and a model of one's own.
+        # GPUs and the user's model.
         (1, "", OWN, "cuda", 256, 8192, None, 1, 1),
         (8, "", OWN, "cuda", 256, 8192, None, 8, 8),
         (8, "", {**OWN, "VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "cuda", 256, 8192, None, 1, 2),
