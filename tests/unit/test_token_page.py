@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import asdict, replace
+from html import unescape
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -124,8 +125,12 @@ def test_responses_of_several_kinds_are_told_apart(tmp_path):
         (1, 1): {"tokens": 1, own: 1},
         (1, 5): {"tokens": 1, own: 0},
     }
-    assert cuts.by_token[["tokens", own]].to_dict("index") == {7: {"tokens": 2, own: 2}, 8: {"tokens": 1, own: 0}}
-    assert cuts.by_token["probability"][7] == pytest.approx(0.605)
+    assert cuts.by_token[["tokens", own]].to_dict("index") == {
+        (7, -1): {"tokens": 1, own: 1},
+        (7, 1): {"tokens": 1, own: 1},
+        (8, 1): {"tokens": 1, own: 0},
+    }
+    assert cuts.by_token["probability"].tolist() == pytest.approx([0.6, 0.005, 0.6])
     assert cuts.left_out["tokens with a log-prob or an advantage that cannot be used"] == 1
 
 
@@ -229,21 +234,33 @@ def test_updates_without_bounds_are_counted_apart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "own, about, first",
+    "own, about, first, rule",
     [
-        (None, {"loss_mode": "sapo"}, BAPO),
-        (LOSSES["GSPO [0.9997, 1.0004]"], {"loss_mode": "gspo"}, "this run: GSPO [0.9997, 1.0004]"),
-        (OwnClip("cap", 0.8, 1.2), {"loss_mode": "cispo"}, "this run: cispo, which caps [0.8, 1.2]"),
-        (OWN, {"loss_mode": "bapo", "applied": True, "own_clip": None}, "this run: bapo"),
+        (None, {"loss_mode": "sapo"}, BAPO, "[0.7, 1.9] in 1 of the 1 updates"),
+        (LOSSES["GSPO [0.9997, 1.0004]"], {"loss_mode": "gspo"}, "this run: GSPO [0.9997, 1.0004]", "whole responses"),
+        (
+            OwnClip("cap", 0.8, 1.2),
+            {"loss_mode": "cispo"},
+            "this run: cispo, which caps [0.8, 1.2]",
+            "above 1.2 or below 0.8: it caps",
+        ),
+        (OWN, {"loss_mode": "bapo", "applied": True, "own_clip": None}, "this run: bapo", "[0.7, 1.9] in 1"),
     ],
 )
-def test_each_loss_is_on_the_page_once(monkeypatch, capsys, tmp_path, own, about, first):
+def test_each_loss_is_on_the_page_once(monkeypatch, capsys, tmp_path, own, about, first, rule):
     write(tmp_path, [make_batch(1)], own=own, **about)
     cuts = count_cuts(tmp_path)
     assert cuts.losses[0] == first and len(cuts.losses) == len(set(cuts.losses))
     assert (BAPO in cuts.losses) != bool(about.get("applied"))
     assert len(cuts.losses) == 7 + (first == "this run: cispo, which caps [0.8, 1.2]")
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
+    rules = (
+        unescape((tmp_path / "tokens.html").read_text())
+        .partition("What each loss compares")[2]
+        .partition("</table>")[0]
+    )
+    assert cuts.losses == re.findall(r"<tr><td>(.*?)</td>", rules)
+    assert rule in re.search(rf"<td>{re.escape(first)}</td><td>(.*?)</td>", rules)[1]
 
 
 def test_a_hundred_thousand_responses_fit_on_a_page(monkeypatch, capsys, tmp_path):

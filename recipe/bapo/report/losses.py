@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a batch get no gradient from each of some well-known losses."""
 
+import math
+
 from torch import Tensor
 
 from bapo import is_clipped
@@ -17,6 +19,23 @@ LOSSES = {
     "DPPO-KL 0.05": OwnClip("clip", -0.05, 0.05, of="divergence"),
     "CISPO, capped at 1.2": OwnClip("cap", -9.0, 1 + 0.2),
 }
+# What a loss compares with its limits, for a reader of the page (OwnClip.of).
+COMPARED = {
+    "ratio": "the ratio of the new to the old probability",
+    "sequence ratio": "the geometric mean of a response's ratios, so it cuts whole responses",
+    "log-ratio": "the logarithm of the ratio of the new to the old probability",
+    "probability": "the change of the probability",
+    "divergence": "the KL divergence of this token against all others, negative where its probability falls",
+}
+
+
+def what_it_compares(loss: OwnClip) -> str:
+    """Say in a clause which tokens a loss cuts, or caps."""
+    if loss.kind == "cap":
+        least = f" or below {loss.low:g}" * (loss.low > 0)
+        return f"{COMPARED['ratio']} above {loss.high:g}{least}: it caps that ratio, and the token keeps its gradient"
+    dual_clip = f" or above {loss.dual_clip:g}" * (loss.of == "ratio" and loss.dual_clip < math.inf)
+    return f"{COMPARED[loss.of]}: above {loss.high:g} if A > 0, below {loss.low:g}{dual_clip} if A < 0"
 
 
 def cut_by_each(

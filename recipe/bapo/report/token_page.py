@@ -5,6 +5,7 @@ Everything from a run goes through ``html.escape``, after control characters wer
 """
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable
 from html import escape
 from itertools import cycle
@@ -17,13 +18,16 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from recipe.bapo.hook.own_clip import OwnClip
 from recipe.bapo.hook.tokens import RESPONSES
 from recipe.bapo.hook.verdict import percent
+from recipe.bapo.report.losses import BAPO, COMPARED, LOSSES, what_it_compares
 from recipe.bapo.report.tokens import PROBABILITIES, Cuts, count_cuts, describe
 
 SIGNS = {1: "A > 0", -1: "A < 0"}
 MOST_TOKENS = 30  # rows of the table of tokens
 LONGEST = 600  # tokens of a response that are shown
+FEWEST = 20  # tokens of a range of probabilities that has a point in the figure
 INK = "#010203"  # stands for the color of the page's text in a figure
 COLORS = ["#d1495b", "#2a9d8f", "#e08e2b", "#4a7fd6", "#9b5de5", "#7f8c3b", "#c05299"]
 STYLE = """
@@ -41,6 +45,7 @@ th, td { padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid var(--line); text
 th { vertical-align: bottom; font-weight: 600; white-space: normal; min-width: 3.2rem; }
 p { overflow-wrap: anywhere; }
 th:first-child, td:first-child { padding-left: 0; min-width: 7rem; text-align: left; white-space: normal; }
+.words th, .words td { text-align: left; white-space: normal; }
 figure { margin: 1.4rem 0; } svg { display: block; width: 100%; max-width: 36rem; height: auto; }
 .text { margin: .3rem 0; padding: .8rem 1rem; border: 1px solid var(--line); border-radius: .4rem;
   font: .88rem/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -85,8 +90,8 @@ def _what_it_is(folder: Path, cuts: Cuts, warning: str) -> Iterable[str]:
     yield _text(
         f"Measured on {tokens:,} response tokens with an advantage, of {cuts.responses:,} responses in "
         f"{len(cuts.updates):,} updates of the training steps {few} (up to {RESPONSES} responses of an update on a "
-        f"rank; {folder}). A token is cut by a loss if it gets no gradient from it. CISPO caps the weight of a token "
-        "instead and keeps its gradient, so its rows say how many tokens are capped."
+        f"rank; {folder}). A response counts once in each update that trains on it. A loss cuts a token if the token "
+        "gets no gradient from it; CISPO caps the token's weight instead, which is counted here as if it were cut."
     )
     yield _text(
         "These are measurements on the tokens of this run. They say what each loss would do to the same tokens, and "
@@ -114,27 +119,42 @@ def _shares(cuts: Cuts) -> Iterable[str]:
     yield "<h2>Share of the tokens that are cut</h2>"
     yield _table(["", *SIGNS.values(), "all tokens"], rows)
     yield _text(
-        "The last column is over all response tokens, as verl's pg_clipfrac is. Published shares, where we know of "
-        "any: 0.03 to 2 % for the bounds of PPO and DAPO, 10 to 44 % for GSPO, and almost none for GSPO in a "
-        "synchronous run (docs/results/published.md). More updates on each rollout batch, and staler rollouts, mean "
-        "more clipping.",
-        "soft",
+        "Is that usual? The last column is over all response tokens, as verl's pg_clipfrac and published shares are. "
+        "Others report 0.03 to 2 % with the limits of PPO and DAPO. With GSPO's they report 10 to 44 %, and almost "
+        "none where each batch was trained before the next was sampled. Of the other losses we know no figure "
+        "(docs/results/published.md). More updates on each rollout batch and older rollouts mean more clipping."
     )
+    yield "<h2>What each loss compares</h2>"
+    yield _table(["loss", "it cuts a token by"], list(_rules(cuts)), "words")
+
+
+def _rules(cuts: Cuts) -> Iterable[list[str]]:
+    pairs = Counter(f"[{low:.3g}, {high:.3g}]" for low, high in cuts.updates.values()).most_common()
+    bounds = ", ".join(f"{pair} in {number:,}" for pair, number in pairs[:3])
+    others = f" and others in {sum(number for _, number in pairs[3:]):,}" if len(pairs) > 3 else ""
+    of_bapo = (
+        f"{COMPARED['ratio']}: above the upper bound if A > 0, below the lower one if A < 0. It searches both for each "
+        f"update: {bounds}{others} of the {len(cuts.updates):,} updates here"
+    )
+    for name in cuts.losses:
+        if name == BAPO or (name == cuts.losses[0] and cuts.about["applied"]):
+            yield [name, of_bapo]
+        else:
+            yield [name, what_it_compares(LOSSES.get(name) or OwnClip(**cuts.about["own_clip"]))]
 
 
 def _by_probability(cuts: Cuts) -> Iterable[str]:
     yield "<h2>By the token's probability</h2>"
     yield _text(
-        "The share that is cut of the tokens whose probability under the old policy was in a range. The BAPO paper "
-        "argues that fixed bounds cut rare tokens of good answers most: those are on the left of the first figure."
+        "The share that is cut of the tokens whose probability under the old policy was in a range, and below each "
+        f"range the number of its tokens; a range with fewer than {FEWEST} has no point. The BAPO paper argues that "
+        "fixed bounds cut rare tokens of good answers most: those are on the left of the first figure. Losses whose "
+        "limits agree for a sign have the same curve, or nearly, as PPO and DAPO for A < 0."
     )
     places = pd.MultiIndex.from_product([SIGNS, range(len(_ranges()))])
     counts = cuts.by_probability.reindex(places, fill_value=0)
     for sign, label in SIGNS.items():
         yield f"<figure>{_figure(counts.loc[sign], cuts.losses, label)}</figure>"
-    tokens = [[f"{int(number):,}" for number in counts["tokens"].loc[sign]] for sign in SIGNS]
-    rows = [[name, *row] for name, *row in zip(_ranges(), *tokens, strict=True)]
-    yield _table(["probability", *(f"tokens, {label}" for label in SIGNS.values())], rows)
 
 
 def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
@@ -144,13 +164,14 @@ def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
         figure = Figure(figsize=(5.4, 4.8), layout="constrained")
         axis = figure.subplots()
         for name, color, marker in zip(losses, cycle([INK, *COLORS]), cycle("os^vDPX<"), strict=False):
-            shares = counts[name] / counts["tokens"].where(counts["tokens"] > 0)
+            shares = counts[name] / counts["tokens"].where(counts["tokens"] >= FEWEST)
             label_of = name.replace("$", r"\$")  # no mathematics
             style = ":" if "cap" in name else "-"  # where it lies on another curve, both are seen
             axis.plot(range(len(shares)), shares, style, marker=marker, markersize=5, color=color, label=label_of)
-        axis.set_xticks(range(len(counts)), _ranges(), rotation=30, ha="right")
+        ticks = [f"{name}\n{int(tokens):,}" for name, tokens in zip(_ranges(), counts["tokens"], strict=True)]
+        axis.set_xticks(range(len(counts)), ticks, rotation=40, ha="right")
         axis.set_title(f"Tokens with {label}: share that is cut", loc="left", fontsize=12)
-        axis.set_xlabel("probability under the old policy")
+        axis.set_xlabel("probability under the old policy, and number of tokens")
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.2)
@@ -163,23 +184,25 @@ def _figure(counts: pd.DataFrame, losses: list[str], label: str) -> str:
 
 def _by_token(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
     first = cuts.losses[0]
-    most = cuts.by_token.sort_values([first, "tokens"], ascending=False, kind="stable").head(MOST_TOKENS)
+    cut = cuts.by_token[cuts.by_token[first] > 0]
+    most = cut.sort_values([first, "tokens"], ascending=False, kind="stable").head(MOST_TOKENS)
     rows = [
         [
             _visible(decode(int(token))).replace(" ", "␣"),
+            SIGNS[sign],
             f"{int(row[first]):,}",
             f"{int(row['tokens']):,}",
             f"{row['probability'] / row['tokens']:.3f}",
             *(_share(row[name], row["tokens"]) for name in cuts.losses),
         ]
-        for token, row in most.iterrows()
+        for (token, sign), row in most.iterrows()
     ]
     yield "<h2>The tokens that are cut most often</h2>"
     yield _text(
-        f"The {len(rows)} tokens of which “{first}” cuts most, with the number of times it cut them, how often they "
-        "occur, their mean probability under the old policy, and the share of them that each loss cuts."
+        f"The {len(rows)} tokens of a sign of which “{first}” cuts most, with the number of times it cut them, how "
+        "often they occur, their mean probability under the old policy, and the share of them that each loss cuts."
     )
-    yield _table(["token", "cut", "occurs", "mean probability", *cuts.losses], rows)
+    yield _table(["token", "sign", "cut", "occurs", "mean probability", *cuts.losses], rows)
 
 
 def _disagreement(cuts: Cuts) -> Iterable[str]:
@@ -198,7 +221,8 @@ def _responses(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
     yield "<h2>Responses</h2>"
     yield _text(
         f"Of each sign the responses in which “{first}” cuts most tokens, so they are not typical. Marked: what it "
-        "cuts. Underlined: what only another loss cuts. Pointing at one shows its probabilities and the losses."
+        "cuts. Underlined: what only another loss cuts. Pointing at one shows its probabilities and the losses; GSPO "
+        "cuts it for the mean of its response and not for its own ratio."
     )
     for rows in (one for sign in SIGNS for one in cuts.examples[sign]):
         start = rows.iloc[0]
@@ -253,7 +277,7 @@ def _text(text: str, kind: str = "") -> str:
     return f"<p{' class=' + kind if kind else ''}>{escape(text)}</p>"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def _table(head: list[str], rows: list[list[str]], kind: str = "") -> str:
     lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
     lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+    return f'<div class="scroll"><table{" class=" + kind if kind else ""}>{"".join(lines)}</table></div>'

@@ -29,12 +29,12 @@ class Cuts:
     Attributes:
         about: what the metadata of the files says of the run's loss.
         losses: the names of the losses, the run's own first if its limits are known.
-        updates: step and update of each update that was read.
+        updates: BAPO's bounds in each update that was read, by its step and number.
         responses: number of responses, each counted in every update.
         no_advantage: number of tokens with A = 0, which no other number here counts.
         by_probability: numbers of tokens (``tokens``) and of those that each loss cuts, by the sign of A and the number
             of the range of ``PROBABILITIES`` that holds the old probability.
-        by_token: the same by token, with the sum of old probabilities (``probability``).
+        by_token: the same by token and sign, with the sum of old probabilities (``probability``).
         both: number of tokens that two losses both cut, a row and a column for each loss.
         examples: by the sign of A the responses of which the first loss cuts most tokens.
         left_out: numbers of files and tokens that could not be counted, by what they are.
@@ -43,7 +43,7 @@ class Cuts:
     about: dict
     losses: list[str]
     left_out: Counter
-    updates: set[tuple[int, int]] = field(default_factory=set)
+    updates: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     responses: int = 0
     no_advantage: int = 0
     by_probability: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -129,7 +129,8 @@ def _add(cuts: Cuts, rows: pd.DataFrame) -> None:
     rows = rows[usable & measured].reset_index(drop=True)
     if rows.empty:
         return
-    cuts.updates |= {*zip(rows["step"], rows["update"], strict=True)}
+    step, update, low, high = rows.iloc[0][["step", "update", "c_low", "c_high"]]
+    cuts.updates[int(step), int(update)] = low, high
     cuts.responses += rows["response"].nunique()
     found = _cut_by_each(rows, cuts.about["clip_ratio_c"])
     if cuts.losses[0] not in found:  # the run's own loss, which is in the file
@@ -145,7 +146,7 @@ def _add(cuts: Cuts, rows: pd.DataFrame) -> None:
     cuts.no_advantage += len(rows) - len(signed)
     counts = ["tokens", *cuts.losses]
     cuts.by_probability = _sum(cuts.by_probability, signed.groupby(["sign", "range"])[counts].sum())
-    cuts.by_token = _sum(cuts.by_token, signed.groupby("token")[[*counts, "probability"]].sum())
+    cuts.by_token = _sum(cuts.by_token, signed.groupby(["token", "sign"])[[*counts, "probability"]].sum())
     cut = signed[cuts.losses].astype(int)
     cuts.both = _sum(cuts.both, cut.T @ cut)
     for sign, examples in cuts.examples.items():
