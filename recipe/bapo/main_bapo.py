@@ -10,7 +10,7 @@ import sys
 
 import hydra
 
-from recipe.bapo.hook.install import RUN_WITH, verl_version
+from recipe.bapo.hook.verl_version import RUN_WITH, verl_version
 
 try:
     from recipe.bapo.config.errors import ERRORS, explain

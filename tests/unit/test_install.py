@@ -19,8 +19,9 @@ from support.stand_in import StandInEngine, make_worker, update
 from support.versions import from_0_9
 
 import verl
-from recipe.bapo.hook.install import RUN_WITH, install_worker, verl_version
+from recipe.bapo.hook.install import install_worker
 from recipe.bapo.hook.record import read_start
+from recipe.bapo.hook.verl_version import RUN_WITH, verl_version
 from recipe.bapo.hook.worker import BAPOTrainingWorker
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from verl.experimental.separation.engine_workers import DetachActorWorker

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import verl
 from recipe.bapo.hook.compatibility import UNSUPPORTED_STRATEGIES
-from recipe.bapo.hook.install import RUN_WITH
+from recipe.bapo.hook.verl_version import RUN_WITH
 from recipe.bapo.preflight.machine import VERL
 from recipe.bapo.run import trainer
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base

@@ -15,17 +15,11 @@ from typing import Any
 import verl
 from bapo import BAPOConfig
 from recipe.bapo.hook.tell import tell
+from recipe.bapo.hook.verl_version import RUN_WITH, verl_version
 
-# The table of docs/your_own_run.md, Versions, has what was run of each.
-RUN_WITH = "the two lines and the monitor were run with verl 0.8.0, 0.9.0 and 0.9.1"
 OLDER_WORKERS = ("verl.workers.fsdp_workers", "verl.workers.megatron_workers")  # of verl 0.7 and older
 OF_TINKER = "verl.workers.engine_workers_tinker"  # verl's own actor of another trainer
 OVERRIDDEN = ("set_loss_fn", "train_mini_batch", "train_batch", "load_checkpoint")
-
-
-def verl_version() -> str:
-    """Return the version of the verl that is imported. A copy without metadata has it, too."""
-    return str(getattr(verl, "__version__", "of an unknown version"))
 
 
 def install_worker() -> None:

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 import bapo
 from bapo import BAPOConfig
 from recipe.bapo.hook.compatibility import require_ppo_loss
-from recipe.bapo.hook.install import verl_version
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP, pop_mark
 from recipe.bapo.hook.monitor import Monitor
 from recipe.bapo.hook.record import Record
@@ -29,6 +28,7 @@ from recipe.bapo.hook.sent_weights import SentWeights
 from recipe.bapo.hook.tell import Guard, tell
 from recipe.bapo.hook.verdict import EVERY, judge
 from recipe.bapo.hook.verdict_inputs import verdict_inputs
+from recipe.bapo.hook.verl_version import verl_version
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, TrainingWorkerConfig

@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
     arguments = vars(parser.parse_intermixed_args())
     with nothing_printed():
-        from recipe.bapo.hook.install import RUN_WITH, verl_version
+        from recipe.bapo.hook.verl_version import RUN_WITH, verl_version
 
         missing = ""
         try:

@@ -16,7 +16,7 @@ from ray._private.utils import get_num_cpus
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
 from recipe.bapo.config.memory import BESIDE, GIB, count_parameters, read_needs
 from recipe.bapo.config.resources import cpu_demands, pools_of
-from recipe.bapo.hook.install import RUN_WITH, verl_version
+from recipe.bapo.hook.verl_version import RUN_WITH, verl_version
 from recipe.bapo.host.locks import check_ray_address, claim_machine
 from recipe.bapo.preflight import CheckSkipped, CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
