@@ -121,7 +121,7 @@ def test_what_a_resumed_run_made_again_replaces_the_earlier_steps(tmp_path):
 
 
 def test_a_step_is_one_line_with_the_time_left():
-    shown = "step  3/10  reward 0.250  rho 0.400 -> 0.500  bounds [0.700, 1.500]  6.0 s  left 0:00:42"
+    shown = "step  3/10  reward 0.250  rho 0.400 -> 0.500  BAPO's bounds [0.700, 1.500]  6.0 s  left 0:00:42"
     assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown
 
 
@@ -210,17 +210,6 @@ def test_an_evaluation_shows_verls_means_best_of_k_and_spread(tmp_path, trained)
     (tmp_path / "metrics.jsonl").write_text(record(0, **metrics, **others))
     rows = [line.split() for line in summary(tmp_path).splitlines()[1:-1]]
     assert rows == [[name, f"{value:.4f}"] for name, value in metrics.items()]
-
-
-def test_the_summary_of_a_training_shows_mean_and_best_of_k_of_each_data_set(tmp_path):
-    lines = []
-    for step, value in ((1, 0.1), (2, 0.2), (3, 0.4)):
-        of_k = {"val-core/aime/acc/mean@8": value, "val-core/aime/acc/best@8/mean": 2 * value}
-        of_one = {"val-core/gsm8k/acc/mean@1": value, "val-core/aime/acc/best@8/std": 0.0}
-        lines.append(record(step, **step_data(step, 0.5), **of_k, **of_one))
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    rows = [line.split() for line in summary(tmp_path).splitlines() if "@" in line]
-    assert rows == [["aime,", "mean@8", "0.100", "->", "0.400"], ["aime,", "best@8", "0.200", "->", "0.800"]]
 
 
 def test_each_step_is_a_line_and_the_workers_advice_is_shown(tmp_path, capsys):

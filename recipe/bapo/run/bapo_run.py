@@ -14,7 +14,7 @@ SKIPPED = "actor/bapo/skipped"  # share of the updates whose step verl skipped; 
 IN_A_LINE = {
     "actor/bapo/positive_contribution_start": "  rho {:.3f}",
     "actor/bapo/positive_contribution": " -> {:.3f}",
-    "actor/bapo/clip_low": "  bounds [{:.3f},",
+    "actor/bapo/clip_low": "  BAPO's bounds [{:.3f},",
     "actor/bapo/clip_high": " {:.3f}]",
 }
 # What the run's picture shows: each panel by its title, with its metrics and how the legend names them.
@@ -40,16 +40,6 @@ def run_trainer(config) -> None:
     BAPOTaskRunner().run(config)
 
 
-def applies(data: dict[str, float]) -> bool:
-    """Whether the loss of a step used BAPO's bounds; otherwise they were only searched."""
-    return data.get("actor/bapo/applied", 1.0) == 1
-
-
-def relabel(line: str, data: dict[str, float]) -> str:
-    """Write "BAPO's bounds" for "bounds" in a step's line if the loss of the step did not use them."""
-    return line if applies(data) else line.replace("  bounds [", "  BAPO's bounds [")
-
-
 def summary_lines(steps: list[dict[str, float]]) -> list[str]:
     """Format what the search for bounds did in a run, or would have done in a run with another loss, and its cost.
 
@@ -63,7 +53,7 @@ def summary_lines(steps: list[dict[str, float]]) -> list[str]:
     def mean(name):
         return fmean(data[f"actor/bapo/{name}"] for data in steps)
 
-    applied = applies(steps[-1])
+    applied = steps[-1].get("actor/bapo/applied", 1.0) == 1  # otherwise the bounds were only searched
     rho = (mean("positive_contribution_start"), mean("positive_contribution"))
     at_the_bounds = "at the bounds used" if applied else "at the bounds found"
     rows = {

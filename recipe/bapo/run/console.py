@@ -95,7 +95,7 @@ def step_line(step: int, total: int | None, data: dict[str, float]) -> str:
     line = "before training"
     if "training/global_step" in data:
         line = f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"
-    line += bapo_run.relabel("".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data), data)
+    line += "".join(text.format(data[key]) for key, text in IN_A_LINE.items() if key in data)
     validation = validation_reward(data)
     if validation is not None:
         line += f"  validation {validation:.3f}"
@@ -179,8 +179,6 @@ def summary(run_dir: Path) -> str:
         validations = [reward for reward in map(validation_reward, records) if reward is not None]
         if len(validations) > 1:
             before_and_after("validation reward, first and last", validations, 1)
-        for label, values in several_responses(records).items():
-            before_and_after(label, values, 1)
         lines += bapo_run.summary_lines(steps)
         lines += answer_lines(run_dir / ANSWERS)
     else:
@@ -189,17 +187,6 @@ def summary(run_dir: Path) -> str:
         lines += [f"  {key:<46}{value:>9.4f}" for key, value in figures.items()]
     lines.append(f"Metrics and records: {run_dir}")
     return "\n".join(lines)
-
-
-def several_responses(records: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Return verl's mean@k and best@k of each data set at each validation, by name, where k is above 1."""
-    found: dict[str, list[float]] = {}
-    for data in records:
-        for key, value in data.items():
-            if match := re.fullmatch(r"val-core/(.+)/[^/]+/((?:mean|best)@(\d+))(?:/mean)?", key):
-                if match[3] != "1":
-                    found.setdefault(f"{match[1]}, {match[2]}", []).append(value)
-    return {label: values for label, values in found.items() if len(values) > 1}
 
 
 def answer_lines(folder: Path, prompts: int = 3) -> list[str]:
