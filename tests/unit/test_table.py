@@ -170,7 +170,8 @@ def test_the_last_step_is_one_of_all_runs_and_ends_are_said(tmp_path):
 
 def test_runs_whose_configs_differ_are_named(tmp_path):
     def config(seed, rate, loss, batch=64):
-        actor = {"optim": {"lr": rate}, "clip_ratio_high": loss, "policy_loss": {"record_dir": f"/{seed}"}}
+        clip = {"clip_ratio_high": loss, "clip_ratio_c": 3.0 if loss == 0.2 else 10.0}
+        actor = {"optim": {"lr": rate}, **clip, "policy_loss": {"record_dir": f"/{seed}"}}
         return {"seed": seed, "data": {"train_batch_size": batch}, "actor_rollout_ref": {"actor": actor}}
 
     given = {"grpo": [config(k, k * 1e-6, 0.2) for k in (1, 2)], "dapo": [config(k, 1e-6, 0.28, 32) for k in (1, 2)]}
@@ -178,7 +179,8 @@ def test_runs_whose_configs_differ_are_named(tmp_path):
     methods, scores = table_of(*runs)
     assert list(doubts(methods, scores)) == [
         "Runs of grpo differ in more than their seed: actor_rollout_ref.actor.optim.lr.",
-        "Methods differ in more than their loss and its sampling: data.train_batch_size.",
+        "Methods differ in more than their loss and its sampling: actor_rollout_ref.actor.clip_ratio_c, "
+        "data.train_batch_size.",
     ]
 
 

@@ -11,10 +11,10 @@ from recipe.bapo.table.runs import MEASURE, TrainingRun
 
 # Keys that differ between runs of one method: seeds, names and places.
 _OF_A_RUN = ("seed", "run_dir", "experiment_name", "project_name", "_dir", "resume", "logger", "runtime_env")
-# Keys that a method may set.
+# Keys that make a method what it is. The dual clip (clip_ratio_c) is no such key: it should be the same for all.
 _OF_A_METHOD = (
-    *("actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.actor.clip_ratio", "algorithm.filter_groups."),
-    "actor_rollout_ref.actor.loss_agg_mode",
+    *("actor_rollout_ref.actor.policy_loss.", "actor_rollout_ref.actor.loss_agg_mode", "algorithm.filter_groups."),
+    *("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"),
 )
 
 
