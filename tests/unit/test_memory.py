@@ -2,6 +2,7 @@
 """vLLM's share of a GPU follows from model and GPUs, and what does not fit is said. GPUs and weights are pretended."""
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,17 +17,13 @@ FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollou
 # GiB that torch names as a GPU's capacity, of one of these or of the eighth of eight.
 GPUS = {"20 GiB": (1, 20.0), "RTX 4090": (1, 23.6), "A100, 40 GB": (1, 39.5), "L40S": (1, 44.4)}
 GPUS |= {"H100": (1, 79.6), "8 x H100": (8, 79.6)}
+PARAMETERS = 7_615_616_512  # of Qwen2.5-7B, by its model card and transformers
 REFUSED = "GiB are missing. Take more GPUs, or set actor_rollout_ref.actor.fsdp_config.offload_policy=true"
-# vLLM's share with the sizes of configs/size, or what preflight says. 0.7 is the default.
-CHOSEN = {
-    "20 GiB": {"0.5B": 0.64},  # 0.7 would leave 0.5 GiB
-    "RTX 4090": {"0.5B": 0.7, "1.5B": REFUSED, "3B": REFUSED, "7B": REFUSED},
-    "A100, 40 GB": {"0.5B": 0.7, "1.5B": 0.52, "3B": REFUSED, "7B": REFUSED},
-    "L40S": {"0.5B": 0.7, "1.5B": 0.57, "3B": REFUSED, "7B": REFUSED},
-    "H100": {"0.5B": 0.7, "1.5B": 0.7, "3B": 0.54, "7B": REFUSED},
-    "8 x H100": {"0.5B": 0.7, "1.5B": 0.7, "3B": 0.7, "7B": 0.7},
-}
-CASES = [(gpu, model, chosen) for gpu, row in CHOSEN.items() for model, chosen in row.items()]
+PAGE = (ROOT / "docs/larger_models.md").read_text()
+# vLLM's share with the sizes of configs/size, by the page's table; 0.7 is the default.
+ROWS = re.findall(r"^\| ([\d.]+B) \| " + r" \| ".join([r"(too large|0\.\d+)"] * 5) + r" \|$", PAGE, re.M)
+CASES = [("20 GiB", "0.5B", "0.64")]  # 0.7 would leave 0.5 GiB
+CASES += [(gpu, model, share) for model, *row in ROWS for gpu, share in zip([*GPUS][1:], row, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +60,26 @@ def share_or_warning(config):
     return config.actor_rollout_ref.rollout.gpu_memory_utilization
 
 
-@pytest.mark.parametrize("gpu, model, chosen", CASES)
-def test_vllms_share_is_what_fits_after_the_first_update(config_on, gpu, model, chosen):
+@pytest.mark.parametrize("gpu, model, share", CASES)
+def test_vllms_share_is_what_fits_after_the_first_update(config_on, gpu, model, share):
     found = share_or_warning(config_on(gpu, model))
-    assert chosen in found if isinstance(chosen, str) else found == chosen
-    if isinstance(chosen, str):  # the fix
-        assert not isinstance(share_or_warning(config_on(gpu, model, f"{FSDP}.offload_policy=true")), str)
+    if share == "too large":
+        assert REFUSED in found
+        assert not isinstance(share_or_warning(config_on(gpu, model, f"{FSDP}.offload_policy=true")), str)  # the fix
+    else:
+        assert found == float(share)
+
+
+def test_the_page_has_a_row_for_each_model(models):
+    assert [model for model, *_ in ROWS] == [*models]
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| (\S+B) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M))
+def test_what_the_page_says_of_gpus_of_80_gb(row):
+    """12 and 16 bytes of each parameter. Their number is that of the models' cards."""
+    model, gpus, *said = row
+    parameters = {"Qwen3-4B": 4_022_468_096, "7B": PARAMETERS, "32B": 32_763_876_352}[model]
+    assert said == [f"{each * parameters / int(gpus) / GIB:.1f}" for each in (12, 16)]
 
 
 def test_on_fsdp1_the_fix_names_the_strategy_that_can_offload(config_on):
@@ -110,9 +121,8 @@ def test_what_the_page_says_of_1_5b_on_24_gb(config_on, override, kept, update):
     needs = read_needs(config)
     assert (round(needs.kept / GIB, 1), round(needs.update / GIB, 1)) == (kept, update)
     assert share_or_warning(config) == 0.5
-    page = (ROOT / "docs/larger_models.md").read_text()
     shown = [f"{number:g}" if not number else f"{number}" for number in (kept, 0.5, update)]
-    assert f"| `{override}` | {shown[0]} | {shown[1]} | {shown[2]} |" in page
+    assert f"| `{override}` | {shown[0]} | {shown[1]} | {shown[2]} |" in PAGE
 
 
 def test_what_is_left_free_and_what_vllm_gets_at_least():
@@ -121,9 +131,6 @@ def test_what_is_left_free_and_what_vllm_gets_at_least():
     assert replace(needs, kept=68 * GIB).largest_share() == 0.13  # 10.4 GiB, and it needs 6 + 4
     assert replace(needs, kept=68.5 * GIB).largest_share() is None
     assert replace(needs, update=78.5 * GIB).can_update and not replace(needs, update=78.6 * GIB).can_update
-
-
-PARAMETERS = 7_615_616_512  # of Qwen2.5-7B, by its model card and transformers
 
 
 @pytest.mark.parametrize(
