@@ -268,4 +268,4 @@ def test_a_hundred_thousand_responses_fit_on_a_page(monkeypatch, capsys, tmp_pat
     write(tmp_path, [make_batch(1, rows=100_000, columns=3, masked=0)], tokens=lambda shape: torch.ones(shape).long())
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
     page = (tmp_path / "tokens.html").read_text()
-    assert "of 100,000 responses" in page and len(page) < 300_000
+    assert "on 100,000 responses" in page and len(page) < 300_000

@@ -206,7 +206,7 @@ def _bounds(run):
     dual = " The row of the run's loss counts its dual clip too." if has_dual_clip else ""
     yield f"  rho is the median of the updates. A dash: the record does not have it.{dual}"
     yield (
-        "  These figures are about this run's tokens: with other bounds the tokens would differ from the second update "
+        "  These figures are about this run's tokens: with other bounds the ratios would differ from the second update "
         "of a rollout batch on."
     )
 

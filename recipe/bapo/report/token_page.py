@@ -21,8 +21,8 @@ from matplotlib.ticker import PercentFormatter
 from recipe.bapo.hook.own_clip import OwnClip
 from recipe.bapo.hook.tokens import RESPONSES
 from recipe.bapo.hook.verdict import percent
-from recipe.bapo.report.losses import BAPO, COMPARED, LOSSES, what_it_compares
-from recipe.bapo.report.tokens import PROBABILITIES, Cuts, count_cuts, describe
+from recipe.bapo.report.losses import BAPO, COMPARED, LOSSES, REPORTED, what_it_compares
+from recipe.bapo.report.tokens import PROBABILITIES, THIS_RUN, Cuts, count_cuts, describe
 
 SIGNS = {1: "A > 0", -1: "A < 0"}
 MOST_TOKENS = 30  # rows of the table of tokens
@@ -40,12 +40,13 @@ body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 46rem; color: var(-
 h1 { font-size: 1.7rem; line-height: 1.25; } h2 { margin: 2.6rem 0 .4rem; font-size: 1.2rem; }
 .soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
+@media (min-width: 60rem) { .scroll { width: max-content; max-width: calc(50vw + 21rem); } }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem 0 .3rem 1rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .3rem 0 .3rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; font-weight: 600; white-space: normal; min-width: 3.2rem; }
 p { overflow-wrap: anywhere; }
 th:first-child, td:first-child { padding-left: 0; min-width: 7rem; text-align: left; white-space: normal; }
-.words th, .words td { text-align: left; white-space: normal; }
+table.words { max-width: 44rem; } .words th, .words td { text-align: left; white-space: normal; }
 figure { margin: 1.4rem 0; } svg { display: block; width: 100%; max-width: 36rem; height: auto; }
 .text { margin: .3rem 0; padding: .8rem 1rem; border: 1px solid var(--line); border-radius: .4rem;
   font: .88rem/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -88,14 +89,14 @@ def _what_it_is(folder: Path, cuts: Cuts, warning: str) -> Iterable[str]:
     few = ", ".join(map(str, steps[:12])) + (" and later" if len(steps) > 12 else "")
     yield "<h1>Which tokens do the losses clip?</h1>"
     yield _text(
-        f"Measured on {tokens:,} response tokens with an advantage, of {cuts.responses:,} responses in "
-        f"{len(cuts.updates):,} updates of the training steps {few} (up to {RESPONSES} responses of an update on a "
-        f"rank; {folder}). A response counts once in each update that trains on it. A loss cuts a token if the token "
-        "gets no gradient from it; CISPO caps the token's weight instead, which is counted here as if it were cut."
+        f"Measured in {len(cuts.updates):,} updates of the training steps {few}, on {cuts.responses:,} responses with "
+        f"{tokens:,} tokens that have an advantage (up to {RESPONSES} responses of an update on a rank; {folder}). A "
+        "response that several updates train on is counted in each of them. A loss cuts a token if the token gets no "
+        "gradient from it; CISPO caps the token's weight instead, which is counted here as if it were cut."
     )
     yield _text(
         "These are measurements on the tokens of this run. They say what each loss would do to the same tokens, and "
-        "not which loss trains better: with another loss the tokens would differ from the second update on. A > 0 are "
+        "not which loss trains better: with another loss the ratios would differ from the second update on. A > 0 are "
         "the tokens of answers that were better than others to the same prompt, A < 0 those of worse ones."
     )
     if cuts.no_advantage:
@@ -112,17 +113,18 @@ def _shares(cuts: Cuts) -> Iterable[str]:
             name,
             *(_share(counts[name][sign], counts["tokens"][sign]) for sign in SIGNS),
             _share(counts[name].sum(), everything),
+            REPORTED.get(name.removeprefix(THIS_RUN), "–"),
         ]
         for name in cuts.losses
     ]
-    rows.append(["tokens", *(f"{int(counts['tokens'][sign]):,}" for sign in SIGNS), f"{int(everything):,}"])
+    rows.append(["tokens", *(f"{int(counts['tokens'][sign]):,}" for sign in SIGNS), f"{int(everything):,}", ""])
     yield "<h2>Share of the tokens that are cut</h2>"
-    yield _table(["", *SIGNS.values(), "all tokens"], rows)
+    yield _table(["", *SIGNS.values(), "all, A = 0 too", "others report"], rows)
     yield _text(
-        "Is that usual? The last column is over all response tokens, as verl's pg_clipfrac and published shares are. "
-        "Others report 0.03 to 2 % with the limits of PPO and DAPO. With GSPO's they report 10 to 44 %, and almost "
-        "none where each batch was trained before the next was sampled. Of the other losses we know no figure "
-        "(docs/results/published.md). More updates on each rollout batch and older rollouts mean more clipping."
+        "To see whether a share is usual, compare the last two columns. Both are over all response tokens, as verl's "
+        "pg_clipfrac is, which leaves out the dual clip. Where nothing is reported, we know of no figure "
+        "(docs/results/published.md has the sources). More updates on each rollout batch and older rollouts mean more "
+        "clipping."
     )
     yield "<h2>What each loss compares</h2>"
     yield _table(["loss", "it cuts a token by"], list(_rules(cuts)), "words")
@@ -148,8 +150,10 @@ def _by_probability(cuts: Cuts) -> Iterable[str]:
     yield _text(
         "The share that is cut of the tokens whose probability under the old policy was in a range, and below each "
         f"range the number of its tokens; a range with fewer than {FEWEST} has no point. The BAPO paper argues that "
-        "fixed bounds cut rare tokens of good answers most: those are on the left of the first figure. Losses whose "
-        "limits agree for a sign have the same curve, or nearly, as PPO and DAPO for A < 0."
+        "fixed bounds cut rare tokens of good answers most, which are those of the first figure with a probability of "
+        "a few percent or less. That bounds on the ratio cut nothing on its right is arithmetic: a token of "
+        "probability p has a ratio of at most 1 / p. Where losses have the same limit, as PPO and DAPO for A < 0, one "
+        "curve hides the other."
     )
     places = pd.MultiIndex.from_product([SIGNS, range(len(_ranges()))])
     counts = cuts.by_probability.reindex(places, fill_value=0)
@@ -200,7 +204,8 @@ def _by_token(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
     yield "<h2>The tokens that are cut most often</h2>"
     yield _text(
         f"The {len(rows)} tokens of a sign of which “{first}” cuts most, with the number of times it cut them, how "
-        "often they occur, their mean probability under the old policy, and the share of them that each loss cuts."
+        "often they occur, their mean probability under the old policy where they occur, and the share of them that "
+        "each loss cuts."
     )
     yield _table(["token", "sign", "cut", "occurs", "mean probability", *cuts.losses], rows)
 
@@ -212,8 +217,8 @@ def _disagreement(cuts: Cuts) -> Iterable[str]:
         both, of_first, of_this = (int(cuts.both.loc[pair]) for pair in ((first, name), (first, first), (name, name)))
         rows.append([name, *(f"{number:,}" for number in (both, of_first - both, of_this - both))])
     yield "<h2>Where the losses disagree</h2>"
-    yield _text(f"Numbers of tokens that “{first}” and another loss both cut, and that only one of them cuts.")
-    yield _table(["", "both", f"only {first}", "only this one"], rows)
+    yield _text(f"Numbers of tokens that “{first}” and the loss of a row both cut, and that only one of the two cuts.")
+    yield _table(["", "both", f"only {first}", "only the row's loss"], rows)
 
 
 def _responses(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
@@ -221,8 +226,8 @@ def _responses(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
     yield "<h2>Responses</h2>"
     yield _text(
         f"Of each sign the responses in which “{first}” cuts most tokens, so they are not typical. Marked: what it "
-        "cuts. Underlined: what only another loss cuts. Pointing at one shows its probabilities and the losses; GSPO "
-        "cuts it for the mean of its response and not for its own ratio."
+        "cuts. Underlined: what only another loss cuts, other than GSPO, which cuts whole responses. Pointing at one "
+        "shows its probabilities and these losses."
     )
     for rows in (one for sign in SIGNS for one in cuts.examples[sign]):
         start = rows.iloc[0]
@@ -238,7 +243,8 @@ def _responses(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
 
 def _token(row: dict, losses: list[str], decode: Callable[[int], str]) -> str:
     text = escape(_visible(decode(row["token"]).replace("\n", "↵\n"), keep="\n"))
-    cutting = [name for name in losses if row[name] and row["sign"] != 0]
+    of_tokens = [losses[0], *(name for name in losses[1:] if name not in LOSSES or LOSSES[name].of != "sequence ratio")]
+    cutting = [name for name in of_tokens if row[name] and row["sign"] != 0]
     if not cutting:
         return text
     new = np.exp(row["log_prob"])

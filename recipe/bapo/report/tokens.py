@@ -19,6 +19,7 @@ from recipe.bapo.report.losses import BAPO, LOSSES, cut_by_each
 OF_THE_LOSS = ("loss_mode", "applied", "clip_ratio_c", "own_clip")  # what all files of a run have in common
 UNREADABLE = "files that are cut off or hold something else"
 PROBABILITIES = [0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0]  # ends of the ranges that are counted apart
+THIS_RUN = "this run: "
 EXAMPLES = 3  # responses that are kept of each sign
 
 
@@ -110,13 +111,13 @@ def _losses_of(about: dict) -> list[str]:
     """Return the names of the losses to compare, each once, the run's own first."""
     others = [BAPO, *LOSSES]
     if about["applied"]:
-        return [f"this run: {about['loss_mode']}", *LOSSES]
+        return [f"{THIS_RUN}{about['loss_mode']}", *LOSSES]
     if about["own_clip"] is None:
         return others
     own = OwnClip(**about["own_clip"])
     limits = f"{about['loss_mode']}{', which caps' * (own.kind == 'cap')} [{own.low:g}, {own.high:g}]"
     name = next((name for name, loss in LOSSES.items() if loss == own), limits)
-    return [f"this run: {name}", *(other for other in others if other != name)]
+    return [f"{THIS_RUN}{name}", *(other for other in others if other != name)]
 
 
 def _add(cuts: Cuts, rows: pd.DataFrame) -> None:
