@@ -108,12 +108,12 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
 
 
 def first_on_path(reached: Tensor) -> Tensor:
-    """Return the index of the first pair that reaches the target, or of the last pair if none does: 0-d int64.
+    """Return the index of the first pair that reaches the target, or of the last pair if none does: int64 ``(...)``.
 
     Args:
-        reached: whether each pair on the path reaches it, ``(pairs,)`` bool.
+        reached: whether each pair on the path reaches it, ``(..., pairs)`` bool.
     """
-    return torch.where(reached.any(), reached.int().argmax(), len(reached) - 1)
+    return torch.where(reached.any(-1), reached.int().argmax(-1), reached.shape[-1] - 1)
 
 
 def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:

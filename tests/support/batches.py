@@ -10,6 +10,20 @@ from support.oracle import ratios, response_tokens
 
 from bapo import BAPOConfig, find_clip_bounds, read_and_validate
 
+# Another value of every option that a search reads, with which the search of the tests ends elsewhere.
+CHANGED = {
+    "positive_contribution_target": 0.3,
+    "ratio_lower_start": 0.7,
+    "ratio_lower_max": 0.95,
+    "ratio_lower_step": 0.07,
+    "ratio_upper_start": 1.3,
+    "ratio_upper_max": 2.0,
+    "ratio_upper_step": 0.11,
+    "contribution": "gradient",
+    "token_weight": "uniform",
+    "search_order": "lower_first",
+}
+
 
 @st.composite
 def configs(draw):

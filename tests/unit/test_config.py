@@ -3,24 +3,10 @@
 
 import pytest
 from hypothesis import find, given
-from support.batches import configs, make_batch, values_found
+from support.batches import CHANGED, configs, make_batch, values_found
 from support.oracle import grid_point
 
 from bapo import BAPOConfig
-
-# Another value of every option that a search reads, with which the search of the tests ends elsewhere.
-CHANGED = {
-    "positive_contribution_target": 0.3,
-    "ratio_lower_start": 0.7,
-    "ratio_lower_max": 0.95,
-    "ratio_lower_step": 0.07,
-    "ratio_upper_start": 1.3,
-    "ratio_upper_max": 2.0,
-    "ratio_upper_step": 0.11,
-    "contribution": "gradient",
-    "token_weight": "uniform",
-    "search_order": "lower_first",
-}
 
 
 @pytest.mark.parametrize(

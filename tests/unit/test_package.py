@@ -86,6 +86,18 @@ def test_bapo_imports_torch_and_the_standard_library_alone():
     assert modules - set(sys.stdlib_module_names) == {"torch", "bapo"}
 
 
+def test_the_tests_of_bapo_need_nothing_of_the_recipe():
+    """.github/CONTRIBUTING.md names these files to who keeps ``bapo/`` alone."""
+    names = ("search", "loss", "golden", "config", "numerics", "distributed")
+    kept = [ROOT / f"tests/unit/test_{name}.py" for name in names]
+    kept += [ROOT / "tests/support/oracle.py", ROOT / "tests/support/batches.py"]
+    page = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    for path in kept:
+        assert path.name in page
+        ours = {module for module in imports_of(path) if module.startswith(("recipe", "scripts", "support.", "verl"))}
+        assert not {module for module in ours if not module.startswith(("support.oracle", "support.batches"))}, path
+
+
 @pytest.mark.parametrize(
     "module, unwanted",
     [

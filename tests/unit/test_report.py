@@ -11,6 +11,7 @@ from statistics import fmean, median
 import pytest
 import torch
 from matplotlib import image
+from support.batches import CHANGED
 from support.oracle import contribution, ratios, response_tokens, sequential_search, share
 from support.records import OWN_CLIP, make_tokens, measure, read_updates, write_start
 
@@ -55,7 +56,9 @@ def clipped_by(batches, rule):
     return [share(*counts[positive]) for positive in (True, False)]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["default", "uniform", "gradient"])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, BAPOConfig(**CHANGED)], ids=["default", "uniform", "gradient", "every option changed"]
+)
 @pytest.mark.parametrize("measure_of", ["value", "gradient"])
 def test_searches_for_every_target_are_those_of_the_literal_loop(tmp_path, config, measure_of):
     _, batches = write_start(tmp_path, steps=range(1, 5), config=config)

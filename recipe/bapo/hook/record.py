@@ -3,8 +3,8 @@
 
 Each start of a training process writes one new file, ``record-<UTC time>-<host>-<process>.jsonl``. Its name comes after
 those of earlier starts, also where the clock of its host is behind. Its first line says what the run does. Each further
-line is an update, with its sums over all ranks: 185 numbers with the default ranges, whatever the size of the batch.
-Numbers that are not finite are null. This file imports neither verl nor Ray, so any trainer can write a record.
+line is an update, with its sums over all ranks: about 190 numbers with the default ranges, whatever the size of the
+batch. Numbers that are not finite are null. This file imports neither verl nor Ray, so any trainer can write a record.
 """
 
 import json
