@@ -23,7 +23,7 @@ import torch
 
 from bapo.clip_statistics import ClipStatistics
 from bapo.config import BAPOConfig
-from bapo.search import ClipBounds, first_on_path, measure_search_path, reaches_target, search_clip_bounds
+from bapo.search import ClipBounds, end_on_path, measure_search_path, reaches_target, search_clip_bounds
 
 # What recomputing an update costs, in forward passes. A forward takes 0.25 to 0.45 of an update (docs/performance.md).
 REPEAT_COST = 4.0
@@ -115,7 +115,7 @@ class BoundsForecaster:
         """Whether the same tokens are clipped where the search ends with the target higher and lower by ``error``."""
         path = measure_search_path(stats, self.config)
         target = self.config.positive_contribution_target
-        ends = [first_on_path(reaches_target(path.p, path.n, target + off)) for off in (-error, error)]
+        ends = [end_on_path(reaches_target(path.p, path.n, target + off)).pair for off in (-error, error)]
         lower, higher = (stats.clipped_tokens(path.low.take(end), path.high.take(end)) for end in ends)
         return lower == higher
 
@@ -136,8 +136,8 @@ def spread_like(own: ClipStatistics, earlier: ClipStatistics) -> ClipStatistics:
     """Return the sums that the tokens of ``own`` would have if their ratios were spread as those of ``earlier``.
 
     For each sign of A: ``sum[b] = weight of own / weight of earlier * sum of earlier[b]``, with the same factor for
-    every bucket b and every sum. Where ``earlier`` has no token of a sign, every ratio of that sign is 1. The sums that
-    are not by bucket are those of ``own``.
+    every bucket b and every sum that a search reads. Where ``earlier`` has no token of a sign, every ratio of that sign
+    is 1. All other sums are those of ``own``.
     """
     scaled: dict[str, torch.Tensor] = {}
     still = at_ratio_1(own)

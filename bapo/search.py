@@ -64,6 +64,15 @@ class SearchPath(NamedTuple):
         return torch.where(self.p + self.n > 0, self.p / (self.p + self.n), 0.0)
 
 
+class SearchEnd(NamedTuple):
+    """Where a search ends: the number of the pair on the path, int64, and how, bool (see ``ClipBounds``); ``(...)``."""
+
+    pair: Tensor
+    met_at_start: Tensor
+    met_by_moving: Tensor
+    saturated: Tensor
+
+
 @torch.no_grad()
 def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
     """Pick the first pair of bounds on the path of Algorithm 1 that reaches the target, or the last pair.
@@ -78,20 +87,19 @@ def search_clip_bounds(stats: ClipStatistics, config: BAPOConfig) -> ClipBounds:
         ValueError: the statistics were collected with other ranges or another token weight.
     """
     path = measure_search_path(stats, config)
-    reached = reaches_target(path.p, path.n, config.positive_contribution_target)
-    met, searched = reached.any(), sum(stats.tokens_by_sign) > 0
-    chosen = first_on_path(reached)
+    end = end_on_path(reaches_target(path.p, path.n, config.positive_contribution_target))
+    searched = sum(stats.tokens_by_sign) > 0
     rho = path.positive_contribution
-    return ClipBounds(  # take(chosen), because [chosen] would make the host wait for the index
-        low=path.low.take(chosen),
-        high=path.high.take(chosen),
-        positive_contribution=rho.take(chosen),
+    return ClipBounds(  # take(pair), because [pair] would make the host wait for it
+        low=path.low.take(end.pair),
+        high=path.high.take(end.pair),
+        positive_contribution=rho.take(end.pair),
         positive_contribution_start=rho[0],
         positive_contribution_highest=rho.max(),
-        search_steps=chosen,
-        met_at_start=searched & reached[0],
-        met_by_moving=searched & met & ~reached[0],
-        saturated=~met,  # where P + N is 0, as without a token with an advantage, ``met`` is true
+        search_steps=end.pair,
+        met_at_start=searched & end.met_at_start,
+        met_by_moving=searched & end.met_by_moving,
+        saturated=end.saturated,  # false where P + N is 0, as without a token with an advantage
     )
 
 
@@ -107,13 +115,15 @@ def measure_search_path(stats: ClipStatistics, config: BAPOConfig) -> SearchPath
     return SearchPath(low[index_of_low], high[index_of_high], p[..., index_of_high], n[..., index_of_low])
 
 
-def first_on_path(reached: Tensor) -> Tensor:
-    """Return the index of the first pair that reaches the target, or of the last pair if none does: int64 ``(...)``.
+def end_on_path(reached: Tensor) -> SearchEnd:
+    """Return where the search ends: at the first pair that reaches the target, or at the last pair if none does.
 
     Args:
         reached: whether each pair on the path reaches it, ``(..., pairs)`` bool.
     """
-    return torch.where(reached.any(-1), reached.int().argmax(-1), reached.shape[-1] - 1)
+    met, at_start = reached.any(-1), reached[..., 0]
+    pair = torch.where(met, reached.int().argmax(-1), reached.shape[-1] - 1)
+    return SearchEnd(pair, at_start, met & ~at_start, ~met)
 
 
 def reaches_target(p: Tensor, n: Tensor, target: Tensor | float) -> Tensor:

@@ -41,8 +41,8 @@ NO_LIMITS = {"low": -math.inf, "high": math.inf, "dual_clip": math.inf}
 NOT_RECORDED = {f"{sign}_gradient{of}" for sign in ("positive", "negative") for of in ("", "_log_prob")}
 LARGEST = 1e300  # of a sum; products of larger ones are infinite
 # What stands for sums that records of an earlier version do not have.
-NEW_SUMS: dict[str, float | None] = {"dual_clipped_weight": 0.0}
-NEW_SUMS |= dict.fromkeys(("far_from_1", "ratio_log_prob", "own_gradient", "own_gradient_log_prob"))
+NEW_SUMS = {"dual_clipped_weight": 0.0}
+NEW_SUMS |= dict.fromkeys(("far_from_1", "ratio_log_prob", "own_gradient", "own_gradient_log_prob"), math.nan)
 
 
 class Record:
@@ -194,10 +194,13 @@ def _parse_update(line: bytes, shapes: Shapes) -> Parsed:
     for first, *others in TOGETHER:
         if first in values:
             _refuse_any("no numbers as the values", set(others) - values.keys())
-    sums = {**NEW_SUMS, **_part(update, "sums")}
-    _refuse_any("missing sums", shapes.keys() - sums.keys())
+    sums = _part(update, "sums")
+    _refuse_any("missing sums", shapes.keys() - sums.keys() - NEW_SUMS.keys())
     _refuse_any("unknown sums", sums.keys() - shapes.keys())
-    parsed = {name: _parse_sum(name, sums[name], shape.numel()) for name, shape in shapes.items()}
+    parsed = {
+        name: _parse_sum(name, sums[name], shape.numel()) if name in sums else [NEW_SUMS[name]] * shape.numel()
+        for name, shape in shapes.items()
+    }
     if "met_at_start" in values:  # it was measured, so only sums that the record does not have may be missing
         known = [name for name in shapes if name not in NEW_SUMS]
         _refuse_any("no usable numbers in", [n for n in known if not all(abs(x) < LARGEST for x in parsed[n])])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bapo import BAPOConfig, ClipStatistics
 from bapo.config import CHOICES, Range
-from bapo.search import first_on_path, measure_search_path, reaches_target
+from bapo.search import end_on_path, measure_search_path, reaches_target
 from recipe.bapo.hook import verdict
 from recipe.bapo.hook.record import Start, Updates, read_start
 from recipe.bapo.hook.verdict import Verdict, judge
@@ -225,8 +225,8 @@ def _ends(stats: ClipStatistics, contribution: str) -> Tensor:
     path = measure_search_path(stats, replace(stats.config, contribution=contribution))
     ends = []
     for target in _targets(stats.config):  # all at once would take longer, since the tensors would not fit the cache
-        reached = reaches_target(path.p, path.n, target)
-        ends.append(torch.where(reached.any(1), (first_on_path(reached) > 0).byte(), 2))
+        end = end_on_path(reaches_target(path.p, path.n, target))
+        ends.append(end.met_by_moving.byte() + 2 * end.saturated.byte())
     return torch.stack(ends, dim=1)
 
 
