@@ -89,10 +89,10 @@ def _what_it_is(folder: Path, cuts: Cuts, warning: str) -> Iterable[str]:
     few = ", ".join(map(str, steps[:12])) + (" and later" if len(steps) > 12 else "")
     yield "<h1>Which tokens do the losses clip?</h1>"
     yield _text(
-        f"Measured in {len(cuts.updates):,} updates of the training steps {few}, on {cuts.responses:,} responses with "
-        f"{tokens:,} tokens that have an advantage (up to {RESPONSES} responses of an update on a rank; {folder}). A "
-        "response that several updates train on is counted in each of them. A loss cuts a token if the token gets no "
-        "gradient from it; CISPO caps the token's weight instead, which is counted here as if it were cut."
+        f"Measured in {len(cuts.updates):,} updates of the training steps {few}, on {cuts.responses:,} responses, each "
+        f"counted again in every update that trains on it, with {tokens:,} tokens that have an advantage (up to "
+        f"{RESPONSES} responses of an update on a rank; {folder}). A loss cuts a token if the token gets no gradient "
+        "from it; CISPO caps the token's weight instead, which is counted here as if it were cut."
     )
     yield _text(
         "These are measurements on the tokens of this run. They say what each loss would do to the same tokens, and "
@@ -121,10 +121,10 @@ def _shares(cuts: Cuts) -> Iterable[str]:
     yield "<h2>Share of the tokens that are cut</h2>"
     yield _table(["", *SIGNS.values(), "all, A = 0 too", "others report"], rows)
     yield _text(
-        "To see whether a share is usual, compare the last two columns. Both are over all response tokens, as verl's "
-        "pg_clipfrac is, which leaves out the dual clip. Where nothing is reported, we know of no figure "
-        "(docs/results/published.md has the sources). More updates on each rollout batch and older rollouts mean more "
-        "clipping."
+        "To see whether a share is usual, compare the last two columns. Both are over all response tokens, also those "
+        "with A = 0, which no loss cuts; so is verl's pg_clipfrac, but for what the dual clip cuts. Where nothing is "
+        "reported, we know of no figure (docs/results/published.md of BAPO for verl has the sources). More updates on "
+        "each rollout batch and older rollouts mean more clipping."
     )
     yield "<h2>What each loss compares</h2>"
     yield _table(["loss", "it cuts a token by"], list(_rules(cuts)), "words")
@@ -149,11 +149,11 @@ def _by_probability(cuts: Cuts) -> Iterable[str]:
     yield "<h2>By the token's probability</h2>"
     yield _text(
         "The share that is cut of the tokens whose probability under the old policy was in a range, and below each "
-        f"range the number of its tokens; a range with fewer than {FEWEST} has no point. The BAPO paper argues that "
-        "fixed bounds cut rare tokens of good answers most, which are those of the first figure with a probability of "
-        "a few percent or less. That bounds on the ratio cut nothing on its right is arithmetic: a token of "
-        "probability p has a ratio of at most 1 / p. Where losses have the same limit, as PPO and DAPO for A < 0, one "
-        "curve hides the other."
+        f"range the number of its tokens; a range with fewer than {FEWEST} says nothing and has no point. The "
+        "BAPO paper argues that fixed bounds cut rare tokens of good answers most, which are those of the first figure "
+        "with a probability of a few percent or less. Likely tokens cannot be cut there by a bound on their own ratio: "
+        "with probability p it is at most 1 / p, so 1.2 is out of reach above 83 %. Where losses have the same limit, "
+        "as PPO and DAPO for A < 0, one curve hides the other."
     )
     places = pd.MultiIndex.from_product([SIGNS, range(len(_ranges()))])
     counts = cuts.by_probability.reindex(places, fill_value=0)
@@ -207,7 +207,7 @@ def _by_token(cuts: Cuts, decode: Callable[[int], str]) -> Iterable[str]:
         "often they occur, their mean probability under the old policy where they occur, and the share of them that "
         "each loss cuts."
     )
-    yield _table(["token", "sign", "cut", "occurs", "mean probability", *cuts.losses], rows)
+    yield _table(["token", "sign", "cut", "occurs", "mean probability, cut or not", *cuts.losses], rows)
 
 
 def _disagreement(cuts: Cuts) -> Iterable[str]:
