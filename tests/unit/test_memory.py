@@ -76,7 +76,7 @@ def test_the_page_has_a_row_for_each_model(models):
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (\S+B) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M))
 def test_what_the_page_says_of_gpus_of_80_gb(row):
-    """12 and 16 bytes of each parameter. Their number is that of the models' cards."""
+    """12 and 16 bytes of each parameter. Their number follows from the shapes of Qwen3-4B, Qwen2.5-7B and -32B."""
     model, gpus, *said = row
     parameters = {"Qwen3-4B": 4_022_468_096, "7B": PARAMETERS, "32B": 32_763_876_352}[model]
     assert said == [f"{each * parameters / int(gpus) / GIB:.1f}" for each in (12, 16)]

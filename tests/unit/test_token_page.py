@@ -254,13 +254,23 @@ def test_each_loss_is_on_the_page_once(monkeypatch, capsys, tmp_path, own, about
     assert (BAPO in cuts.losses) != bool(about.get("applied"))
     assert len(cuts.losses) == 7 + (first == "this run: cispo, which caps [0.8, 1.2]")
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
-    rules = (
-        unescape((tmp_path / "tokens.html").read_text())
-        .partition("What each loss compares")[2]
-        .partition("</table>")[0]
-    )
+    page = unescape((tmp_path / "tokens.html").read_text())
+    rules = page.partition("What each loss compares")[2].partition("</table>")[0]
     assert cuts.losses == re.findall(r"<tr><td>(.*?)</td>", rules)
     assert rule in re.search(rf"<td>{re.escape(first)}</td><td>(.*?)</td>", rules)[1]
+
+
+def test_bounds_of_micro_batches_are_all_named(monkeypatch, capsys, tmp_path):
+    about = {"loss_mode": "bapo", "applied": True, "clip_ratio_c": 3.0, "own_clip": None}
+    files = TokenFiles(tmp_path, about, 0)
+    files.begin(1)
+    for seed, high in enumerate((1.2, 1.3, 1.4, 1.4, 1.5)):
+        batch = make_batch(seed)
+        files.add(torch.ones(batch[0].shape).long(), *batch, OWN(*batch)[1], (0.7, high))
+    files.write(1, 0, None)
+    assert count_cuts(tmp_path).updates == {(1, 0): {(0.7, 1.2), (0.7, 1.3), (0.7, 1.4), (0.7, 1.5)}}
+    assert run(monkeypatch, capsys, tmp_path)[1] == 0
+    assert "of the 4 pairs found, the most common ones, [" in (tmp_path / "tokens.html").read_text()
 
 
 def test_a_hundred_thousand_responses_fit_on_a_page(monkeypatch, capsys, tmp_path):

@@ -18,7 +18,7 @@ from verl.trainer.ppo.utils import need_critic
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
 # With 0 a run samples from empty prompts (max_prompt_length) or trains nothing (total_epochs) and exits with code 0, or
-# verl fails late, mostly with an error that names no key. Of other counts its error is left to it.
+# verl fails, mostly late and with an error that names no key. Other counts are left to verl.
 COUNTS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",

@@ -131,12 +131,13 @@ def _shares(cuts: Cuts) -> Iterable[str]:
 
 
 def _rules(cuts: Cuts) -> Iterable[list[str]]:
-    pairs = Counter(f"[{low:.3g}, {high:.3g}]" for low, high in cuts.updates.values()).most_common()
+    found = (pair for of_update in cuts.updates.values() for pair in of_update)
+    pairs = Counter(f"[{low:.3g}, {high:.3g}]" for low, high in found).most_common()
     bounds = ", ".join(f"{pair} in {number:,}" for pair, number in pairs[:3])
-    others = f" and others in {sum(number for _, number in pairs[3:]):,}" if len(pairs) > 3 else ""
+    others = f" of the {len(pairs):,} pairs found, the most common ones," if len(pairs) > 3 else ""
     of_bapo = (
         f"{COMPARED['ratio']}: above the upper bound if A > 0, below the lower one if A < 0. It searches both for each "
-        f"update: {bounds}{others} of the {len(cuts.updates):,} updates here"
+        f"update:{others} {bounds} of the {len(cuts.updates):,} updates here"
     )
     for name in cuts.losses:
         if name == BAPO or (name == cuts.losses[0] and cuts.about["applied"]):

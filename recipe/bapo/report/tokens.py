@@ -30,7 +30,8 @@ class Cuts:
     Attributes:
         about: what the metadata of the files says of the run's loss.
         losses: the names of the losses, the run's own first if its limits are known.
-        updates: BAPO's bounds in each update that was read, by its step and number.
+        updates: the pairs of BAPO's bounds in each update that was read, by its step and number; one pair unless the
+            bounds are those of micro-batches.
         responses: number of responses, each counted in every update.
         no_advantage: number of tokens with A = 0, which no other number here counts.
         by_probability: numbers of tokens (``tokens``) and of those that each loss cuts, by the sign of A and the number
@@ -44,7 +45,7 @@ class Cuts:
     about: dict
     losses: list[str]
     left_out: Counter
-    updates: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    updates: dict[tuple[int, int], set[tuple[float, float]]] = field(default_factory=dict)
     responses: int = 0
     no_advantage: int = 0
     by_probability: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -130,8 +131,8 @@ def _add(cuts: Cuts, rows: pd.DataFrame) -> None:
     rows = rows[usable & measured].reset_index(drop=True)
     if rows.empty:
         return
-    step, update, low, high = rows.iloc[0][["step", "update", "c_low", "c_high"]]
-    cuts.updates[int(step), int(update)] = low, high
+    of_update = cuts.updates.setdefault((int(rows["step"][0]), int(rows["update"][0])), set())
+    of_update |= {*zip(rows["c_low"], rows["c_high"], strict=True)}
     cuts.responses += rows["response"].nunique()
     found = _cut_by_each(rows, cuts.about["clip_ratio_c"])
     if cuts.losses[0] not in found:  # the run's own loss, which is in the file
