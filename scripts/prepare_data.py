@@ -23,7 +23,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 from huggingface_hub import snapshot_download
 
-from recipe.bapo.preflight.scorer import as_written
+from recipe.bapo.preflight.reward import as_written
 from verl.utils.reward_score import default_compute_score
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."

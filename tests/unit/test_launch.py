@@ -19,7 +19,6 @@ from support.commands import LIMIT, until
 from support.configs import composed
 
 from recipe.bapo.host import cleanup
-from recipe.bapo.run.__main__ import MAX_TEMP_LENGTH, scratch_folder
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
@@ -514,25 +513,6 @@ def test_the_wait_for_what_cannot_be_killed_has_an_end(monkeypatch):
     assert 0.5 <= sum(slept) < 0.6
 
 
-@pytest.mark.parametrize("longer, there", [(0, True), (1, False)])
-def test_rays_sockets_find_room_for_their_names(monkeypatch, longer, there):
-    parent = tempfile.mkdtemp(prefix="x" * (MAX_TEMP_LENGTH + longer - len("/tmp/") - 8), dir="/tmp")
-    assert len(parent) == MAX_TEMP_LENGTH + longer
-    monkeypatch.setattr(tempfile, "tempdir", parent)
-    with scratch_folder() as scratch:
-        assert (Path(scratch).parent == Path(parent)) == there
-        in_it = "ray/session_2026-11-21_09-07-02_593636_4194304/sockets/plasma_store"
-        assert len(f"{scratch}/{in_it}") <= 107  # Unix's limit
-    os.rmdir(parent)
-
-
-def test_a_folder_for_ray_that_is_too_long_is_refused(launch):
-    folder = "/tmp/" + "x" * MAX_TEMP_LENGTH
-    code, _, err = launch("", RAY_TMPDIR=folder).end()
-    assert code == 1 and err.startswith(f"Error: invalid RAY_TMPDIR={folder}: ") and err.count("\n") == 1
-    assert f"at most {MAX_TEMP_LENGTH} characters" in err
-
-
 def test_a_temporary_folder_that_cannot_be_made_is_named(launch):
     code, _, err = launch("", RAY_TMPDIR="/dev/null/folder").end()
     assert code == 1 and err.startswith("Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): "), err
@@ -555,9 +535,9 @@ logs = Path(os.environ["RAY_TMPDIR"], "ray", "session_latest", "logs")  # Ray pr
 """
     with tempfile.TemporaryDirectory(prefix="launch", dir="/tmp") as other:
         program = f"train()\n{make_logs}\nsys.exit({code})"
-        run = launch(program, preexec_fn=lambda: os.umask(0), RAY_TMPDIR=f"{other}/ray")
+        run = launch(program, preexec_fn=lambda: os.umask(0), RAY_TMPDIR=other)
         assert run.end()[0] == code
-        assert os.listdir(f"{other}/ray") == []  # the run's own folder in it is removed
+        assert os.listdir(other) == []  # the run's own folder in it is removed
     copy = run.folder / "run" / "ray_logs"
     assert (copy / "gcs_server.out").exists() == kept
     if kept:

@@ -86,7 +86,7 @@ def test_the_command_prints_the_table_and_what_the_loss_is(stock, tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
     printed = run.stdout.splitlines()
-    assert {line.split()[0] for line in printed} == {"ok", "skipped", "warning"} and len(printed) == len(STAGES) + 1
+    assert {line.split()[0] for line in printed} == {"ok", "skipped", "warning"} and len(printed) == len(STAGES)
     assert "bound_scope=none, because loss_mode=vanilla is only monitored" in run.stdout
 
 
@@ -146,9 +146,9 @@ def test_a_loss_that_is_not_a_policy_loss_is_refused_as_in_the_worker(stock):
 
 
 def test_the_reward_function_is_called_where_the_user_asks_for_it(stock):
-    lines = run_preflight(stock, call_reward=True, name="ppo_trainer")
-    assert (lines[-1].name, lines[-1].status) == ("reward call", "ok")  # the example's reads another form
-    assert "reward call" not in {line.name for line in run_preflight(stock, name="ppo_trainer")}
+    for call_reward in (True, False):
+        lines = {line.name: line for line in run_preflight(stock, call_reward=call_reward, name="ppo_trainer")}
+        assert lines["data"].status == "ok" and ("for no response" in lines["data"].detail) == call_reward
 
 
 def test_a_monitor_that_would_do_nothing_is_a_warning(stock):

@@ -4,8 +4,8 @@
 import pytest
 from support.configs import composed
 
-from recipe.bapo.preflight import CheckSkipped, CheckWarning
-from recipe.bapo.preflight.reward import call_reward, check_reward
+from recipe.bapo.preflight import CheckWarning
+from recipe.bapo.preflight.reward import check_answers, check_reward
 
 REWARDS = """
 import functools
@@ -53,27 +53,29 @@ def test_a_package_that_a_reward_function_lacks_here_is_a_warning(task, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name, kind, said",
+    "name, said",
     [
-        ("usual", None, ", the right answer of the first row, 0 for no response"),
-        ("waits", None, "1 for '"),
-        ("keywords", None, "1 for '"),
-        ("never_right", None, "0 for '"),
-        ("nothing", ValueError, "TypeError: float"),
-        ("without_score", ValueError, "KeyError: 'score'"),
-        ("pair", ValueError, "TypeError: float"),
-        ("raises", ValueError, "KeyError: 'no such key'"),
+        ("usual", "/rewards.py gives 1 for '3' and 0 for no response"),
+        ("waits", "gives 1 for '3' and 0 for no"),
+        ("keywords", "gives 1 for '3' and 0 for no"),
+        ("never_right", "gives 0 for '' and 0 for no response"),
+        ("nothing", "TypeError: float"),
+        ("without_score", "KeyError: 'score'"),
+        ("pair", "TypeError: float"),
+        ("raises", "KeyError: 'no such key'"),
     ],
 )
-def test_a_call_of_the_reward_function_tells_what_it_gives(name, kind, said, with_reward):
-    if kind is None:
-        assert said in call_reward(with_reward(name))
+def test_a_call_of_the_reward_function_tells_what_it_gives(name, said, with_reward):
+    rows = [{"data_source": "guess", "reward_model": {"ground_truth": "3"}, "extra_info": None}]
+    if "Error" in said:
+        with pytest.raises(ValueError, match=said):
+            check_answers(rows, "files", with_reward(name), call_reward=True)
     else:
-        with pytest.raises(kind) as found:
-            call_reward(with_reward(name))
-        assert said in str(found.value)
+        (note,), denied = check_answers(rows, "files", with_reward(name), call_reward=True)
+        assert said in note and not denied
 
 
-def test_a_reward_that_no_function_gives_is_not_called(with_reward):
-    with pytest.raises(CheckSkipped):
-        call_reward(with_reward("usual", "actor_rollout_ref.rollout.agent.agent_loop_config_path=/my/loops.yaml"))
+@pytest.mark.parametrize("call_reward, loops", [(False, "null"), (True, "/my/loops.yaml")])
+def test_a_reward_function_is_not_called_unasked(call_reward, loops, with_reward):
+    config = with_reward("raises", f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}")
+    assert check_answers([{}], "files", config, call_reward) == ([], [])

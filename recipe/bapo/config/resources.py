@@ -21,8 +21,8 @@ def pools_of(config) -> list[tuple[str, int, int]]:
     return pools
 
 
-def cpu_demands(config) -> dict[str, int]:
-    """Return the number of CPUs that verl asks Ray for, by purpose."""
+def cpu_demands(config) -> tuple[int, str]:
+    """Return the number of CPUs that verl asks Ray for, and a text that says what for."""
     queue, reward = config.transfer_queue.backend, config.reward
     demands = {"the transfer queue's controller": 1} if config.trainer.use_v1 else {}
     if config.trainer.use_v1 and queue.storage_backend == "SimpleStorage":
@@ -32,4 +32,6 @@ def cpu_demands(config) -> dict[str, int]:
         demands[f"{nodes * gpus} GPU{'s' * (nodes * gpus > 1)} to {verb}"] = each * nodes * gpus
     if reward.reward_manager.name == "remote":  # each worker starts as many workers again
         demands["reward workers"] = reward.num_workers**2
-    return demands
+    asked = sum(demands.values())
+    parts = ", ".join(f"{count} for {what}" for what, count in demands.items())
+    return asked, f"verl asks Ray for {asked} CPUs ({parts})"

@@ -2,7 +2,7 @@
 """Check what a run reads besides the model: its data, and the checkpoint that it resumes from.
 
 verl's own data set and scorers read the data. Our own are the rules for what verl meets only at the row itself, perhaps
-hours later: its schema, its length, and an answer that scores nothing.
+hours later: its schema, its length, and a right answer without a reward.
 """
 
 import re
@@ -14,30 +14,33 @@ from omegaconf import OmegaConf
 from recipe.bapo.host.files import latest_checkpoint
 from recipe.bapo.preflight import CheckWarning, blame
 from recipe.bapo.preflight.model import model_of
-from recipe.bapo.preflight.scorer import DATA_PAGE, check_scored, use_of_truth
-from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+from recipe.bapo.preflight.reward import DATA_PAGE, check_answers, use_of_truth
+from verl.trainer.ppo.utils import create_rl_dataset
 
 READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 
 
-def check_files(config) -> str:
-    """Check the data: verl reads them, each row has verl's schema, enough rows are usable, and right answers score.
+def check_files(config, call_reward: bool = False) -> str:
+    """Check the data: verl reads them, each row has verl's schema, no prompt is cut, a batch is there, right
+    answers get a reward.
 
     A data set class of the user's own is only made: its rows are its own.
 
+    Args:
+        config: resolved.
+        call_reward: call a reward function of the user's, too.
+
     Raises:
         ValueError: names the field and the fix.
-        CheckWarning: a batch needs more rows, or the scorer does not accept an answer that the data call right.
+        CheckWarning: a batch needs more rows, or an answer that the data call right gets no reward.
     """
-    model, data, counts, doubts = model_of(config), config.data, [], []
-    unasked: dict[str, bool] = {}  # sources, in their order
+    model, data, counts = model_of(config), config.data, []
+    notes: list[str] = []
+    doubts: list[str] = []
     for kind in ("train", "val"):
         what = f"data.{kind}_files={data[f'{kind}_files']}"
         dataset = load_dataset(config, kind, model.tokenizer, model.processor)
         counts.append(len(dataset))
-        if kind == "train" and len(dataset):
-            with blame("data.seed (seed)", data.seed):
-                create_rl_sampler(data, dataset)
         usable = len(dataset)
         if data.custom_cls.path is None:
             rows = dataset.dataframe.to_list()
@@ -49,25 +52,23 @@ def check_files(config) -> str:
             if data.filter_overlong_prompts or data.truncation == "error":
                 dataset.filter_overlong_prompts = True
                 usable = len(dataset.maybe_filter_out_long_prompts(dataset.dataframe))
-            if usable < len(dataset) and not data.filter_overlong_prompts:
+            if usable < len(rows) and not data.filter_overlong_prompts:
                 raise ValueError(
-                    f"{what} has {len(dataset) - usable} prompts of more tokens than data.max_prompt_length="
+                    f"{what} has {len(rows) - usable} prompts of more tokens than data.max_prompt_length="
                     f"{data.max_prompt_length}, and verl cuts them in spite of data.truncation=error: raise the "
                     "length, or set data.filter_overlong_prompts=true."
                 )
-            doubts += check_scored(rows, what, config, unasked)
-        more = f"give more (data.{kind}_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
-        if usable == 0:
-            doubts.append(f"{what} has no usable row: {more}")
-        elif kind == "train" and usable < data.train_batch_size and not config.trainer.val_only:
+            found, denied = check_answers(rows, what, config, call_reward)
+            notes += found
+            doubts += denied
+        # verl finds that there is no batch only when everything is loaded: it divides by the steps of an epoch.
+        if kind == "train" and usable < data.train_batch_size and not config.trainer.val_only:
             doubts.append(
                 f"{what} has {usable} usable rows, fewer than data.train_batch_size={data.train_batch_size}: lower it, "
-                f"{more}"
+                f"give more (data.train_max_samples), or raise data.max_prompt_length={data.max_prompt_length}"
             )
     text = f"rows: {counts[0]:,} for training and {counts[1]:,} for validation"
-    if unasked:
-        sources = ", ".join(unasked)
-        text += f"; verl's scorer was not asked about data_source={sources}, whose ground_truth is no short answer"
+    text = "; ".join((text, *dict.fromkeys(notes)))  # a source may be in both
     if doubts:
         raise CheckWarning("; ".join((text, *doubts)))
     return text

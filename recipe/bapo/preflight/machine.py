@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from ray._private.utils import get_num_cpus
 
 from recipe.bapo.config import is_of_our_trainer, joins_a_cluster
@@ -22,7 +21,7 @@ from recipe.bapo.preflight import CheckSkipped, CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
 
 VERL = "0.9.1"  # for which our trainer and preflight are written
-BYTES = {"model": 4, "optimizer": 8, "hf_model": 2}  # of a checkpoint, by what it saves of a parameter
+BYTES = {"model": 4, "optimizer": 8, "hf_model": 4}  # of a checkpoint, by what it saves of a parameter
 
 
 def on_cpu(config) -> bool:
@@ -78,9 +77,7 @@ def check_cpus(config) -> str:
     """
     if joins_a_cluster(config):
         raise CheckSkipped("the nodes of the Ray cluster count their own")
-    demands, given = cpu_demands(config), config.ray_kwargs.ray_init.num_cpus
-    asked = sum(demands.values())
-    text = f"Ray is asked for {asked} CPUs ({', '.join(f'{count} for {what}' for what, count in demands.items())})"
+    (asked, text), given = cpu_demands(config), config.ray_kwargs.ray_init.num_cpus
     fix = f"set ray_kwargs.ray_init.num_cpus={asked}"
     if given is not None and asked > given:
         raise ValueError(f"{text}, and it would wait for ever with ray_kwargs.ray_init.num_cpus={given}: {fix}.")
@@ -97,12 +94,6 @@ def check_other_runs(config) -> str:
 
     The vLLM servers of another run could receive this run's weights.
     """
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
-    if address not in (None, "auto", "local") and is_of_our_trainer(config):
-        raise ValueError(
-            f"invalid ray_kwargs.ray_init.address={address}: set RAY_ADDRESS instead, "
-            "or NNODES on a node of a running cluster."
-        )
     if joins_a_cluster(config):
         check_ray_address(os.environ.get("RAY_ADDRESS", ""))
         return "this run is a job of a Ray cluster"
@@ -119,25 +110,18 @@ def check_disk(config) -> str:
     if trainer.save_freq <= 0:
         return "no checkpoints are saved"
     model, contents = config.actor_rollout_ref.model, set(config.actor_rollout_ref.actor.checkpoint.save_contents)
-    if model.get("lora_rank"):
+    if model.get("lora_rank") or (model.get("lora") or {}).get("rank"):
         contents.discard("optimizer")  # the adapter's parameters are few
-    each = count_parameters(Path(model.path)) * sum(BYTES.get(name, 0) for name in contents)
+    each = count_parameters(Path(model.path)) * sum(BYTES.get(name, 0) for name in contents) / GIB
     if not each:
         raise CheckSkipped("the size of a checkpoint is known only where the weights are in a folder")
     folder = Path(trainer.default_local_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    keep = trainer.max_actor_ckpt_to_keep
-    text = (
-        f"a checkpoint has {_size(each)}, one is saved every {trainer.save_freq} steps and {keep or 'all'} are kept; "
-        f"{_size(free)} free, room for {free // each}"
-    )
-    if free < max(2, keep or 0) * each:
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / GIB
+    kept = max(2, trainer.max_actor_ckpt_to_keep or 0)
+    text = f"a checkpoint of the actor has {each:.3g} GiB, and {free:.3g} GiB are free in {folder}"
+    if free < kept * each:
         raise CheckWarning(
-            f"{text} in {folder}: set trainer.default_local_dir to another disk, or trainer.max_actor_ckpt_to_keep="
-            f"{keep} to a smaller number, of which verl needs room for two."
+            f"{text}, which is no room for {kept}: set trainer.default_local_dir to another disk, or "
+            f"trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep} to a smaller number of 2 or more."
         )
     return text
-
-
-def _size(count):
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

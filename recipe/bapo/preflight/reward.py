@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the reward function and the reward manager, and call the function where the user asks for it."""
+"""Check the reward function and the reward manager, and whether right answers of the data get a reward."""
 
 import asyncio
 import inspect
+import json
+import re
+from contextlib import suppress
 
-from recipe.bapo.preflight import CheckSkipped, blame
-from recipe.bapo.preflight.data import load_dataset
-from recipe.bapo.preflight.model import model_of
-from recipe.bapo.preflight.scorer import FORMS, as_written, use_of_truth
+from recipe.bapo.preflight import blame
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 from verl.utils.reward_score import default_compute_score
+
+DATA_PAGE = "docs/running.md, Data"
+# The forms in which a model writes an answer N, and in which verl's scorers read it.
+FORMS = ("N", "#### N", "\\boxed{N}", "Answer: N")
+LONGEST_ANSWER = 200  # characters; a longer answer is not tried
 
 
 def check_reward(config) -> str:
@@ -20,42 +25,120 @@ def check_reward(config) -> str:
         CheckWarning: it imports a package that this machine lacks.
     """
     settings, manager = config.reward.custom_reward_function, config.reward.reward_manager
-    named = f"{settings.path}, name={settings.name}"
-    with blame("reward.custom_reward_function", named):
+    with blame("reward.custom_reward_function", f"{settings.path}, name={settings.name}"):
         function = get_custom_reward_fn(config)
     with blame("reward.reward_manager", manager.name):
         resolve_reward_manager_cls(config)
-    if function is None:
-        return "verl's own, by data_source"
-    return f"{settings.name} of {settings.path}"
+    return "verl's own, by data_source" if function is None else f"{settings.name} of {settings.path}"
 
 
-def call_reward(config) -> str:
-    """Call the run's reward function on the right answer of the first row, and on an empty response.
+def use_of_truth(config) -> str:
+    """Say what becomes of the data's right answers.
+
+    Returns:
+        ``scored``: verl's scorers compare responses with them. ``read``: a reward function of the user's gets them.
+        ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
+    """
+    reward = config.reward
+    not_verls = reward.reward_model.enable or reward.reward_manager.source != "register"
+    if not_verls or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
+        return "unused"
+    return "read" if reward.custom_reward_function.path else "scored"
+
+
+def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], list[str]]:
+    """Ask verl's scorers whether they give a right answer more than an empty response.
+
+    Some compare texts. They never accept a number, and raise no error. One answer of each form is tried, such as
+    ``72``, ``1,234`` or ``$18``.
+
+    Args:
+        rows: the rows as dicts.
+        what: names the rows' files.
+        config: resolved.
+        call_reward: call a reward function of the user's on the answer of the first row. It may want another form, so
+            what it gives is only said.
+
+    Returns:
+        What was found, and a warning for each source with an answer that gets no more.
 
     Raises:
-        ValueError: it raises, or returns no score. verl drops such responses.
+        ValueError: a scorer raises, as it would in a run, which drops such responses.
+        CheckWarning: a package that a scorer needs is missing.
     """
-    if use_of_truth(config) == "unused":
-        raise CheckSkipped("a reward model, a manager or an agent loop gives the reward")
-    model, function = model_of(config), get_custom_reward_fn(config) or default_compute_score
-    row = load_dataset(config, "train", model.tokenizer, model.processor)[0]
-    truth = row["reward_model"]["ground_truth"]
+    use, source_of = use_of_truth(config), f"{what}, data_source"
+    if use == "read" and call_reward and rows:
+        path, truth = config.reward.custom_reward_function.path, rows[0]["reward_model"]["ground_truth"]
+        with blame("reward.custom_reward_function", path):
+            scores = scores_of(get_custom_reward_fn(config), rows[0], (as_written(truth) or "", str(truth)))
+        best = max(scores, key=scores.__getitem__)
+        return [f"{path} gives {scores[best]:g} for {best!r} and {scores['']:g} for no response"], []
+    if use != "scored":
+        return [], []
+    forms: dict[tuple, dict] = {}
+    for row in rows:
+        truth = row["reward_model"].get("ground_truth")
+        form = re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", str(truth).strip()))
+        forms.setdefault((row["data_source"], type(truth), form, as_written(truth) == str(truth).strip()), row)
+    unasked: list[str] = []
+    denied: dict[str, list[str]] = {}  # by source
+    for (source, *_), row in forms.items():
+        truth = row["reward_model"].get("ground_truth")
+        answer = as_written(truth) if len(str(truth)) <= LONGEST_ANSWER else None
+        with blame(source_of, source, f"set reward.custom_reward_function.path, or see {DATA_PAGE}"):
+            scores = scores_of(default_compute_score, row, () if answer is None else (answer,))
+        if answer is None:
+            unasked.append(f"no answer was tried of data_source={source}, whose ground_truth is no short answer")
+        elif max(scores.values()) == scores[""]:
+            denied.setdefault(source, []).append(
+                f"{source_of}={source}: verl's scorer gives the answer {answer!r} no more than an empty "
+                f"response ({scores['']:g}) where the ground_truth is {truth!r}, in any of the forms "
+                f"{', '.join(FORMS)}: store answers as text in the form that it reads, or set "
+                "reward.custom_reward_function"
+            )
+    return unasked, [
+        first + (f"; answers of other forms that it rejects: {len(others)}" if others else "")
+        for first, *others in denied.values()
+    ]
+
+
+def scores_of(function, row, answers) -> dict[str, float]:
+    """Call a reward function as verl's reward managers do. Returns its scores by response.
+
+    The responses are an empty one, and each of ``answers`` in each of ``FORMS``.
+    """
+    responses = ["", *(form.replace("N", answer) for answer in answers for form in FORMS)]
 
     def score(response):
-        with blame("reward.custom_reward_function", config.reward.custom_reward_function.path):
-            found = function(
-                data_source=row["data_source"],
-                solution_str=response,
-                ground_truth=truth,
-                extra_info={**(row.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
-            )
-            found = asyncio.run(found) if inspect.isawaitable(found) else found
-            return float(found["score"] if isinstance(found, dict) else found)
+        found = function(
+            data_source=row["data_source"],
+            solution_str=response,
+            ground_truth=row["reward_model"].get("ground_truth"),
+            extra_info={**(row.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
+        )
+        found = asyncio.run(found) if inspect.isawaitable(found) else found
+        return float(found["score"] if isinstance(found, dict) else found)
 
-    answers = dict.fromkeys((str(truth), as_written(truth) or str(truth)))
-    scores = {
-        response: score(response) for one in answers for response in (one, *(form.replace("N", one) for form in FORMS))
-    }
-    best, empty = max(scores, key=scores.__getitem__), score("")
-    return f"{scores[best]:g} for {best!r}, the right answer of the first row, {empty:g} for no response"
+    return {response: score(response) for response in responses}
+
+
+def as_written(truth) -> str | None:
+    """Return a right answer as a model would write it: 5 for ``5.0``, ``["5"]`` and ``005``; the first of several.
+
+    None for what no response could repeat, such as the tests of a program.
+    """
+    if isinstance(truth, str) and truth.strip().startswith(("[", "{")):
+        with suppress(ValueError):
+            found = json.loads(truth)
+            if not isinstance(found, list) or not all(isinstance(one, int | float) for one in found):
+                return as_written(found)  # [-3, -1] is an interval, as a model would write it
+    if isinstance(truth, list) and truth and not isinstance(truth[0], list):
+        return as_written(truth[0])
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        return None
+    text = str(truth).strip()
+    number = re.fullmatch(r"(-?)0*(\d+?)(?:\.(\d*?)0*)?", text)
+    if number is None:
+        return text
+    sign, whole, fraction = number.groups()
+    return f"{sign}{whole}.{fraction}" if fraction else f"{sign}{whole}"

@@ -7,33 +7,21 @@ field, its value and the fix.
 """
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from torch import nn
+from packaging.version import Version
 
 from recipe.bapo.preflight import CheckWarning
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT, Settings
 from verl.trainer.ppo.utils import need_critic
 
 SMALLEST_LOWER_BOUND = 0.5  # the smallest bound on the ratio in the paper (method=figure7_low)
-# With 0 a run samples from empty prompts (max_prompt_length) or trains nothing (total_epochs) and exits with code 0, or
-# verl fails, mostly late and with an error that names no key. Other counts are left to verl.
-COUNTS = (
-    "trainer.nnodes",
-    "trainer.n_gpus_per_node",
-    "trainer.total_epochs",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    f"{ACTOR}.ppo_mini_batch_size",
-    f"{ACTOR}.ppo_epochs",
-    f"{ROLLOUT}.n",
-    f"{ROLLOUT}.n_gpus_per_node",
-)
 # Estimators that compare the responses to one prompt with each other.
 WITHIN_GROUPS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg"),
 )
+PEFT = Version("0.21")  # from this version on it finds no adapter in the layers that FSDP1 wraps
 FROM_TRAINED_TOKENS = ("gae", "reinforce_plus_plus")  # estimators that sum the rewards of the tokens that are trained
 
 
@@ -52,20 +40,6 @@ def _log_probs_are_of_all_tokens(rollout):
     """Whether the log-probs of the rollout engine are those of the whole distribution."""
     whole = rollout.top_p in (None, 1) and (rollout.top_k or -1) <= 0
     return whole or rollout.name != "vllm" or rollout.logprobs_mode != "processed_logprobs"
-
-
-def _finds_wrapped_adapters():
-    """Whether the installed peft finds LoRA's tensors in a layer that FSDP1 wraps, as verl's collect_lora_params asks.
-
-    FSDP1 puts ``_fsdp_wrapped_module`` into the names of modules and leaves it out of those of their tensors. peft
-    below 0.21 looks at the tensors' names, and later versions match them with the modules' names.
-    """
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    layer = nn.ModuleDict({"_fsdp_wrapped_module": nn.ModuleDict({"projection": nn.Linear(1, 1)})})
-    model = get_peft_model(nn.ModuleDict({"layer": layer}), LoraConfig(target_modules=["projection"]))
-    tensors = {name.replace("_fsdp_wrapped_module.", ""): tensor for name, tensor in model.state_dict().items()}
-    return bool(get_peft_model_state_dict(model, state_dict=tensors))
 
 
 def _corrects(correction):
@@ -91,7 +65,7 @@ REFUSED = (
         "other weights on each GPU. Set it to -1, or strategy=fsdp2.",
     ),
     Rule(
-        lambda s: not s.fsdp or s.sequence_parallel == 1 or s.attention.startswith(("flash_attention", "torch_varlen")),
+        lambda s: not s.fsdp or s.sequence_parallel == 1 or s.attention.startswith("flash_attention"),
         "invalid " + ACTOR + ".fsdp_config.ulysses_sequence_parallel_size={s.sequence_parallel} with "
         "attn_implementation={s.attention}: the GPUs exchange their parts of a sequence only in flash attention. "
         "Install flash-attn, or set the size to 1.",
@@ -122,10 +96,10 @@ REFUSED = (
     ),
     Rule(
         lambda s: (
-            s.actor.strategy != "fsdp" or s.mode == "separate_async" or not s.adapter or _finds_wrapped_adapters()
+            s.actor.strategy != "fsdp" or s.mode == "separate_async" or not s.adapter or Version(version("peft")) < PEFT
         ),
         "invalid actor_rollout_ref.model.lora_rank={s.config.actor_rollout_ref.model.lora_rank} with "
-        "strategy=fsdp and the installed peft, which finds no adapter in the layers that FSDP1 wraps, so the rollout "
+        "strategy=fsdp and peft 0.21 or newer, which finds no adapter in the layers that FSDP1 wraps, so the rollout "
         "servers sample without it. Set " + ACTOR + ".strategy=fsdp2 or actor_rollout_ref.model.lora.merge=true, or "
         "install peft<0.21.",
     ),
@@ -168,14 +142,6 @@ REFUSED = (
         lambda s: s.config.trainer.critic_warmup <= 1 or need_critic(s.config),
         "trainer.critic_warmup={s.config.trainer.critic_warmup} without a critic keeps the actor from training before "
         "that step: set it to 0.",
-    ),
-)
-# Of our trainer alone.
-REFUSED_IN_OURS = (
-    Rule(
-        lambda s: s.v1,
-        "trainer.use_v1=false has no effect in recipe.bapo.main_bapo, which runs verl's V1 trainer: leave it out, or "
-        "run python -m verl.trainer.main_ppo with the lines of BAPO.",
     ),
 )
 DOUBTED = (
@@ -267,7 +233,7 @@ def check_rules(config) -> str:
     """Check all rules. Returns how a rollout batch is cut into updates.
 
     Raises:
-        ValueError: what ``REFUSED`` and ``REFUSED_IN_OURS`` say, all of it.
+        ValueError: what ``REFUSED`` says, all of it.
         CheckWarning: what ``DOUBTED`` says.
     """
     settings = Settings(config)
@@ -275,7 +241,7 @@ def check_rules(config) -> str:
     def unmet(rules):
         return [rule.says.format(s=settings) for rule in rules if not rule.is_met(settings)]
 
-    refused = unmet((*REFUSED, *(REFUSED_IN_OURS if settings.ours else ())))
+    refused = unmet(REFUSED)
     if refused:
         raise ValueError(" ".join(refused))
     doubted = unmet(DOUBTED)
@@ -286,15 +252,3 @@ def check_rules(config) -> str:
         f"{config.data.train_batch_size} prompts of {settings.rollout.n} responses, {settings.updates} updates on each "
         f"batch; the ratio is against {against}"
     )
-
-
-def check_counts(config) -> None:
-    """Check that the numbers in ``COUNTS`` are whole numbers of 1 or more.
-
-    Raises:
-        ValueError: names the first that is not.
-    """
-    for key in COUNTS:
-        value = OmegaConf.select(config, key)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"invalid {key}={value!r}: set it to a whole number of 1 or more.")

@@ -4,8 +4,8 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -14,7 +14,7 @@ from recipe.bapo.config.errors import explain, innermost
 from recipe.bapo.preflight import CheckSkipped, CheckWarning, blame, data, machine, model, reward
 from recipe.bapo.preflight.keys import misread_switches, unknown_keys
 from recipe.bapo.preflight.loss import check_loss
-from recipe.bapo.preflight.rules import check_counts, check_rules
+from recipe.bapo.preflight.rules import check_rules
 from recipe.bapo.preflight.settings import ACTOR, ROLLOUT
 from verl.trainer.distillation import distillation_ppo_loss, is_distillation_enabled
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
@@ -43,9 +43,7 @@ class Result:
 
 
 def check_verls_config(config) -> str:
-    """Build verl's dataclasses, and call its validation and the constructor of its trainer. Returns the loss."""
-    from verl.trainer.ppo.v1 import get_trainer_cls  # its import warns of engines that are not installed
-
+    """Build verl's dataclasses, and call its validation. Returns the loss."""
     libraries = config.actor_rollout_ref.model.external_lib
     libraries = OmegaConf.to_container(libraries) if OmegaConf.is_list(libraries) else libraries
     with blame("actor_rollout_ref.model.external_lib", libraries):  # may register a loss, or an advantage estimator
@@ -56,10 +54,6 @@ def check_verls_config(config) -> str:
             built[section] = omega_conf_to_dataclass(OmegaConf.select(config, section))
     with blame("the config"):
         validate_config(config, need_reference_policy(config), need_critic(config))
-    if config.trainer.use_v1:
-        mode = config.trainer.v1.trainer_mode
-        with blame("trainer.v1.trainer_mode", mode):
-            get_trainer_cls(mode)(config.copy())
     estimator = config.algorithm.adv_estimator
     with blame("algorithm.adv_estimator", estimator):
         get_adv_estimator_fn(estimator)
@@ -76,15 +70,14 @@ def check_folders(config) -> str:
     paths = {key: OmegaConf.select(config, key) for key in WRITTEN_LATE}
     if config.trainer.save_freq <= 0:
         paths.pop("trainer.default_local_dir")
-    paths = {key: path for key, path in paths.items() if path}
-    if not paths:
+    folders = {key: Path(path).absolute() for key, path in paths.items() if path}
+    if not folders:
         raise CheckSkipped("the config names no folder")
-    for key, path in paths.items():
-        folder = Path(path).absolute()
+    for key, folder in folders.items():
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        with blame("run_dir (OUTPUT_DIR)" if key == "run_dir" else key, path, "choose another folder"):
+        with blame("run_dir (OUTPUT_DIR)" if key == "run_dir" else key, folder, "choose another folder"):
             tempfile.TemporaryDirectory(dir=existing).cleanup()
-    return ", ".join(sorted({str(path) for path in paths.values()}))
+    return ", ".join(sorted({str(folder) for folder in folders.values()}))
 
 
 def check_unknown_keys(config, overrides: list[str]) -> str:
@@ -99,6 +92,7 @@ def check_unknown_keys(config, overrides: list[str]) -> str:
 
 # Name, function, and the stages without which it is not run, because it would only report their failure again.
 STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
+    ("keys", check_unknown_keys, ()),
     ("versions", machine.check_versions, ()),
     ("GPU memory", machine.check_gpu_memory, ()),
     ("CPUs", machine.check_cpus, ()),
@@ -112,9 +106,6 @@ STAGES: tuple[tuple[str, Callable, tuple[str, ...]], ...] = (
     ("data", data.check_files, ("model",)),
     ("disk", machine.check_disk, ()),
 )
-
-
-CALL_REWARD = ("reward call", reward.call_reward, ("reward", "data"))  # only where the user asks for it
 
 
 def other_entry_point(config, config_name: str = "") -> str | None:
@@ -137,12 +128,12 @@ def run_stages(
 ) -> list[Result]:
     """Run the stages. Those that rely on a failed one are skipped.
 
-    If a switch is a text, or one of ``rules.COUNTS`` is not 1 or more, only that is reported.
+    If a switch is a text, only that is reported.
 
     Args:
         config: resolved, and of our trainer also prepared.
         overrides: the ``key=value`` arguments that gave the config.
-        call_reward: call the reward function.
+        call_reward: call a reward function of the user's, too.
         config_name: Hydra's ``--config-name``.
     """
     other = other_entry_point(config, config_name)
@@ -151,27 +142,24 @@ def run_stages(
     misread = misread_switches(config)
     if misread:
         return [Result("keys", "failed", line) for line in misread]
-    counts = _result("counts", check_counts, config)
-    if counts.status == "failed":
-        return [counts]
-    keys = ("keys", partial(check_unknown_keys, overrides=overrides or []), ())
+    given: dict[str, dict[str, Any]] = {"keys": {"overrides": overrides or []}, "data": {"call_reward": call_reward}}
     results = []
     lost: list[str] = []  # stages that failed, or rely on one that did
-    for name, stage, relies_on in (keys, *STAGES, *((CALL_REWARD,) if call_reward else ())):
+    for name, stage, relies_on in STAGES:
         missing = [one for one in relies_on if one in lost]
         if missing:
             result = Result(name, "skipped", f"it relies on {', '.join(missing)}")
         else:
-            result = _result(name, stage, config)
+            result = _result(name, stage, config, **given.get(name, {}))
         if missing or result.status == "failed":
             lost.append(name)
         results.append(result)
     return results
 
 
-def _result(name, stage, config):
+def _result(name, stage, config, **given):
     try:
-        return Result(name, "ok", stage(config))
+        return Result(name, "ok", stage(config, **given))
     except CheckSkipped as reason:
         return Result(name, "skipped", str(reason))
     except CheckWarning as warning:
@@ -190,7 +178,7 @@ def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> l
 
     Args:
         overrides: the ``key=value`` arguments.
-        call_reward: call the reward function, too.
+        call_reward: call a reward function of the user's, too.
         where: the other arguments of ``compose_config``.
     """
     try:

@@ -10,8 +10,7 @@
   verl nor torch, so that it starts at once, and an error in one of them cannot end it. ``dynamics`` draws in a process
   of its own.
 - **The training process** ``recipe.bapo.main_bapo``, a child of the parent: ``train`` checks the run, claims the
-  machine (and the folder, if there is no parent), and starts Ray; ``messages`` is its end of the pipe to the parent,
-  and ``demands`` tells the parent when Ray is up and what Ray cannot place.
+  machine (and the folder, if there is no parent), and starts Ray; ``messages`` is its end of the pipe to the parent.
 - **The task runner**, an actor of Ray: ``task_runner`` claims the cluster. verl's trainer runs in it, and starts the
   workers.
 

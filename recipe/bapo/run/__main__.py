@@ -32,20 +32,11 @@ from recipe.bapo.run.watchdog import Watchdog
 
 # Unbuffered (-u), so that the log has the last lines of a killed process.
 TRAINING = (sys.executable, "-u", "-m", bapo_run.TRAINING)
-# The longest TMPDIR, in characters: Ray makes sockets below it, and Unix limits the path of a socket to 107.
-MAX_TEMP_LENGTH = 25
 PATIENCE = 20.0  # seconds that training on a cluster gets to end by itself and to clean up on the other nodes
 
 
 def main(arguments: list[str]) -> int:
     """Start training, follow it until it ends, clean up, and report the result. Returns the exit code."""
-    if any(argument.startswith(("--config-name", "-cn")) for argument in arguments):
-        print(
-            f"Error: invalid --config-name: a run always has {bapo_run.CONFIG_NAME}, which extends verl's "
-            "ppo_trainer. For Megatron's config give model_engine=megatron.",
-            file=sys.stderr,
-        )
-        return 1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also when it is redirected to a file
     interruptions = catch_interruptions()
@@ -64,10 +55,9 @@ def main(arguments: list[str]) -> int:
         print(f"Error: invalid run_dir (OUTPUT_DIR)={run_dir}: {error}", file=sys.stderr)
         return 1
     try:
-        temporary = scratch_folder()
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
+        # For all processes of the run, so that Ray's session and other files do not stay.
+        parent = os.environ.get("RAY_TMPDIR") or None  # else TMPDIR or /tmp, as with Ray
+        temporary = tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         print(f"Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): {error}", file=sys.stderr)
         return 1
@@ -114,25 +104,6 @@ def catch_interruptions() -> list[signal.Signals]:
     return caught
 
 
-def scratch_folder() -> tempfile.TemporaryDirectory:
-    """Make the ``TMPDIR`` of the run's processes, so that Ray's session and other files do not stay in ``/tmp``.
-
-    Raises:
-        ValueError: ``RAY_TMPDIR`` is too long. (A ``TMPDIR`` that is too long for Ray becomes ``/tmp``.)
-        OSError: the folder cannot be made.
-    """
-    given = os.environ.get("RAY_TMPDIR")
-    parent = os.path.abspath(given or tempfile.gettempdir())
-    if given and len(parent) > MAX_TEMP_LENGTH:
-        raise ValueError(
-            f"invalid RAY_TMPDIR={given}: Ray makes sockets below it, so name a folder whose path has at most "
-            f"{MAX_TEMP_LENGTH} characters."
-        )
-    parent = parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"
-    os.makedirs(parent, exist_ok=True)  # Ray makes RAY_TMPDIR, too, if it is not there
-    return tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
-
-
 class TrainingProcess:
     """Training, as a child of this process in a process group of its own, so that Ctrl-C does not reach it.
 
@@ -169,9 +140,12 @@ class TrainingProcess:
     def poll(self) -> bool:
         """Print what is new. Returns False once training has ended, has failed or has to be ended."""
         ended = self.process.poll() is not None  # asked first, so that no message before the end is missed
-        with suppress(EOFError, OSError):  # raised if training has closed the pipe, or the console is gone
+        messages = []
+        with suppress(EOFError, OSError):  # raised if training has closed the pipe, perhaps within a message
             while self.pipe.poll():
-                self.handle_message(*self.pipe.recv())
+                messages.append(self.pipe.recv())
+        for message in messages:
+            self.handle_message(*message)
         if self.printer is not None:
             self.show(self.printer.print_new)
         if ended or self.watchdog is None:
@@ -201,14 +175,15 @@ class TrainingProcess:
     def handle_message(self, kind: str, content) -> None:
         """Handle one message from training; ``send`` lists the kinds."""
         if kind == "info":
-            print(content)
+            self.show(lambda: print(content))
         elif kind == "error":
             self.errors.append(content)
         elif kind == "checked":
             self.config = OmegaConf.load(self.run_dir / CONFIG)
             self.watchdog = Watchdog(self.run_dir, self.config.watchdog, on_cluster=content)
             self.printer = console.StepPrinter(self.run_dir, self.log, self.config.trainer.total_training_steps)
-            print(f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {self.log}")
+            starting = f"Starting Ray, the trainer and the vLLM servers; this takes 1 to 4 minutes. Log: {self.log}"
+            self.show(lambda: print(starting))
         elif kind == "ray" and self.watchdog is not None:
             self.watchdog.job = content
         elif kind == "trained":

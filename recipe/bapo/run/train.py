@@ -8,11 +8,14 @@ run's folder, too. verl's trainer runs in another process, the task runner.
 import os
 import sys
 import textwrap
+import threading
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import ray
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
@@ -23,7 +26,6 @@ from recipe.bapo.host.cleanup import remove_on_every_node
 from recipe.bapo.host.files import CONFIG, METRICS, keep_earlier
 from recipe.bapo.host.locks import claim_folder, claim_machine
 from recipe.bapo.preflight.stages import run_stages, table
-from recipe.bapo.run import demands
 from recipe.bapo.run.messages import has_parent, send, wait_for_final_check
 from recipe.bapo.run.task_runner import TaskRunner
 from verl.trainer.main_ppo import run_ppo
@@ -101,14 +103,14 @@ def configure_ray(config) -> None:
         else:
             ray_init.address = "local"
             if ray_init.num_cpus is None:  # with fewer than verl asks for, Ray would wait for ever; it only counts them
-                ray_init.num_cpus = max(os.cpu_count() or 1, sum(cpu_demands(config).values()))
+                ray_init.num_cpus = max(os.cpu_count() or 1, cpu_demands(config)[0])
             # By default Ray remembers the last 100,000 tasks: its server would grow by a megabyte a step for hours.
             ray_init._system_config = {"task_events_max_num_task_in_gcs": 10_000}
 
 
 def call_verl(config) -> None:
     """Call verl's entry point with our task runner, and return or exit when training has ended."""
-    demands.follow(Path(config.run_dir) / METRICS)
+    threading.Thread(target=tell_of_ray, args=(config,), daemon=True).start()
     try:
         run_ppo(config, TaskRunner)
         send("trained")
@@ -122,6 +124,23 @@ def call_verl(config) -> None:
         traceback.print_exc()  # to show where training was interrupted
     remove_on_every_node()
     sys.exit(1)
+
+
+def tell_of_ray(config) -> None:
+    """Wait until Ray is up. Tell the parent the id of this job, and whether Ray counts fewer CPUs than verl asks for.
+
+    Ray then waits for ever and says nothing of it. The nodes of a cluster count their own.
+    """
+    while not ray.is_initialized():  # verl starts it, and calls nothing of ours when it has
+        time.sleep(0.2)
+    send("ray", ray.get_runtime_context().get_job_id())
+    (asked, text), counted = cpu_demands(config), ray.cluster_resources().get("CPU", 0)
+    if asked > counted:
+        send(
+            "info",
+            f"Warning: {text}, and it has {counted:g}, so the run would wait for ever. Let Ray count more, or ask for "
+            "less: docs/troubleshooting.md, 'Ray waits for CPUs or GPUs'.",
+        )
 
 
 def reason_of(error: Exception) -> str:
