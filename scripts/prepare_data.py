@@ -13,7 +13,6 @@ the instruction of DAPO's sets, which ask for a line ``Answer: x``. To add a dat
 import argparse
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -36,10 +35,6 @@ DAPO = (
 )
 
 
-# What verl's own conversion of GSM8K puts behind the question. The scorer used here reads the box alone.
-HASHES = ("", 'Let\'s think step by step and output the final answer after "####".')
-
-
 class Unusable(Exception):
     """A row that is dropped. The message is the reason, as in "Dropped: 3 without an answer"."""
 
@@ -58,13 +53,9 @@ def only_one(answers: str) -> str:
 
 
 def after_hashes(answer: str) -> str:
-    """Read GSM8K's answer, which follows the solution after ``####`` and has commas in long numbers.
-
-    Without ``####``, a number is the answer, as in verl's layout, and a sentence has none.
-    """
+    """Read GSM8K's answer, which follows the solution after ``####`` and has commas in long numbers."""
     _, hashes, last = answer.rpartition("####")
-    last = last.replace(",", "").strip()
-    return last if hashes or re.fullmatch(r"-?[\d.]+", last) else ""
+    return last.replace(",", "").strip() if hashes else ""
 
 
 @dataclass(frozen=True)
@@ -97,8 +88,8 @@ class DataSet:
 DATA_SETS = {
     "skywork_or1_math": DataSet("Skywork/Skywork-OR1-RL-Data", "data/math-*.parquet", "lighteval/MATH", only_one),
     "dapo_math_17k": DataSet("BytedTsinghua-SIA/DAPO-Math-17k", "data/*.parquet", "math_dapo", instruction=DAPO),
-    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes, HASHES),
-    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes, HASHES),
+    "gsm8k_train": DataSet("openai/gsm8k", "main/train-*.parquet", "lighteval/MATH", after_hashes),
+    "gsm8k_test": DataSet("openai/gsm8k", "main/test-*.parquet", "lighteval/MATH", after_hashes),
     "aime_2024": DataSet("BytedTsinghua-SIA/AIME-2024", "data/*.parquet", "aime_2024", instruction=DAPO),
     "aime_2025": DataSet("math-ai/aime25", "*.jsonl", "aime_2025"),
     "math_500": DataSet("HuggingFaceH4/MATH-500", "test.jsonl", "HuggingFaceH4/MATH-500"),
@@ -122,9 +113,7 @@ def read_messages(row: dict) -> list[dict[str, str]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not messages:
         raise Unusable("without a problem")
-    if not isinstance(messages, list) or not all(isinstance(one, dict) and one.get("role") for one in messages):
-        raise Unusable("whose prompt is not a list of messages")
-    if not all(isinstance(one.get("content"), str) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(one.get("content"), str) for one in messages):
         raise Unusable("whose prompt is not text alone")
     if messages[-1]["role"] != "user":
         raise Unusable("whose last message is not the user's")

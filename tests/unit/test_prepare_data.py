@@ -119,7 +119,6 @@ def test_rows_in_full(tmp_path):
         ("math_500", "123456789012345678901.0", "123456789012345678901"),
         ("skywork_or1_math", '["[2,12]"]', "[2,12]"),
         ("gsm8k_train", "2 and 2\n#### 1,004", "1004"),
-        ("gsm8k_train", "1,004", "1004"),
         ("math_500", 7.0, "7"),
         ("math_500", ["7"], "7"),
     ],
@@ -132,14 +131,6 @@ def test_the_answer_that_counts_as_right(tmp_path, name, answer, truth):
 def test_a_problem_that_asks_for_the_box_is_not_asked_twice(tmp_path):
     (row,) = rows_made(tmp_path, "math_500", [{"problem": "Put it in \\boxed{}: 2 + 2", "answer": "4"}])
     assert row["prompt"][0]["content"] == "Put it in \\boxed{}: 2 + 2"
-
-
-VERLS_GSM8K = 'Two and two? Let\'s think step by step and output the final answer after "####".'
-
-
-def test_verls_own_conversion_of_gsm8k_asks_for_the_box(tmp_path):
-    (row,) = rows_made(tmp_path, "gsm8k_train", [verl_row(VERLS_GSM8K, "4")])
-    assert row["prompt"] == [{"role": "user", "content": f"Two and two?\n\n{BOXED}"}]
 
 
 def test_all_messages_of_a_prompt_are_kept(tmp_path):
@@ -162,18 +153,13 @@ NO_PROBLEM, NO_ANSWER = "without a problem", "without an answer"
     [
         ("gsm8k_train", {"question": None, "answer": "#### 4"}, NO_PROBLEM),
         ("gsm8k_train", {"question": "x", "answer": "so it is 1,004"}, NO_ANSWER),
-        (
-            "gsm8k_train",
-            {"question": "Ends with #### 4", "answer": "4"},
-            "that ask for the answer in another form than",
-        ),
         ("math_500", {"problem": " ", "answer": "7"}, NO_PROBLEM),
         ("math_500", {"problem": "x", "answer": ["7", "8"]}, "with several answers"),
         ("math_500", {"problem": "x", "answer": []}, NO_ANSWER),
         ("math_500", {"problem": "x", "answer": True}, "whose answer is neither text nor a number"),
         ("math_500", {"problem": "x", "answer": {"target": 4}}, "whose answer is neither text nor a number"),
         ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "whose prompt is not text alone"),
-        ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "whose prompt is not a list of messages"),
+        ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "whose prompt is not text alone"),
         (
             "math_500",
             {"prompt": [{"role": "human", "content": "x"}], "answer": "4"},

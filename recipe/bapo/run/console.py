@@ -114,16 +114,10 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
             f"{math.floor(1000 * arrived) / 10:g}% of the responses arrived; verl trained without the others."
         )
     if has_unusable_gradient(data):
-        share = data.get(bapo_run.SKIPPED)
-        done = (
-            "FSDP skips such an update; Megatron makes its step, which breaks the weights"
-            if share is None
-            else f"verl skipped {share:.0%} of the updates"
-            if share
-            else "Megatron made the step all the same, so weights and optimizer are broken: stop, and resume from a "
-            "checkpoint before this step"
+        found["actor/grad_norm, not finite"] = (
+            "the gradient norm was not finite. FSDP skips such an update. Megatron makes its step, which breaks the "
+            "weights: then stop, and resume from a checkpoint before this step (docs/troubleshooting.md)."
         )
-        found["actor/grad_norm, not finite"] = f"the gradient norm was not finite. {done} (docs/troubleshooting.md)."
     advantages = [data.get(f"critic/advantages/{side}", 0.0) for side in ("min", "max")]
     if data.get("actor/grad_norm") == 0 and advantages != [0, 0]:
         found["actor/grad_norm"] = (
