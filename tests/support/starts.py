@@ -45,7 +45,7 @@ def start_on(folder, gpus, command="", flash_attn=False, composes=True, **variab
         patch.object(os, "execv", become),
         patch.object(os, "chdir"),
         patch.object(start, "has_flash_attn", lambda: flash_attn),
-        patch.object(language_model, "obtain", lambda stage: folder / "made"),
+        patch.object(language_model, "obtain", lambda warmed_up: folder / "made"),
         patch.object(start, "print", lambda text, file: setattr(found, "error", text), create=True),
     ):
         for name in {"VERL_PLATFORM", "CUDA_VISIBLE_DEVICES", "BAPO_GPUS"} - variables.keys():

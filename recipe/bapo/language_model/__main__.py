@@ -28,16 +28,15 @@ def main() -> int:
     """Command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    print(obtain("make"))
+    print(obtain())
     return 0
 
 
-def obtain(stage: str) -> Path | None:
-    """Return the folder of the language model; exits with a message if it cannot be made.
+def obtain(warmed_up: bool = True) -> Path:
+    """Make the language model unless it is there. Returns its folder; exits with a message if it cannot be made.
 
     Args:
-        stage: ``find``: make nothing, and return None if it is not there. ``convert``: only fetch and convert the
-            model. ``make``: make it unless it is there.
+        warmed_up: whether a model that was only fetched and converted is not enough.
     """
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -51,10 +50,10 @@ def obtain(stage: str) -> Path | None:
     settings = {"steps": int(steps)} if steps else {}
     converted, made = cache.folder_of("converted", {}), cache.folder_of("language_model", settings)
     try:
-        if stage == "convert" or (stage == "make" and not made.exists()):
+        if not made.exists():
             cache.make_once(converted, convert)
-        if stage == "make":
-            cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
+            if warmed_up:
+                cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
     except (ValueError, OSError) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
@@ -62,8 +61,7 @@ def obtain(stage: str) -> Path | None:
         sys.exit(130)
     for number, handler in before.items():
         signal.signal(number, handler)
-    folder = converted if stage == "convert" else made
-    return folder if folder.exists() else None
+    return made if made.exists() else converted
 
 
 def convert(folder: Path) -> None:

@@ -3,7 +3,6 @@
 
 import importlib
 import os
-import pwd
 import re
 import subprocess
 import sys
@@ -38,22 +37,9 @@ def has_flash_attn() -> bool:
 
 
 def system_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without which torch or vLLM fails on this system.
-
-    Raises:
-        ValueError: the home folder cannot be written.
-    """
+    """Return variables without which vLLM fails on this system."""
     # FlashInfer's sampler, which vLLM takes for top_p below 1, compiles with nvcc and ends the server without one.
     found = {"VLLM_USE_FLASHINFER_SAMPLER": environment.get("VLLM_USE_FLASHINFER_SAMPLER", "0")}
-    try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:  # docker --user, OpenShift: torch asks for the user's name, and Python for the variable first
-        found["USER"] = environment.get("USER") or f"uid{os.getuid()}"
     if "microsoft" in os.uname().release.lower():  # vLLM's runner needs pinned memory, which it turns off in WSL2
         found["VLLM_WSL2_ENABLE_PIN_MEMORY"] = environment.get("VLLM_WSL2_ENABLE_PIN_MEMORY", "1")
-    home = environment.get("HOME") or os.path.expanduser("~")
-    if not os.access(home, os.W_OK):
-        raise ValueError(
-            f"HOME={home} cannot be written, and torch, triton and vLLM keep files there: set HOME to a folder."
-        )
     return found

@@ -9,7 +9,6 @@ preflight, the run, or the command that submits the run to a Ray cluster.
 """
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -147,9 +146,11 @@ def main(arguments: list[str]) -> int:
     keys = [one for one in arguments if one != "--preflight" and not names_folder(one)]
     command = ["--config-dir", "configs", *groups, *keys]
     checks = [sys.executable, "-m", "recipe.bapo.preflight", "--config-name", bapo_run.CONFIG_NAME, *command]
-    checked_first = given.get("preflight", True)
-    if language_model and not _use_language_model(checks, "--preflight" in arguments, checked_first):
-        return 1
+    if language_model:
+        from recipe.bapo.language_model.__main__ import obtain
+
+        folder = obtain(warmed_up="--preflight" not in arguments)
+        os.environ.update({name: f"{folder}/{file}" for name, file in FILES.items()})
     if "--preflight" in arguments:
         os.execv(sys.executable, checks)
     train = [sys.executable, "-m", "recipe.bapo.run", *command]
@@ -160,28 +161,6 @@ def main(arguments: list[str]) -> int:
         name = f"{Path(os.environ['OUTPUT_DIR']).name}-{time.strftime('%H%M%S')}"
         train = [sys.executable, "scripts/cluster/job.py", "submit", name, *train]
     os.execv(sys.executable, train)
-
-
-def _use_language_model(checks, only_checks, checked_first):
-    """Make the language model unless it is there; before that check the run with the model as it was fetched."""
-    from recipe.bapo.language_model.__main__ import obtain
-
-    def use(folder):
-        os.environ.update({name: f"{folder}/{file}" for name, file in FILES.items()})
-
-    made = obtain("find")
-    if made is None:
-        use(obtain("convert"))
-        if only_checks:
-            return True
-        if checked_first:
-            checked = subprocess.run(checks, stdout=subprocess.PIPE, text=True)
-            if checked.returncode:
-                print(checked.stdout, file=sys.stderr)
-                return False
-        made = obtain("make")
-    use(made)
-    return True
 
 
 if __name__ == "__main__":
