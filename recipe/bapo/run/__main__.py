@@ -205,7 +205,7 @@ class TrainingProcess:
             return None, 0
         if interruptions:
             return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
-        log = self.log.read_text(errors="replace")
+        log = console.end_of(self.log)
         if self.watchdog is None:  # the checks have failed, or training ended before they were done
             return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
         first, actor = console.first_error(log), console.dead_actor(log)

@@ -29,6 +29,7 @@ IN_A_LINE = {
 }
 # Of an evaluation: verl's core figures, and the spread of the responses to a problem.
 SHOWN = re.compile(r"^val-core/.*/(mean@\d+|best@\d+/mean)$|/std@\d+$")
+MOST_READ = 16 << 20  # bytes of a log in which an error is looked for
 BEFORE_AND_AFTER = {
     "critic/rewards/mean": "training reward",
     "actor/entropy": "entropy, nats a token",
@@ -69,7 +70,7 @@ class StepPrinter:
         """Print a warning with the log's first error, unless one was printed for the same before."""
         if about not in self.warned:
             self.warned.add(about)
-            error = first_error(self.log.read_text(errors="replace"))
+            error = first_error(end_of(self.log))
             tqdm.write(f"Warning: {text}{f' The first error is {error}.' if error else ''}")
 
     def read_new(self, path: Path) -> str:
@@ -130,6 +131,13 @@ def warnings_of(data: dict[str, float]) -> dict[str, str]:
 def has_unusable_gradient(data: dict[str, float]) -> bool:
     """Whether the gradient norm of an update of a step was not finite."""
     return not math.isfinite(data.get("actor/grad_norm", 0.0)) or data.get(bapo_run.SKIPPED, 0.0) > 0
+
+
+def end_of(log: Path) -> str:
+    """Read the last part of a log, which after days may have gigabytes."""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - MOST_READ))
+        return file.read().decode(errors="replace")
 
 
 def first_error(log: str) -> str | None:
