@@ -159,7 +159,7 @@ def test_bytes_of_a_parameter(config_on, overrides, shards, kept, update):
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-3B"],  # on the hub
         ["trainer.v1.trainer_mode=separate_async"],
         ["trainer.device=cpu"],
-        ["trainer.n_gpus_per_node=0"],  # the check of the counts says so
+        ["trainer.n_gpus_per_node=0"],
         [f"{ROLLOUT}.tensor_model_parallel_size=two"],
     ],
 )

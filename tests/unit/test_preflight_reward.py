@@ -58,7 +58,7 @@ def test_a_package_that_a_reward_function_lacks_here_is_a_warning(task, tmp_path
         ("usual", "/rewards.py gives 1 for '3' and 0 for no response"),
         ("waits", "gives 1 for '3' and 0 for no"),
         ("keywords", "gives 1 for '3' and 0 for no"),
-        ("never_right", "gives 0 for '' and 0 for no response"),
+        ("never_right", "gives 0 for '3' and 0 for no response"),
         ("nothing", "TypeError: float"),
         ("without_score", "KeyError: 'score'"),
         ("pair", "TypeError: float"),

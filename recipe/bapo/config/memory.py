@@ -56,7 +56,7 @@ def read_needs(config) -> Needs | None:
     """Return what FSDP and vLLM need of this machine's GPUs.
 
     None where they share none, with another engine, where weights or GPUs are not here, and for a number of GPUs that
-    preflight refuses.
+    is none.
     """
     path, trainer = OmegaConf.select(config, "actor_rollout_ref.model.path"), config.trainer
     together = path and config.model_engine == "dp" and trainer.v1.trainer_mode != "separate_async"

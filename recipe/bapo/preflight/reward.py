@@ -71,7 +71,7 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
         path, truth = config.reward.custom_reward_function.path, rows[0]["reward_model"]["ground_truth"]
         with blame("reward.custom_reward_function", path):
             scores = scores_of(get_custom_reward_fn(config), rows[0], (as_written(truth) or "", str(truth)))
-        best = max(scores, key=scores.__getitem__)
+        best = max(filter(None, scores), key=scores.__getitem__)
         return [f"{path} gives {scores[best]:g} for {best!r} and {scores['']:g} for no response"], []
     if use != "scored":
         return [], []
