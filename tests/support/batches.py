@@ -62,6 +62,16 @@ def make_batch(seed, rows=5, columns=17, spread=0.7, masked=0.3, zero_advantage=
     return old.to(dtype), log_prob.to(dtype), advantages.to(dtype), mask
 
 
+def batch_of_pairs(seed, masked=0.3, spread=0.7):
+    """Make a batch of twelve responses with alternating advantages of 1 and -1.
+
+    Searches on different seeds end at many different bounds.
+    """
+    old, log_prob, advantages, mask = make_batch(seed, rows=12, masked=masked, spread=spread)
+    signs = torch.where(torch.arange(12) % 2 == 0, 1.0, -1.0)[:, None]
+    return old, log_prob, signs.expand_as(advantages).clone(), mask
+
+
 SHAPES = [(5, 17), (5, 17), (5, 17), (1, 1), (3, 2), (0, 4), (3, 0)]
 LARGEST_SCALE = {torch.float16: 1.0, torch.bfloat16: 1e20, torch.float32: 1e20, torch.float64: 1e200}
 

@@ -5,6 +5,7 @@ An update takes milliseconds here, so tests can look at what it does with its bo
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from tensordict import TensorDict
@@ -13,6 +14,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
 from verl.workers.engine.base import BaseEngine
 from verl.workers.utils.losses import ppo_loss
+
+MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 
 
 def jagged(rows):
@@ -134,7 +137,7 @@ class StandInEngine(BaseEngine):
         return self.data_parallel_rank
 
 
-def make_worker(config, monkeypatch, model_config=None, **engine):
+def make_worker(config, monkeypatch, model_config=MODEL, **engine):
     """Make a ``BAPOTrainingWorker`` on a stand-in engine, and set verl's loss with an ``ActorConfig``."""
     from recipe.bapo.hook.worker import BAPOTrainingWorker
     from verl.workers.engine_workers import TrainingWorker
