@@ -6,7 +6,6 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +18,6 @@ from support.stand_in import make_worker, train_call, update
 from recipe.bapo.hook import tokens
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 
-MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 LOSSES = {
     "vanilla": MonitorConfig,
     "gspo": partial(MonitorConfig, loss_mode="gspo"),
@@ -31,7 +29,7 @@ LOSSES = {
 
 def train(monkeypatch, loss, steps):
     """Make two updates in each step; in every third, ratios are far apart. Returns their metrics and the weight."""
-    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, MODEL, rows=4, learning_rate=0.1)
+    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, rows=4, learning_rate=0.1)
     metrics = []
     for step in steps:
         batches = [make_batch(10 * step + k, rows=12, spread=0.3 if step % 3 else 1.5) for k in range(2)]
@@ -47,7 +45,8 @@ def files_in(folder):
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "cispo", "bapo"])
 def test_cut_tokens_are_as_many_as_in_the_record(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(tokens.TokenFiles, "begin", every_step(tokens.TokenFiles.begin))
+    begin = tokens.TokenFiles.begin
+    monkeypatch.setattr(tokens.TokenFiles, "begin", lambda files, step: begin(files, 1))  # as in a step that is written
     loss = LOSSES[name](record_dir=str(tmp_path), token_dir=str(tmp_path), positive_contribution_target=0.47)
     metrics, _ = train(monkeypatch, loss, range(1, 13))
     (path,) = tmp_path.glob("record-*")
@@ -67,13 +66,9 @@ def test_cut_tokens_are_as_many_as_in_the_record(monkeypatch, tmp_path, name):
     assert name != "bapo" or any(update["actor/bapo/redone"] == [1] for update in metrics)
 
 
-def every_step(begin):
-    return lambda files, step: begin(files, 1)
-
-
 def test_the_rows_are_the_tokens_of_the_responses(monkeypatch, tmp_path):
     loss = BAPOPolicyLossConfig(token_dir=str(tmp_path), bound_scope="micro_batch")
-    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, MODEL, rows=4)
+    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, rows=4)
     old, log_prob, advantages, mask = make_batch(1, rows=12)
     metrics = update(worker, (old, log_prob, advantages, mask))
     ((about, rows),) = files_in(tmp_path)
