@@ -4,7 +4,6 @@
 import re
 from dataclasses import asdict, replace
 from html import unescape
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,7 +39,7 @@ OF_VERL = {
 def test_tokens_without_gradient_are_those_of_verls_function(name):
     mode, settings = OF_VERL[name]
     loss_fn, config = get_policy_loss_fn(mode), actor_config(PolicyLossConfig(loss_mode=mode), **settings)
-    cut_of_signs = torch.zeros(2), torch.zeros(2)
+    of_signs = {1: torch.zeros(2), -1: torch.zeros(2)}  # the tokens cut, and all
     for seed in range(500):
         spread = (0.001, 0.1, 0.8, 2.0)[seed % 4]
         old, log_prob, advantages, mask = make_batch(seed, rows=12, spread=spread, zero_advantage=0)
@@ -55,22 +54,23 @@ def test_tokens_without_gradient_are_those_of_verls_function(name):
         else:
             by_autograd = gradient == 0
         assert torch.equal(cut, by_autograd)
-        for sign, counts in zip((1, -1), cut_of_signs, strict=True):
+        for sign, counts in of_signs.items():
             counts += torch.stack([(cut & (advantages * sign > 0)).sum(), (advantages * sign > 0).sum()])
-    assert all(0 < cut < tokens for cut, tokens in cut_of_signs)
+    assert all(0 < cut < tokens for cut, tokens in of_signs.values())
 
 
 OWN = OwnClip("clip", 0.7, 1.3, 3.0)
 
 
-def write(folder, batches, own=OWN, step=1, tokens=lambda shape: torch.arange(shape.numel()).view(shape), **about):
+def write(folder, batches, own=OWN, step=1, tokens=None, bounds=(0.7, 1.9), **about):
     """Write an update for each batch, as a rank of a monitored run does that began just now."""
     known = {"loss_mode": "vanilla", "applied": False, "clip_ratio_c": 3.0, "own_clip": own and asdict(own), **about}
     files = TokenFiles(folder, known, 0)
     for update, batch in enumerate(batches):
+        numbers = torch.arange(batch[0].numel()).view(batch[0].shape) if tokens is None else tokens
         files.begin(step)
-        files.add(tokens(batch[0].shape), *batch, own and own(*batch)[1], None)
-        files.write(step, update, (0.7, 1.9))
+        files.add(numbers, *batch, own and own(*batch)[1], None)
+        files.write(step, update, bounds)
     return sorted(folder.glob("tokens-*"))
 
 
@@ -87,8 +87,7 @@ def run(monkeypatch, capsys, *arguments):
 
 def test_the_page_counts_what_the_record_counts(monkeypatch, tmp_path):
     loss = MonitorConfig(record_dir=str(tmp_path), token_dir=str(tmp_path), positive_contribution_target=0.47)
-    model = SimpleNamespace(override_config={}, enable_activation_offload=False)
-    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, model, learning_rate=0.1)
+    worker = make_worker(actor_config(loss, clip_ratio_c=3.0), monkeypatch, learning_rate=0.1)
     for step in (1, 2, 4):
         train_call(worker, *(make_batch(10 * step + k, rows=12) for k in range(3)), bapo_step=step)
     expected, tokens = torch.zeros(2, 2), torch.zeros(2)
@@ -112,11 +111,7 @@ def test_responses_of_several_kinds_are_told_apart(tmp_path):
     new = old + torch.tensor([[2.0, 1.0], [0.5, 1.0], [1.0, 1.0]]).log()
     old[1, 1] = -torch.inf
     advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
-    write(
-        tmp_path,
-        [(old, new, advantages, torch.ones(3, 2))],
-        tokens=lambda shape: torch.tensor([[7, 8], [7, 9], [8, 8]]),
-    )
+    write(tmp_path, [(old, new, advantages, torch.ones(3, 2))], tokens=torch.tensor([[7, 8], [7, 9], [8, 8]]))
     cuts = count_cuts(tmp_path)
     own = cuts.losses[0]
     assert own == "this run: vanilla [0.7, 1.3]" and (cuts.responses, cuts.no_advantage) == (3, 2)
@@ -166,8 +161,7 @@ def test_without_a_tokenizer_numbers_are_shown(monkeypatch, capsys, tmp_path, to
     output, code = run(monkeypatch, capsys, tmp_path, *(["--tokenizer", tokenizer] if tokenizer else []))
     page = (tmp_path / "tokens.html").read_text()
     assert code == 0 and "<td>#" in page
-    for text in (output, page):
-        assert ("The tokenizer /no/tokenizer cannot be read, so tokens are shown by" in text) == bool(tokenizer)
+    assert ("/no/tokenizer" in output) == ("/no/tokenizer" in page) == bool(tokenizer)
 
 
 def spoil(path, kind):
@@ -189,28 +183,26 @@ def spoil(path, kind):
 def test_files_that_cannot_be_read_are_counted(monkeypatch, capsys, tmp_path, kind):
     paths = write(tmp_path, [make_batch(seed) for seed in range(3)])
     spoil(paths[1], kind)
-    what = (
-        "of version 9 (this reads version 1)" if kind == "other version" else "that are cut off or hold something else"
-    )
+    what = "of version 9" if kind == "other version" else "that are cut off"
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
     assert f"Not counted: 1 files {what}" in (tmp_path / "tokens.html").read_text()
     for path in (paths[0], paths[2]):
         spoil(path, kind)
     output, code = run(monkeypatch, capsys, tmp_path)
-    assert code == 1 and output.startswith("Error: ") and output.count("\n") == 1
-    assert f"3 files {what}" in output
+    assert code == 1 and output.count("\n") == 1 and f"3 files {what}" in output
 
 
 def test_what_has_no_page_is_named_in_a_line(monkeypatch, capsys, tmp_path):
-    output, code = run(monkeypatch, capsys, tmp_path)
-    assert code == 1 and f"holds no tokens-*.parquet: train with token_dir={tmp_path}" in output
     old, new, advantages, mask = make_batch(1)
-    write(tmp_path, [(old, new, advantages * 0, mask), (old, new, advantages, mask & False)])
-    output, code = run(monkeypatch, capsys, tmp_path)
-    assert code == 1 and "holds no token with an advantage that can be used" in output
-    write(tmp_path, [make_batch(1)], own=replace(OWN, high=1.5), step=2)
-    output, code = run(monkeypatch, capsys, tmp_path)
-    assert code == 1 and "holds runs with different losses: " in output and "Give each its own folder." in output
+    useless = [(old, new, advantages * 0, mask), (old, new, advantages, mask & False)]
+    for batches, own, said in (
+        ([], OWN, f"train with token_dir={tmp_path}"),
+        (useless, OWN, "no token with an advantage that can be used"),
+        ([make_batch(1)], replace(OWN, high=1.5), "runs with different losses"),
+    ):
+        write(tmp_path, batches, own=own, step=1 + len(batches))
+        output, code = run(monkeypatch, capsys, tmp_path)
+        assert code == 1 and said in output and output.count("\n") == 1
 
 
 def test_updates_of_a_resumed_run_count_once(tmp_path):
@@ -223,36 +215,28 @@ def test_updates_of_a_resumed_run_count_once(tmp_path):
 
 def test_updates_without_bounds_are_counted_apart(tmp_path):
     write(tmp_path, [make_batch(1)])
-    files = TokenFiles(
-        tmp_path, {"loss_mode": "vanilla", "applied": False, "clip_ratio_c": 3.0, "own_clip": asdict(OWN)}, 1
-    )
-    files.begin(1)
     batch = make_batch(2)
-    files.add(torch.zeros(batch[0].shape).long(), *batch, OWN(*batch)[1], None)
-    files.write(1, 0, None)
+    write(tmp_path, [batch], step=2, bounds=None)
     assert count_cuts(tmp_path).left_out["tokens of updates that were not measured"] == batch[3].sum()
 
 
+GSPO = "GSPO [0.9997, 1.0004]"
+
+
 @pytest.mark.parametrize(
-    "own, about, first, rule",
+    "own, about, first, rule, losses",
     [
-        (None, {"loss_mode": "sapo"}, BAPO, "[0.7, 1.9] in 1 of the 1 updates"),
-        (LOSSES["GSPO [0.9997, 1.0004]"], {"loss_mode": "gspo"}, "this run: GSPO [0.9997, 1.0004]", "whole responses"),
-        (
-            OwnClip("cap", 0.8, 1.2),
-            {"loss_mode": "cispo"},
-            "this run: cispo, which caps [0.8, 1.2]",
-            "above 1.2 or below 0.8: it caps",
-        ),
-        (OWN, {"loss_mode": "bapo", "applied": True, "own_clip": None}, "this run: bapo", "[0.7, 1.9] in 1"),
+        (None, {"loss_mode": "sapo"}, BAPO, "[0.7, 1.9] in 1 of the 1 updates", 7),
+        (LOSSES[GSPO], {"loss_mode": "gspo"}, f"this run: {GSPO}", "whole responses", 7),
+        (OwnClip("cap", 0.8, 1.2), {"loss_mode": "cispo"}, "this run: cispo, which caps [0.8, 1.2]", "it caps", 8),
+        (OWN, {"loss_mode": "bapo", "applied": True, "own_clip": None}, "this run: bapo", "[0.7, 1.9] in 1", 7),
     ],
 )
-def test_each_loss_is_on_the_page_once(monkeypatch, capsys, tmp_path, own, about, first, rule):
+def test_each_loss_is_on_the_page_once(monkeypatch, capsys, tmp_path, own, about, first, rule, losses):
     write(tmp_path, [make_batch(1)], own=own, **about)
     cuts = count_cuts(tmp_path)
-    assert cuts.losses[0] == first and len(cuts.losses) == len(set(cuts.losses))
+    assert cuts.losses[0] == first and len(cuts.losses) == len(set(cuts.losses)) == losses
     assert (BAPO in cuts.losses) != bool(about.get("applied"))
-    assert len(cuts.losses) == 7 + (first == "this run: cispo, which caps [0.8, 1.2]")
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
     page = unescape((tmp_path / "tokens.html").read_text())
     rules = page.partition("What each loss compares")[2].partition("</table>")[0]
@@ -275,7 +259,7 @@ def test_bounds_of_micro_batches_are_all_named(monkeypatch, capsys, tmp_path):
 
 def test_a_hundred_thousand_responses_fit_on_a_page(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("recipe.bapo.hook.tokens.RESPONSES", 200_000)
-    write(tmp_path, [make_batch(1, rows=100_000, columns=3, masked=0)], tokens=lambda shape: torch.ones(shape).long())
+    write(tmp_path, [make_batch(1, rows=100_000, columns=3, masked=0)], tokens=torch.ones(100_000, 3).long())
     assert run(monkeypatch, capsys, tmp_path)[1] == 0
     page = (tmp_path / "tokens.html").read_text()
     assert "on 100,000 responses" in page and len(page) < 300_000
