@@ -9,10 +9,8 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from support.actor import actor_config
 from support.batches import make_batch
@@ -37,7 +35,6 @@ from recipe.bapo.hook.verdict_inputs import verdict_inputs
 from recipe.bapo.policy_loss import BAPOPolicyLossConfig, MonitorConfig
 from verl.utils.config import omega_conf_to_dataclass
 
-MODEL = SimpleNamespace(override_config={}, enable_activation_offload=False)
 TARGET = f"{LOSS}._target_=recipe.bapo.policy_loss."
 
 
@@ -82,12 +79,7 @@ def test_what_is_switched_on_is_what_was_measured():
         built = omega_conf_to_dataclass(OmegaConf.from_dotlist([f"{key}={value}" for key, value in keys.items()]))
         assert isinstance(built, BAPOPolicyLossConfig)
         assert {name: getattr(built, name) for name in vars(config)} == vars(config)
-    assert len(lines) == 2
-
-
-def test_a_scope_that_a_monitor_does_not_use_is_not_switched_on():
-    lines = verdict_on([update("met_by_moving")], BAPOConfig(bound_scope="micro_batch")).switch
-    assert not any("bound_scope" in line for line in lines)
+    assert len(lines) == 2 == len(verdict_on([update("met_by_moving")], BAPOConfig(bound_scope="micro_batch")).switch)
 
 
 def test_the_way_back_from_bapo_is_verls_default_loss_monitored():
@@ -107,7 +99,7 @@ def test_a_loss_that_clips_hardly_anything_of_either_sign(clipped, kind):
 
 def test_a_loss_that_caps_is_not_said_to_clip():
     text = verdict_on([update("met_by_moving", clipped=(5, 5))], own_clip={"kind": "cap"}).text
-    assert "The loss capped 5.0%" in text and "loss clipped" not in text
+    assert "capped 5.0%" in text and "clipped" not in text
 
 
 def test_the_bounds_of_bapo_are_its_loss():
@@ -172,10 +164,8 @@ def test_what_the_trainer_does_not_tell_was_not_checked():
 
 
 def test_shares_are_of_all_tokens_and_no_mean_of_updates():
-    updates = [
-        update(None, clipped=(10, 0), tokens=(100, 50, 200)),
-        update(None, clipped=(0, 5), tokens=(900, 50, 999)),
-    ]
+    counts = ((10, 0), (100, 50, 200)), ((0, 5), (900, 50, 999))
+    updates = [update(None, clipped=clipped, tokens=tokens) for clipped, tokens in counts]
     assert clipped_by_own_loss(updates) == (0.01, 0.05)
     assert clipped_by_own_loss([update(None)]) is None
     fractions = dict(clipfrac_positive=0.5, clipfrac_negative=0.1)  # what BAPO's bounds clip
@@ -198,34 +188,21 @@ def test_ratios_far_from_1_are_counted_on_either_side_and_for_either_sign(factor
     assert inputs["positive_tokens"] + inputs["negative_tokens"] == with_advantage
 
 
-def broken_batch(seed, log_prob_of):
-    old, log_prob, advantages, mask = make_batch(seed, rows=12)
-    return old, log_prob_of(old), advantages, mask
-
-
-# What a worker that trains from broken log-probs measures, with our trainer's mark that all first ratios must be 1.
-BROKEN = {
-    "every new log-prob is higher": lambda old: old + math.log(1.6),
-    "every new log-prob is lower": lambda old: old - math.log(1.6),
-    "shifted by a token": lambda old: old.roll(1, dims=1),
-    "noise on 5 % of the tokens": lambda old: old + 0.4 * (torch.arange(old.numel()).view(old.shape) % 20 == 0),
-}
-
-
 @pytest.mark.parametrize("config", [MonitorConfig, BAPOPolicyLossConfig])
-@pytest.mark.parametrize("broken", BROKEN)
-def test_the_worker_says_that_first_ratios_are_not_1(monkeypatch, capsys, broken, config):
-    worker = make_worker(actor_config(config(), clip_ratio_c=3.0), monkeypatch, MODEL)
+def test_the_worker_says_that_first_ratios_are_not_1(monkeypatch, capsys, config):
+    """Log-probs that are shifted by a token, with our trainer's mark that all first ratios must be 1."""
+    worker = make_worker(actor_config(config(), clip_ratio_c=3.0), monkeypatch)
     for call in range(EVERY):
-        batch = broken_batch(call, BROKEN[broken])
+        old, _, advantages, mask = make_batch(call, rows=12)
+        batch = old, old.roll(1, dims=1), advantages, mask
         train_call(worker, batch, batch, bapo_on_policy_first_update=True)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "the numbers cannot be used: the same weights had computed the old log-probs of 10 updates" in said
+    assert "the numbers cannot be used" in said and "of 10 updates" in said
 
 
 def test_the_worker_says_that_nothing_was_trained(monkeypatch, capsys):
     """As with a LoRA adapter of lora_alpha=0."""
-    worker = make_worker(actor_config(MonitorConfig(), clip_ratio_c=3.0), monkeypatch, MODEL)
+    worker = make_worker(actor_config(MonitorConfig(), clip_ratio_c=3.0), monkeypatch)
     worker.engine.optimizer_step = lambda: 0.0
     for call in range(EVERY):
         train_call(worker, make_batch(call, rows=12))
@@ -235,7 +212,7 @@ def test_the_worker_says_that_nothing_was_trained(monkeypatch, capsys):
 @pytest.mark.parametrize("applied", [False, True])
 def test_the_workers_sentence_has_the_shares_of_a_literal_search(monkeypatch, capsys, applied):
     config = (BAPOPolicyLossConfig if applied else MonitorConfig)(positive_contribution_target=0.46)
-    worker = make_worker(actor_config(config, clip_ratio_c=3.0), monkeypatch, MODEL)
+    worker = make_worker(actor_config(config, clip_ratio_c=3.0), monkeypatch)
     ends = [0, 0, 0]
     for call in range(EVERY):
         batch = make_batch(call, rows=12, spread=0.6)
@@ -245,8 +222,8 @@ def test_the_workers_sentence_has_the_shares_of_a_literal_search(monkeypatch, ca
     said = capsys.readouterr().err.splitlines()[-1]
     assert percents(said)[:3] == [100 * number / EVERY for number in ends] and ends[0] > 0
     options = f"{LOSS}.loss_mode=bapo ++{LOSS}.positive_contribution_target=0.46"
-    switched = f"Lines that train so: {TARGET}BAPOPolicyLossConfig {options}"
-    assert said.endswith(f"Lines that go back: {TARGET}MonitorConfig {LOSS}.loss_mode=vanilla" if applied else switched)
+    lines = f"{TARGET}MonitorConfig {LOSS}.loss_mode=vanilla" if applied else f"{TARGET}BAPOPolicyLossConfig {options}"
+    assert said.endswith(lines)
 
 
 def test_the_pages_name_the_same_thresholds():
