@@ -48,16 +48,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert torch.equal(update.stats.sums.positive_tokens, finite) and finite.isfinite().all()
 
 
-def test_a_folder_that_cannot_be_written_warns_once(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    record = Record(tmp_path / "file", CONFIG, {})
-    for seed in range(3):
-        record.write(*measure(make_tokens(seed), CONFIG))
-    (message,) = capsys.readouterr().err.splitlines()
-    assert "BAPO: no record is written from now on" in message and str(tmp_path / "file") in message
-
-
-def test_nothing_is_written_after_a_failed_write(tmp_path, capsys):
+def test_a_failed_write_is_told_once_and_ends_the_record(tmp_path, capsys):
     record, update = Record(tmp_path, CONFIG, {}), measure(make_tokens(0), CONFIG)
     record.write(*update)
     file = record.path.rename(tmp_path / "kept")
@@ -66,7 +57,8 @@ def test_nothing_is_written_after_a_failed_write(tmp_path, capsys):
     record.path.rmdir()
     file.rename(record.path)
     record.write(*update)
-    assert len(read_updates(record.path)) == 1 and capsys.readouterr().err.count("BAPO") == 1
+    (message,) = capsys.readouterr().err.splitlines()
+    assert len(read_updates(record.path)) == 1 and str(record.path) in message
 
 
 def test_a_record_that_ends_inside_a_line_is_read_up_to_there(tmp_path):
@@ -103,28 +95,23 @@ def change(part, **names):
 @pytest.mark.parametrize(
     "number, broken, message",
     [
-        (1, lambda line: "no record", "no JSON object"),
         (1, lambda line: "[" * 100_000, "no JSON object"),
         (1, lambda line: {}, "no options"),
         (1, change("options", new_option=1, another=2), "unknown options another, new_option"),
-        (1, change("options", ratio_lower_step=0), "invalid ratio_lower_step=0: use a step above 0"),
-        (1, change("options", ratio_lower_start=10**400), "int too large to convert to float"),
+        (1, change("options", ratio_lower_step=0), "invalid ratio_lower_step=0"),
+        (1, change("options", ratio_lower_start=10**400), "int too large"),
         (1, change("own_clip", low=None, dual_clip=None), "an own_clip without dual_clip, low"),
         (1, change("own_clip", high="1.2", dual_clip="3"), "no numbers in own_clip as dual_clip, high"),
-        (3, lambda line: "", "no JSON object"),
         (3, lambda line: [line], "no JSON object"),
-        (3, lambda line: {"values": {}}, "no sums"),
         (3, lambda line: line | {"values": []}, "no values"),
         (4, change("sums", gradient=None, tokens=None), "missing sums gradient, tokens"),
         (4, change("sums", new=1.0), "unknown sums new"),
         (4, change("sums", positive_weight=[0.5] * 40), "40 numbers in the sum positive_weight, and 38 with"),
-        (4, change("sums", positive_weight=0.5), "1 numbers in the sum positive_weight, and 38 with the options"),
-        (4, change("sums", tokens="many"), "something else than numbers in the sum tokens"),
         (4, change("sums", negative_weight=[[1.0]] * 17), "something else than numbers in the sum negative_weight"),
         (4, change("sums", gradient=1e308, ratio=-1e301), "no usable numbers in gradient, ratio"),
         (4, lambda line: line | {"sums": line["sums"] | {"tokens": None}}, "no usable numbers in tokens"),
-        (5, change("values", saturated=None, clipfrac_positive="a"), "no numbers as the values clipfrac_positive, sat"),
         (5, change("values", redone=1.0), "no numbers as the values extra_forward"),
+        (5, change("values", saturated=None, clipfrac_positive="a"), "no numbers as the values clipfrac_positive, sat"),
     ],
 )
 def test_what_is_wrong_in_a_record_is_named_with_its_line(tmp_path, number, broken, message):
