@@ -95,24 +95,13 @@ def test_a_server_that_was_there_and_is_gone_is_named_and_what_it_held_is_noted(
     dog = watch(tmp_path)
     monkeypatch.setattr(dog, "processes", lambda: dict(there))
     assert dog.dead_server() is None and block in dog.shared_memory
-    there[9] = "VLLM::Worker"
-    assert dog.dead_server() is None
-    del there[os.getpid()], there[8], there[9]
-    assert dog.dead_server() == f"VLLM::EngineCore (process {os.getpid()}) of a vLLM server has died"
-
-
-def test_a_process_that_was_seen_once_is_no_server(tmp_path, monkeypatch):
-    """Between vfork and exec a child of an engine shows the engine's title, for some microseconds."""
-    there = {8: "VLLM::EngineCore"}
-    dog = watch(tmp_path)
-    monkeypatch.setattr(dog, "processes", lambda: dict(there))
-    for child in (20, 21, 20):
+    for child in (20, 21, 20):  # between vfork and exec a child of an engine shows its title, for some microseconds
         there[child] = "VLLM::EngineCore"
         assert dog.dead_server() is None
         del there[child]
         assert dog.dead_server() is None
-    there.clear()
-    assert dog.dead_server() == "VLLM::EngineCore (process 8) of a vLLM server has died"
+    del there[os.getpid()], there[8]
+    assert dog.dead_server() == f"VLLM::EngineCore (process {os.getpid()}) of a vLLM server has died"
 
 
 def test_weights_that_are_too_long_on_their_way_are_named(tmp_path, monkeypatch, clock):
@@ -189,11 +178,8 @@ def test_the_servers_of_another_run_are_found(run, monkeypatch):
     assert check_other_runs(run) == "none on this machine"
     with vllm_of(locks.FIRST_JOB) as other:
         until(lambda: cleanup.vllm_processes(locks.FIRST_JOB), LIMIT, "a process of vLLM's")
-        with pytest.raises(
-            ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"
-        ) as e:
+        with pytest.raises(ValueError, match=f"another run is on this machine .process {other.pid}, VLLM::EngineCore"):
             check_other_runs(run)
-        assert all(way in str(e.value) for way in ("wait until it has ended", "scripts/apart.sh", "container"))
         with socket.create_server(("127.0.0.1", 0)) as head:
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
             assert "a job of a Ray cluster" in check_other_runs(run)
@@ -223,9 +209,7 @@ def test_a_ray_address_at_which_nothing_listens_is_named_at_once(scheme):
     with socket.socket() as head:
         head.bind(("127.0.0.1", 0))  # as long as it does not listen, the port refuses, and nobody else can take it
         address = f"{scheme}127.0.0.1:{head.getsockname()[1]}"
-        with pytest.raises(
-            ValueError, match=f"RAY_ADDRESS={address} does not answer .*refused.*: start Ray there .*unset"
-        ):
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer"):
             locks.check_ray_address(address)
         head.listen()
         locks.check_ray_address(address)
