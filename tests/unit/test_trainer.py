@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from support.metrics import METRICS
 from transfer_queue import KVBatchMeta
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.hook.marks import ON_POLICY_FIRST_UPDATE, STEP
 from recipe.bapo.run.trainer import _BAPOTrainer
+from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 
 class Parent:
@@ -59,9 +61,9 @@ def make_batch():
         ("separate_async", False, 1, False),
     ],
 )
-def test_a_batch_is_marked_only_if_its_log_probs_are_of_the_current_weights(mode, bypass, local_trigger_step, marked):
+def test_a_batch_is_marked_with_step_and_current_log_probs(mode, bypass, local_trigger_step, marked):
     batch = Trainer(mode, bypass, local_trigger_step)._update_actor(make_batch(), {})
-    assert batch.extra_info[ON_POLICY_FIRST_UPDATE] is marked
+    assert batch.extra_info == {ON_POLICY_FIRST_UPDATE: marked, STEP: 6}
 
 
 def test_the_entropy_is_filled_where_verl_skipped_it():
@@ -69,12 +71,6 @@ def test_the_entropy_is_filled_where_verl_skipped_it():
     for before, after in (({}, 0.7), ({"actor/entropy": 0.4}, 0.4)):
         trainer._update_actor(make_batch(), before)
         assert before["actor/entropy"] == after
-
-
-def test_the_worker_is_told_the_step():
-    batch = SimpleNamespace(extra_info={}, tags=[{}, {}])
-    Trainer("separate_async", True, 3)._update_actor(batch, {})
-    assert batch.extra_info[STEP] == 6
 
 
 def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
@@ -85,13 +81,17 @@ def test_the_responses_to_a_prompt_come_together_before_verl_shares_them_out():
     assert [tag["of"] for tag in batch.tags] == shared_out
 
 
+def balance(mode, keys, metrics):
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys))
+    return Trainer(mode, False, 0)._balance_batch(batch, metrics)
+
+
 @pytest.mark.parametrize(
     "keys, arrived", [(["a_0_0", "a_1_0", "b_0_0", "b_1_0"], 1.0), (["a_0_0", "a_0_1", "b_1_0"], 0.5)]
 )
 def test_the_share_of_the_responses_that_arrived_is_logged(keys, arrived):
     metrics = {}
-    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys))
-    Trainer("sync", False, 0)._balance_batch(batch, metrics)
+    balance("sync", keys, metrics)
     assert metrics == {"training/responses_arrived": arrived}  # the turns of a response are one
 
 
@@ -106,24 +106,18 @@ def test_the_prompts_are_those_that_verl_asks_for_in_a_call(prompts, arrived):
 def test_prompts_that_an_asynchronous_mode_has_replaced_count_as_lost():
     metrics = {"training/rollout_failure/evicted_samples": 2}
     keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
-    trainer = Trainer("colocate_async", True, 0)
-    trainer._balance_batch(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 4), metrics)
+    balance("colocate_async", keys, metrics)
     assert metrics["training/responses_arrived"] == 0.5
     metrics["training/rollout_failure/evicted_samples"] = 3
-    with pytest.raises(RuntimeError, match="only 4 of 10 responses arrived, fewer than watchdog.min_arrived=0.5"):
-        trainer._balance_batch(KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 4), metrics)
+    with pytest.raises(RuntimeError, match="only 4 of 10 responses arrived"):
+        balance("colocate_async", keys, metrics)
 
 
 def test_verl_averages_our_metrics_over_the_updates_of_a_step():
     """verl adds up metrics whose name contains "sum" or "total", and takes the extreme for "max" or "min"."""
-    from support.metrics import METRICS
-
-    from verl.trainer.ppo.v1.utils import MetricsAggregator
-
     metrics = {}
-    trainer = Trainer("separate_async", True, 0)
-    trainer._update_actor(make_batch(), metrics)
-    trainer._balance_batch(KVBatchMeta(partition_id="train", keys=["a_0_0", "b_0_0"], tags=[{}] * 2), metrics)
+    Trainer("separate_async", True, 0)._update_actor(make_batch(), metrics)
+    balance("separate_async", ["a_0_0", "b_0_0"], metrics)
     aggregator = MetricsAggregator()
     for value in (0.2, 0.4):
         aggregator.add_step_metrics({name: value for name in (*metrics, *METRICS)}, sample_count=8)
