@@ -92,9 +92,7 @@ def test_a_few_unusable_old_log_probs_count_as_masked(value):
     with pytest.raises(ValueError, match="1 in log_prob. No optimizer step was made"):
         read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
     log_prob[0, 0], old[1:4, 0] = 0.0, value
-    with pytest.raises(
-        ValueError, match="4 in old_log_prob. No optimizer step was made.* come from the rollout engine"
-    ):
+    with pytest.raises(ValueError, match="4 in old_log_prob. No optimizer step was made"):
         read_and_validate(*find_clip_bounds(old, log_prob, advantages, batch[3], BAPOConfig()))
 
 
