@@ -88,19 +88,6 @@ def test_the_loss_and_its_gradient_are_their_definition(batch, clip_ratio_c, exa
     torch.testing.assert_close(found, gradient, rtol=rounding, atol=smallest)
 
 
-@pytest.mark.parametrize("bound, sign", [("clip_ratio_c", -1.0), ("high", 1.0), ("low", -1.0)])
-def test_a_token_exactly_on_a_bound_is_clipped(bound, sign):
-    log_prob = torch.tensor([[-0.5 if bound == "low" else 0.5]], requires_grad=True)
-    bounds = {"low": 0.1, "high": 9.0, "clip_ratio_c": 9.0, bound: log_prob.exp().item()}
-    result = clipped_surrogate_loss(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), torch.ones(1, 1), **bounds)
-    dual = bound == "clip_ratio_c"
-    assert is_clipped(torch.zeros(1, 1), log_prob, torch.tensor([[sign]]), **bounds).all()
-    assert (result.pg_clipfrac.item(), result.pg_clipfrac_lower.item()) == (not dual, dual)
-    assert result.loss.item() == pytest.approx(-sign * bounds[bound])
-    result.loss.backward()
-    assert log_prob.grad.item() == 0
-
-
 def log_probs_on(ratios, dtype):
     """Return log-probs ``(T,)`` whose ``exp`` is one of the ratios rounded to ``dtype``, where there is one."""
     ratios = torch.tensor(ratios, dtype=dtype)
@@ -138,6 +125,7 @@ def test_count_and_gradient_agree_about_tokens_on_every_candidate(dtype, least, 
             clipped_surrogate_loss(old, leaf, advantages, mask, low, high, clip_ratio_c=3.0).loss.backward()
             clipped = sum(stats.clipped_tokens(low, high)) + stats.sums.dual_clipped_tokens
             assert (leaf.grad == 0).sum() == clipped, (low, high)
+            assert torch.equal(is_clipped(old, log_prob, advantages, low, high, 3.0), leaf.grad == 0)
     assert on_a_candidate >= least
 
 
@@ -159,24 +147,6 @@ def test_the_contribution_at_the_bounds_is_the_losss_own_share(kind):
 
         p, n = part(advantages > 0), part(advantages < 0)
         assert bounds.positive_contribution.item() == pytest.approx((p / (p + n)).item(), rel=1e-9)
-
-
-def test_the_gradient_per_token_does_not_depend_on_the_cut():
-    old, log_prob, advantages, mask = make_batch(4, rows=6)
-    tokens = mask.sum()
-    gradients = []
-    for pieces in (1, 2, 3, 6):
-        leaf = log_prob.clone().requires_grad_()
-        for rows in torch.arange(6).tensor_split(pieces):
-            clipped_surrogate_loss(
-                *(tensor[rows] for tensor in (old, leaf, advantages, mask)),
-                low=torch.tensor(0.7, dtype=torch.float64),
-                high=torch.tensor(1.4, dtype=torch.float64),
-                clip_ratio_c=3.0,
-                aggregate=lambda loss, mask: torch.where(mask, loss, 0).sum() / tokens,
-            ).loss.backward()
-        gradients.append(leaf.grad)
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def softmax_policy(seed):
