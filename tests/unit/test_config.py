@@ -15,7 +15,6 @@ from bapo import BAPOConfig
         ({"positive_contribution_target": 0.0}, "positive_contribution_target"),
         ({"positive_contribution_target": 1.0}, "positive_contribution_target"),
         ({"positive_contribution_target": float("nan")}, "positive_contribution_target"),
-        ({"positive_contribution_target": True}, "positive_contribution_target"),
         ({"ratio_lower_start": 0.95}, "ratio_lower_start"),
         ({"ratio_lower_start": -0.1}, "ratio_lower_start"),
         ({"ratio_lower_max": 1 - 1e-9}, "ratio_lower_max"),  # 1 in float32
@@ -25,6 +24,7 @@ from bapo import BAPOConfig
         ({"ratio_upper_start": 0.2, "ratio_upper_max": 0.28}, "ratio_upper_start"),
         ({"ratio_upper_max": float("inf")}, "ratio_upper_max"),
         ({"ratio_upper_step": -0.05}, "ratio_upper_step"),
+        ({"ratio_upper_step": True}, "ratio_upper_step"),
         ({"ratio_upper_step": "0.1"}, "ratio_upper_step"),
         ({"contribution": "values"}, "contribution"),
         ({"token_weight": "rollout"}, "token_weight"),
