@@ -2,6 +2,7 @@
 """The vectorised search against values by hand and the literal Algorithm 1, and what it must not depend on."""
 
 import math
+from functools import partial
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -51,22 +52,6 @@ def test_three_tokens_by_hand_gradient():
     assert found["positive_contribution_start"] == pytest.approx(1 / 3.19)
     assert found["positive_contribution"] == pytest.approx(0.4)
     assert found["search_steps"] == 41 and found["low"] == pytest.approx(0.7) and found["high"] == 3.0
-
-
-def test_the_metrics_beside_the_bounds_by_hand():
-    # Ratios 1, 2, 4 of A = 1; 1, 4, 20 and, in another sequence, 1 of A = -2; 1, 1 of A = 0.
-    ratio = torch.tensor([[1.0, 2.0, 4.0], [1.0, 4.0, 20.0], [1.0, 7.0, 7.0], [1.0, 1.0, 7.0]])
-    advantages = torch.tensor([[1.0], [-2.0], [-2.0], [0.0]]).expand(4, 3).clone()
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 1, 0]])
-    advantages[2, 1:] = torch.tensor([torch.nan, 5.0])  # masked positions may hold anything
-    old = torch.full((4, 3), -1.0)
-    for weight in ("rollout_prob", "uniform"):
-        found = values_found(old, old + ratio.log(), advantages, mask, BAPOConfig(token_weight=weight))
-        # r: 1 + 2 + 4 + 1 + 4 + 20 + 1 + 1 + 1 = 35; r^2: 1 + 4 + 16 + 1 + 16 + 400 + 3 = 441
-        assert found["effective_sample_size"] == pytest.approx(35**2 / (9 * 441), rel=1e-6)
-        # r*|A|: 7 of A > 0 and 2 * (25 + 1) of A < 0, of which 2 * 24 above 3
-        assert found["negative_unbounded_share"] == pytest.approx(48 / 59, rel=1e-6)
-        assert (found["length_positive"], found["length_negative"]) == (3, 2)  # one response, two responses
 
 
 @settings(max_examples=30 * settings.default.max_examples)
@@ -197,15 +182,13 @@ def test_eq_8_as_printed_asks_for_a_smaller_share(rho0):
     assert len(set(steps)) > 2  # met at the start, met by moving, saturated
 
 
-def search_with(*batch, clip_ratio_c=None):
-    return find_clip_bounds(*batch, BAPOConfig(), clip_ratio_c=clip_ratio_c)
+USES = {
+    "search": lambda *batch, clip_ratio_c=None: find_clip_bounds(*batch, BAPOConfig(), clip_ratio_c=clip_ratio_c),
+    "loss": partial(clipped_surrogate_loss, low=0.8, high=1.2),
+}
 
 
-def loss_with(*batch, clip_ratio_c=None):
-    return clipped_surrogate_loss(*batch, low=0.8, high=1.2, clip_ratio_c=clip_ratio_c)
-
-
-@pytest.mark.parametrize("use", [search_with, loss_with])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_what_neither_search_nor_loss_can_use_is_refused_by_name(use):
     batch = make_batch(0)
     for wrong in (1.0, 0.5, -1.0, math.nan):
@@ -260,14 +243,10 @@ def test_an_old_log_prob_above_0_beyond_rounding_is_named_and_counted(value, inv
         read_and_validate(*found)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(ratio_lower_step=0.0201),
-        dict(token_weight="uniform"),
-        dict(ratio_upper_start=1.3, ratio_upper_max=3.1),
-    ],
-)
+OTHER_SUMS = [dict(ratio_lower_step=0.0201), dict(token_weight="uniform"), dict(ratio_upper_start=1.3)]
+
+
+@pytest.mark.parametrize("change", OTHER_SUMS)
 def test_statistics_collected_with_another_config_are_refused(change):
     config, other = BAPOConfig(), BAPOConfig(**change)
     statistics = collect_clip_statistics(*make_batch(0), config)
