@@ -131,13 +131,13 @@ def untie_embeddings(source, folder):
     return folder
 
 
-def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, samples=1, axes=1, padded=None):
+def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20, axes=1):
     """Make this rank's share of a mini-batch of ``rows`` sequences in the layout of verl's trainer.
 
-    V1's is jagged. ``padded``: in that of the trainer before it, which is the default of a verl without V1.
+    V1's is jagged; a verl without V1 has that of the trainer before it.
 
-    The old log-probs differ from the model's by ``staleness`` (standard deviation). ``samples`` consecutive rows have
-    the same prompt. Vision-language models have positions on 4 ``axes``.
+    The old log-probs differ from the model's by ``staleness`` (standard deviation). Vision-language models have
+    positions on 4 ``axes``.
     """
     import torch
     from tensordict import NonTensorData, TensorDict
@@ -147,9 +147,8 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     generator = torch.Generator().manual_seed(seed)
     sequences = {name: [] for name in ("prompts", "responses", "input_ids", "position_ids", "loss_mask")}
     masks, advantages, noise = [], [], []
-    for row in range(rows):
-        if row % samples == 0:
-            prompt = torch.randint(5, 200, (4,), generator=generator)
+    for _ in range(rows):
+        prompt = torch.randint(5, 200, (4,), generator=generator)
         length = int(torch.randint(3, longest, (1,), generator=generator))
         response = torch.randint(5, 200, (length,), generator=generator)
         sequences["prompts"].append(prompt)
@@ -178,8 +177,7 @@ def make_mini_batch(actor, seed, rows, rank=0, size=1, staleness=0.6, longest=20
     data["old_log_probs"] = torch.nested.as_nested_tensor(old, layout=torch.jagged)
     lengths = [len(ids) for ids in sequences["input_ids"]]  # of all ranks, as in verl's train_mini_batch
     tu.assign_non_tensor(data, compute_loss=True, global_token_num=NonTensorData(lengths))
-    padded = not has_v1_trainer() if padded is None else padded
-    return as_padded_batch(data) if padded else data
+    return data if has_v1_trainer() else as_padded_batch(data)
 
 
 def run_update(actor, data):
