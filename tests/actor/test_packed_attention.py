@@ -2,28 +2,23 @@
 """``attn_implementation=torch_varlen`` makes sdpa's updates in verl's worker, with both engines, on two ranks."""
 
 import pytest
-from support.families import BAPO, ENGINES, FUSED, train_ranks, write_model
+from support.actor import TWO_LINES
+from support.families import ENGINES, FUSED, MODEL, train_ranks, write_model
 
-MODEL = "actor_rollout_ref.model"
 PACKED = [f"{MODEL}.use_remove_padding=true"]
 VARLEN = [  # as platform=gpu_varlen sets them
     f"{MODEL}.external_lib=[recipe.bapo.verl_patches.attention,recipe.bapo.verl_patches.fused_heads]",
     f"{MODEL}.override_config.attn_implementation=torch_varlen",
 ]
-COMMON = [*BAPO, *PACKED, FUSED, "++actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45"]
+COMMON = [*TWO_LINES, *PACKED, FUSED, "++actor_rollout_ref.actor.policy_loss.positive_contribution_target=0.45"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Write a Qwen2 with grouped keys, and set the environment of the CPU for the process of which ranks are forks."""
-    from recipe.bapo.config import cpu_environment
-
+    """Write a Qwen2 with grouped keys."""
     folder = tmp_path_factory.mktemp("model")
     write_model("Qwen2, tied", folder)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in cpu_environment().items():
-            patch.setenv(name, value)
-        yield folder
+    return folder
 
 
 @pytest.mark.parametrize("engine", ["FSDP2", pytest.param("FSDP1", marks=pytest.mark.slow)])

@@ -17,10 +17,6 @@ ROWS, RANKS = 16, 2
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FUSED = f"{MODEL}.use_fused_kernels=true"
 ENGINES = {"FSDP1": [FSDP1], "FSDP2": []}
-BAPO = [
-    f"{ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.BAPOPolicyLossConfig",
-    f"{ACTOR}.policy_loss.loss_mode=bapo",
-]
 MONITOR = [f"{ACTOR}.policy_loss._target_=recipe.bapo.policy_loss.MonitorConfig"]
 LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"]
 
@@ -38,11 +34,6 @@ FAMILIES = {
     "Qwen2, LoRA": ("Qwen2ForCausalLM", {}, None),
     "Llama": ("LlamaForCausalLM", {}, None),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", EXPERTS, None),
-    "Qwen2.5-VL": (
-        "Qwen2_5_VLForConditionalGeneration",
-        dict(rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1])),
-        VISION | dict(hidden_size=32, window_size=16, fullatt_block_indexes=[1]),
-    ),
     "Qwen3-VL": (
         "Qwen3VLForConditionalGeneration",
         dict(head_dim=8, rope_parameters=ROTARY | dict(mrope_section=[2, 1, 1], mrope_interleaved=True)),
@@ -60,7 +51,7 @@ FAMILIES = {
     ),
 }
 FAMILIES["Qwen3.5, LoRA"] = FAMILIES["Qwen3.5"]
-FAMILIES |= {f"{name}, tied": FAMILIES[name] for name in ("Qwen3-MoE", "Qwen2.5-VL", "Qwen3-VL", "Qwen3.5")}
+FAMILIES |= {f"{name}, tied": FAMILIES[name] for name in ("Qwen3-MoE", "Qwen3-VL", "Qwen3.5")}
 
 
 def write_model(family, folder):
