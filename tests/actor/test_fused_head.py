@@ -2,26 +2,22 @@
 """With untied embeddings, verl's fused kernels make the same update as the logits."""
 
 import importlib
-import os
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from support.actor import TWO_LINES, free_port, make_actor, make_mini_batch, run_update, untie_embeddings
+from support.families import ACTOR, FUSED, LORA, MODEL, ROWS
+from support.updates import SIZES
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from recipe.bapo.config import cpu_environment
-
-ROWS = 16
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-FUSED = f"{MODEL}.use_fused_kernels=true"
 # The default of verl's dataclass: gradients are reduced only after the last micro-batch.
 DEFERRED = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation=true"
 UPDATES = {"logits": [], "fused": [FUSED], "fused, gradients reduced once": [FUSED, DEFERRED]}
 KINDS = {
     "padded": [],
     "remove-padding": [f"{MODEL}.use_remove_padding=true"],
-    "LoRA": [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"],
+    "LoRA": LORA,
 }
 CASES = [("padded", 1), ("padded", 2), ("remove-padding", 1), ("remove-padding", 2), ("LoRA", 1)]
 
@@ -29,19 +25,8 @@ CASES = [("padded", 1), ("padded", 2), ("remove-padding", 1), ("remove-padding",
 def make_updates(rank, size, ports, kind, model, folder):
     """Make one update for each of ``UPDATES``, the fused ones last, because verl patches the model's class for them."""
     for port, (name, setting) in zip(ports, UPDATES.items(), strict=True):
-        actor = make_actor(
-            [
-                f"{MODEL}.path={model}",
-                *TWO_LINES,
-                f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-                *KINDS[kind],
-                *setting,
-            ],
-            rank,
-            size,
-            port,
-        )
+        options = [f"{MODEL}.path={model}", *TWO_LINES, *SIZES, *KINDS[kind], *setting]
+        actor = make_actor(options, rank, size, port)
         metrics, gradient = run_update(actor, make_mini_batch(actor, seed=3, rows=ROWS, rank=rank, size=size))
         if rank == 0:
             torch.save({"grad_norm": metrics["grad_norm"], "gradient": gradient}, folder / f"{name}.pt")
@@ -50,7 +35,6 @@ def make_updates(rank, size, ports, kind, model, folder):
 
 def compute_reference_log_probs(rank, ports, model, folder):
     """Compute a reference model's log-probs in a process that builds no actor."""
-    os.environ.update(cpu_environment())  # before verl is imported
     engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     engine.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # pinned memory needs a GPU
     libraries = [[], [FUSED, f"{MODEL}.external_lib=recipe.bapo.verl_patches.fused_heads"]]
