@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from support.actor import FSDP1, TWO_LINES, free_port, make_actor, make_mini_batch
+from support.families import ACTOR, LORA, MODEL
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-LORA = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.target_modules=all-linear"]
 MERGED = f"{MODEL}.lora.merge=true"
 CASES = {  # the overrides, how verl asks the engine for weights, and whether the servers learn
     "FSDP1, sync": ([FSDP1], dict(base_sync_done=True), True),
