@@ -18,7 +18,8 @@ from support.capture import (
     values_of_updates,
 )
 from support.oracle import entropy_covariance, sequential_search
-from support.updates import COMMON, CUTS, RANKS, ROWS, CollectiveCounter, cut_of
+from support.updates import COMMON, CUTS, MICRO_BATCH, RANKS, ROWS, CollectiveCounter, cut_of
+from support.versions import ONLY_OUR_TRAINERS, is_our_trainers
 
 from bapo import BAPOConfig
 
@@ -27,7 +28,7 @@ def updates_of_rank(rank, size, port, task, folder, engine):
     """Collect all results of a rank, in one process group."""
     COMMON.extend(engine)  # of this process, which the test has started
     model, ranks = f"actor_rollout_ref.model.path={task}/model", (rank, size, port)
-    results = {}
+    results = {"tools": updates_with_tool_tokens(rank, size, port, task)}  # before anything is captured
     for name in CUTS:
         capture_to(f"{folder}/{name}")
         actor = make_actor([model, *COMMON, *cut_of(name, size)], *ranks)
@@ -42,7 +43,69 @@ def updates_of_rank(rank, size, port, task, folder, engine):
             "passes": counter.passes,
             "gathered": [metrics[f"actor/bapo/clip_{side}"] for side in ("low", "high")],
         }
+    results["marked"] = marked_updates(rank, size, port, task, folder)
+    results["our trainer"] = updates_of_our_trainer(rank, size, port, task, folder)
     torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+def updates_of_our_trainer(rank, size, port, task, folder):
+    """Make updates from the config of our trainer, with the verl that it is written for. Returns the gradients."""
+    found = {}
+    for name in ("dynamic", "micro_batch scope") if is_our_trainers() else ():
+        capture_to(f"{folder}/our trainer/{name}")
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of(name, size)]
+        actor = make_actor(overrides, rank, size, port, ours=True)
+        _, found[name] = run_update(actor, make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size))
+    return found
+
+
+def marked_updates(rank, size, port, task, folder):
+    """Make four updates on a batch whose first ratios are 1: marked by the trainer as such or not, split or not."""
+    from verl.utils import tensordict_utils as tu
+
+    found = {}
+    for name in ("marked", "plain", "marked, one micro-batch"):
+        capture_to(f"{folder}/{name}")
+        micro = ROWS // size // 2 if "one" in name else 2
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, f"{MICRO_BATCH}={micro}"]
+        actor = make_actor(overrides, rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size, staleness=0.0)
+        mark = {"bapo_on_policy_first_update": True} if "marked" in name else {}
+        tu.assign_non_tensor(data, mini_batch_size=ROWS // 2, epochs=2, **mark)
+        counter = CollectiveCounter(actor)
+        actor.train_mini_batch(data)
+        counter.stop()
+        found[name] = {
+            "logged": [update["logged"] for update in read_updates(f"{folder}/{name}", rank)],
+            "passes": counter.passes,
+            "collectives": counter.collectives,
+        }
+    return found
+
+
+def updates_with_tool_tokens(rank, size, port, task):
+    """Make updates on multi-turn responses. Two tokens of each come from a tool and differ between the updates."""
+    from recipe.bapo.hook.scopes import SEARCH_FIELDS
+
+    found = []
+    for log_prob, advantage in ((0.0, 0.0), (-50.0, 100.0)):
+        overrides = [f"actor_rollout_ref.model.path={task}/model", *COMMON, *cut_of("halves", size)]
+        actor = make_actor(overrides, rank, size, port)
+        data = make_mini_batch(actor, seed=7, rows=ROWS, rank=rank, size=size)
+        rows = {name: [row.clone() for row in data[name].unbind()] for name in SEARCH_FIELDS}
+        for mask, old, advantages in zip(*rows.values(), strict=True):
+            mask[1:3], old[1:3], advantages[1:3] = 0, log_prob, advantage
+        for name, parts in rows.items():
+            data[name] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        prompts = [torch.zeros(len(prompt), dtype=torch.long) for prompt in data["prompts"].unbind()]
+        masks = [torch.cat(parts) for parts in zip(prompts, rows["response_mask"], strict=True)]
+        data["loss_mask"] = torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+        _, gradient = run_update(actor, data)
+        model_tokens = [
+            (int(mask.sum()), advantages[0].item()) for mask, _, advantages in zip(*rows.values(), strict=True)
+        ]
+        found.append({"logged": actor.logged, "gradient": gradient, "model tokens": model_tokens})
+    return found
 
 
 @pytest.fixture(scope="module", params=RANKS)
@@ -120,3 +183,44 @@ def test_a_first_update_makes_two_collectives_and_a_forward(ranks):
         scope = rank["micro_batch scope"]
         assert (scope["collectives"], scope["passes"]) == (micro_batches, 0)
         assert len(scope["update"]["micro_batches"]) == micro_batches
+
+
+@pytest.mark.skipif(not is_our_trainers(), reason=ONLY_OUR_TRAINERS)
+def test_our_trainers_config_brings_the_same_bounds_and_gradients(ranks):
+    for number, rank in enumerate(ranks):
+        assert rank["our trainer"]
+        for name, gradient in rank["our trainer"].items():
+            (update,) = read_updates(rank["folder"] / "our trainer" / name, number)
+            assert update["logged"] == rank[name]["update"]["logged"], name
+            assert bounds_used(update) == bounds_used(rank[name]["update"]), name
+            torch.testing.assert_close(gradient, rank[name]["gradient"], rtol=1e-5, atol=1e-7)
+
+
+def test_a_first_update_that_the_trainer_marked_needs_no_pass(ranks):
+    for rank in ranks:
+        marked, plain, whole = (rank["marked"][name] for name in ("marked", "plain", "marked, one micro-batch"))
+        for found in (marked, plain):
+            assert found["passes"] == sum(update["extra_forward"] for update in found["logged"])
+        assert marked["logged"][0]["extra_forward"] == 0 < plain["logged"][0]["extra_forward"] and whole["passes"] == 0
+        assert (marked["collectives"], plain["collectives"], whole["collectives"]) == (8, 8, 5)
+        starts = [update["positive_contribution_start"] for update in plain["logged"]]
+        assert len(set(starts)) == len(starts) == 4  # each update has its own search
+        # Known ratios do not depend on how the mini-batch is split. A forward finds the same except for rounding.
+        of_search = ("clip_low", "clip_high", "search_steps", "positive_contribution_start", "positive_contribution")
+        for name in of_search:
+            assert whole["logged"][0][name] == marked["logged"][0][name]
+        for name in ("clip_low", "clip_high", "search_steps"):
+            assert marked["logged"][0][name] == plain["logged"][0][name]
+        assert marked["logged"][0]["positive_contribution_start"] == pytest.approx(starts[0], rel=1e-5)
+
+
+def test_tool_tokens_of_a_multi_turn_response_enter_neither_bounds_nor_gradient(ranks):
+    for rank in ranks:
+        first, second = rank["tools"]
+        assert first["logged"] == second["logged"] and torch.equal(first["gradient"], second["gradient"])
+    of_all = [row for rank in ranks for row in rank["tools"][0]["model tokens"]]
+    positive = [tokens for tokens, advantage in of_all if advantage > 0]
+    logged = ranks[0]["tools"][0]["logged"]
+    fraction = sum(positive) / sum(tokens for tokens, _ in of_all)
+    assert logged["actor/bapo/positive_token_fraction"] == pytest.approx(fraction)
+    assert logged["actor/bapo/length_positive"] == pytest.approx(sum(positive) / len(positive))

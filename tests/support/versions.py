@@ -3,12 +3,16 @@
 
 import functools
 import importlib.util
+import re
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+REQUIRED = re.search(r"^TAG=v(.+)$", (Path(__file__).parents[2] / "recipe/bapo/REQUIRED_VERL.txt").read_text(), re.M)[1]
+ONLY_OUR_TRAINERS = f"our trainer and preflight are for verl {REQUIRED}"
 # Settings of our CPU platform that need verl's platforms.
 WITHOUT_PLATFORM = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
@@ -22,6 +26,12 @@ def has_platforms():
 
 
 from_0_9 = pytest.mark.skipif(not has_platforms(), reason="verl has it from 0.9.0 on")
+
+
+def is_our_trainers():
+    """Whether the verl that would be imported is the version that our trainer is written for."""
+    (folder,) = importlib.util.find_spec("verl").submodule_search_locations
+    return (Path(folder) / "version/version").read_text().strip() == REQUIRED
 
 
 def run_on_a_cpu():

@@ -111,6 +111,18 @@ def test_weights_are_those_of_a_forward_before_every_update(monkeypatch, rows):
     assert set(others[0][1]) == {"forward"} and set(others[1][1]) == {"forecast", "redone"}
 
 
+def test_the_bounds_do_not_depend_on_the_cut(monkeypatch):
+    whole, cut = worker_with(monkeypatch, rows=12), worker_with(monkeypatch, rows=1)
+    for old, log_prob, advantages, mask in wild_and_calm(20)[::3]:
+        batch = old.double(), log_prob.double(), advantages.double(), mask
+        expected, found = update(whole, batch), update(cut, batch)
+        assert bounds_of(found) == bounds_of(expected)
+        costs = {"actor/bapo/extra_forward", "actor/bapo/redone"}
+        of_a_micro_batch = {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
+        for name in METRICS - costs - of_a_micro_batch - {"actor/bapo/skipped"}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+
+
 @pytest.mark.parametrize("change", [{}, {"use_dynamic_bsz": True}, {"micro_batch_size_per_gpu": 4}])
 def test_a_mini_batch_that_may_be_split_needs_a_forward(monkeypatch, change):
     worker = worker_with(monkeypatch, rows=4)
