@@ -15,12 +15,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from omegaconf import OmegaConf
-from support.commands import LIMIT, until
+from support.commands import LIMIT, ROOT, until
 from support.configs import composed
 
 from recipe.bapo.host import cleanup
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = """
 import os, sys, time
 from pathlib import Path
@@ -77,17 +76,11 @@ class Launched:
         self.shared_memory = folder / "shared_memory"
         self.shared_memory.mkdir()
         launcher = LAUNCH.format(before=before, limit=LIMIT, shared_memory=str(self.shared_memory))
+        folders = {"OUTPUT_DIR": str(folder / "run"), "TMPDIR": str(folder), "RAY_TMPDIR": ""}
         self.process = subprocess.Popen(
             [sys.executable, "-c", launcher, f"{TRAINING}\nmark = {self.mark!r}\n{code}"],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "OUTPUT_DIR": str(folder / "run"),
-                "TMPDIR": str(folder),
-                "RAY_TMPDIR": "",
-                "PYTHONPATH": str(ROOT),
-                **environment,
-            },
+            env=os.environ | folders | {"PYTHONPATH": str(ROOT), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,21 +118,21 @@ class Launched:
 @pytest.fixture
 def launch():
     """Start launchers, and kill the remaining processes at the end."""
-    folders, started = [], []
+    started = []
+    with tempfile.TemporaryDirectory(prefix="launch", dir="/tmp") as parent:
 
-    def start(*arguments, **options):
-        folders.append(tempfile.TemporaryDirectory(prefix="launch", dir="/tmp"))
-        started.append(Launched(Path(folders[-1].name), *arguments, **options))
-        return started[-1]
+        def start(*arguments, **options):
+            folder = Path(parent, str(len(started)))
+            folder.mkdir()
+            started.append(Launched(folder, *arguments, **options))
+            return started[-1]
 
-    yield start
-    for one in started:
-        one.process.kill()
-        for process in one.left():
-            process.kill()
-        one.process.wait(LIMIT)
-    for folder in folders:
-        folder.cleanup()
+        yield start
+        for one in started:
+            one.process.kill()
+            for process in one.left():
+                process.kill()
+            one.process.wait(LIMIT)
 
 
 def test_what_is_wrong_with_the_config_is_on_the_console(launch):
@@ -167,14 +160,20 @@ def test_a_library_that_asks_a_question_ends_the_run(launch):
     assert run.process.wait(LIMIT) == 1 and "EOFError" in run.process.stderr.read()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "run").write_text("a file")
-    run = Launched(tmp_path, "")
-    try:
-        code, _, err = run.end()
-    finally:
-        run.process.kill()
-    assert code == 1 and err.startswith(f"Error: invalid run_dir (OUTPUT_DIR)={tmp_path}/run: ")
+TOO_LONG = "/tmp/" + "x" * MAX_TEMP_LENGTH
+
+
+@pytest.mark.parametrize(
+    "variable, folder, said",
+    [
+        ("OUTPUT_DIR", "/dev/null/run", "invalid run_dir (OUTPUT_DIR)=/dev/null/run: "),
+        ("RAY_TMPDIR", "/dev/null/folder", "no temporary folder can be made (RAY_TMPDIR or TMPDIR): "),
+        ("RAY_TMPDIR", TOO_LONG, f"invalid RAY_TMPDIR={TOO_LONG}: "),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_named_in_a_line(launch, variable, folder, said):
+    code, _, err = launch("", **{variable: folder}).end()
+    assert code == 1 and err.startswith(f"Error: {said}") and err.count("\n") == 1
 
 
 def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
@@ -191,14 +190,9 @@ def test_a_second_start_in_a_folder_changes_nothing_of_the_first(launch):
     assert later.end()[0] == 0 and (folder / "train.1.log").exists()
 
 
-@pytest.mark.parametrize("when", ["while it trains", "at its end"])
-def test_a_fault_in_the_display_changes_neither_run_nor_exit_code(launch, when):
-    """A line that is not verl's, and a file of answers that cannot be read."""
+def test_a_fault_in_the_display_changes_neither_run_nor_exit_code(launch):
+    """A line that is not verl's fails in the display of steps and in the summary."""
     write = "(folder / 'metrics.jsonl').write_text('garbage\\n')"
-    if when == "at its end":
-        step = json.dumps({"step": 1, "data": {"training/global_step": 1}}) + "\\n"
-        write = f"(folder / 'metrics.jsonl').write_text('{step}'); (folder / 'validation').mkdir(); "
-        write += "[(folder / 'validation' / f'{n}.jsonl').write_text('garbage') for n in (1, 2)]"
     code, out, err = launch(f"train(max_exit_s=1e9)\n{write}\nsend('info', 'written')\nsend('trained')").end()
     assert code == 0 and out.count("Warning: a part of the display failed (") == 1 and "The run goes on." in out
     assert "Traceback" not in err
@@ -306,14 +300,9 @@ ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this
     (checkpoints / "global_step_4").mkdir(parents=True)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
     code, _, err = run.end()
-    assert code == 1
-    reasons = (
-        "the worker WorkerDict has died",
-        "RayTaskError: failed",
-        "the first error in the log is RuntimeError: no",
-    )
-    assert f"Training failed: {'; '.join(reasons)} room (WorkerDict)" in err
-    assert f"The last checkpoint is {checkpoints}/global_step_4: to resume, use the same OUTPUT_DIR with" in err
+    assert code == 1 and f"{checkpoints}/global_step_4" in err
+    for reason in ("worker WorkerDict has died", "RayTaskError: failed", "RuntimeError: no room (WorkerDict)"):
+        assert reason in err
 
 
 def test_a_training_process_that_is_killed_is_named(launch):
@@ -383,15 +372,6 @@ def test_an_interruption_after_training_is_no_failure(launch):
     run.process.send_signal(signal.SIGTERM)
     code, out, err = run.end()
     assert code == 0 and not err and "Training is done, but its process is killed after SIGTERM." in out
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_ends_the_run(launch, number):
-    run = launch("(folder / 'up').touch()\nhang()")
-    run.wait_for("up")
-    run.process.send_signal(number)
-    code, _, err = run.end()
-    assert code == 128 + number and f"Error: interrupted by {number.name}. No checkpoint was saved." in err
 
 
 def test_another_interruption_does_not_break_the_clean_up(launch):
@@ -475,7 +455,6 @@ def test_training_ends_with_a_launcher_that_is_killed(launch):
     assert run.left()
     run.process.kill()
     until(lambda: not run.left(), LIMIT, "the end of training")
-    assert not run.left()
 
 
 def test_on_a_cluster_training_has_time_to_end_of_itself(launch):
