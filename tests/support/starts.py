@@ -23,7 +23,8 @@ def start_on(folder, gpus, command="", flash_attn=False, composes=True, **variab
     """Start a run as on a machine with ``gpus`` GPUs, and compose its config.
 
     Args:
-        folder: an empty folder, for an nvidia-smi and for the language model, which is not made.
+        folder: an empty folder, for an nvidia-smi and for the language model, which is not made: ``made`` or, not warmed
+            up, ``converted``.
         gpus: number of GPUs that nvidia-smi lists.
         command: the arguments of the run script.
         flash_attn: whether flash-attn can be imported.
@@ -45,7 +46,7 @@ def start_on(folder, gpus, command="", flash_attn=False, composes=True, **variab
         patch.object(os, "execv", become),
         patch.object(os, "chdir"),
         patch.object(start, "has_flash_attn", lambda: flash_attn),
-        patch.object(language_model, "obtain", lambda warmed_up: folder / "made"),
+        patch.object(language_model, "obtain", lambda warmed_up: folder / ("made" if warmed_up else "converted")),
         patch.object(start, "print", lambda text, file: setattr(found, "error", text), create=True),
     ):
         for name in {"VERL_PLATFORM", "CUDA_VISIBLE_DEVICES", "BAPO_GPUS"} - variables.keys():

@@ -3,7 +3,7 @@
 
 import re
 import subprocess
-from contextlib import suppress
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ from support.starts import start_on
 
 from recipe.bapo.config import EXAMPLE
 from recipe.bapo.host.files import output_folder
-from recipe.bapo.language_model import __main__ as language_model
 from recipe.bapo.run import machine, start
 
 OWN = {"MODEL_PATH": "hub/model", "TRAIN_FILE": "/train.parquet", "TEST_FILE": "/test.parquet"}
@@ -31,7 +30,6 @@ DICE = "pkg://recipe.bapo.example.reward"
         # A machine without a GPU. VERL_PLATFORM=cpu makes one of a machine with GPUs.
         (0, "", {}, "cpu", 64, 30, DICE, 1, 1),
         (8, "", {"VERL_PLATFORM": "cpu"}, "cpu", 64, 30, DICE, 1, 1),
-        (8, "", {"CUDA_VISIBLE_DEVICES": ""}, "cpu", 64, 30, DICE, 1, 1),
         (0, f"experiment=replay {TRAIN}=2", {}, "cpu", 64, 30, DICE, 1, 2),
         (0, "experiment=partial_rollout", {}, "cpu", 32, 120, DICE, 1, 1),
         (0, "experiment=language_model", {}, "cpu", 32, 30, LANGUAGE_MODEL, 1, 1),
@@ -41,14 +39,12 @@ DICE = "pkg://recipe.bapo.example.reward"
         (1, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
         (3, "", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 2),
         (7, "", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 4),
-        (8, "experiment=replay", {}, "cuda", 256, 30, LANGUAGE_MODEL, 1, 8),
         (8, f"{TRAIN}=1", {}, "cuda", 64, 30, LANGUAGE_MODEL, 1, 1),
         # GPUs and the user's model.
         (1, "", OWN, "cuda", 256, 8192, None, 1, 1),
         (8, "", OWN, "cuda", 256, 8192, None, 8, 8),
         (8, "", {**OWN, "VERL_PLATFORM": "nvidia", "CUDA_VISIBLE_DEVICES": "2,GPU-5a"}, "cuda", 256, 8192, None, 1, 2),
         (8, f"{TRAIN}=2", OWN, "cuda", 256, 8192, None, 1, 2),
-        (1, "size=gpu", OWN, "cuda", 256, 8192, None, 8, 1),
         (1, "", ON_TWO_NODES, "cuda", 256, 8192, None, 8, 1),
         (1, "experiment=gsm8k", OWN, "cuda", 256, 1024, None, 1, 1),
         # A login node, where a run of a node of eight GPUs is checked.
@@ -78,7 +74,6 @@ def test_a_run_fits_its_machine(tmp_path, gpus, command, variables, device, batc
     [
         (0, "", {}, 1, 1),
         (0, f"{TRAIN}=2", {}, 2, 1),  # logical slots
-        (2, "", OWN, 1, 1),
         (3, "", OWN, 2, 1),
         (8, "", {}, 4, 4),
         (5, "", {}, 2, 2),  # the language model on four
@@ -97,7 +92,6 @@ def test_half_of_the_gpus_train_where_trainer_and_rollout_are_separate(
     "gpus, command, variables, message",
     [
         (0, "experiment=gsm8kk", {}, "Could not find 'experiment/gsm8kk' Available options in 'experiment': evaluate"),
-        (8, "experiment=gsm8kk", {}, "Could not find 'experiment/gsm8kk' Available options in 'experiment': evaluate"),
         (1, "size=gpus", OWN, "Could not find 'size/gpus' Available options in 'size': cpu"),
         (0, "method=bapoo", {}, "Could not find 'method/bapoo' Available options in 'method': authors_code"),
         (0, "", {"VERL_PLATFORM": "huawei"}, "'platform/huawei' Available options in 'platform': cpu"),
@@ -108,13 +102,11 @@ def test_half_of_the_gpus_train_where_trainer_and_rollout_are_separate(
         # On a GPU the language model is the default only if no input is given, on one node, and not for these configs.
         (1, "", {"TEST_FILE": "/a"}, "actor_rollout_ref.model.path: \"Environment variable 'MODEL_PATH' not found\""),
         (8, "", {"NNODES": "2"}, "Environment variable 'MODEL_PATH' not found"),
-        (8, "trainer.nnodes=2", {}, "Environment variable 'MODEL_PATH' not found"),
         (8, "experiment=paper_7b", {}, "Environment variable 'MODEL_PATH' not found"),
         (8, "experiment=evaluate", {}, "Environment variable 'MODEL_PATH' not found"),
         (1, "experiment=language_model", {"TEST_FILE": "/a"}, "experiment=language_model makes its own model and"),
         (8, "experiment=language_model", {"NNODES": "2"}, "makes its own model and data, on this machine alone"),
         # The CPU path does not use other machines unless it is asked to.
-        (0, "", {"NNODES": "2"}, "trainer.nnodes=2 (NNODES), but this machine has no GPU"),
         (0, "trainer.nnodes=2", {}, "trainer.nnodes=2 (NNODES), but this machine has no GPU"),
         (0, "", {"RAY_ADDRESS": "http://h:1"}, "RAY_ADDRESS=http://h:1, but this machine has no GPU"),
     ],
@@ -142,7 +134,7 @@ def test_on_a_cpu_ray_hears_of_no_gpus_and_of_this_machine_alone(tmp_path):
 
 def test_on_gpus_the_platform_is_left_to_verl_and_a_cluster_may_listen(tmp_path):
     environment = start_on(tmp_path, 8, **ON_TWO_NODES, VERL_PLATFORM="nvidia", composes=False).environment
-    assert "VERL_PLATFORM" not in environment and LOOPBACK not in environment
+    assert "VERL_PLATFORM" not in environment and LOOPBACK not in environment and environment[SAMPLER] == "0"
     assert LOOPBACK not in start_on(tmp_path, 8, **OWN, RAY_ADDRESS="10.0.0.1:6379", composes=False).environment
     assert start_on(tmp_path, 8, **OWN, RAY_ADDRESS="local", composes=False).environment[LOOPBACK] == "0"
 
@@ -178,11 +170,6 @@ def test_threads_of_the_language_model_on_a_cpu_share_its_cores(tmp_path, monkey
     assert variables("").OMP_NUM_THREADS == "1"
 
 
-def test_flashinfers_sampler_is_off_on_gpus_unless_it_is_set(tmp_path):
-    assert start_on(tmp_path, 1, **OWN, composes=False).environment[SAMPLER] == "0"
-    assert start_on(tmp_path, 1, **OWN, **{SAMPLER: "1"}, composes=False).environment[SAMPLER] == "1"
-
-
 @pytest.mark.parametrize("name", ["evaluate", "[paper_7b,evaluate]"])
 def test_an_evaluation_needs_no_training_file(tmp_path, name):
     run = start_on(tmp_path, 8, f"experiment={name}", MODEL_PATH="/model", TEST_FILE="/test.parquet")
@@ -195,7 +182,6 @@ def test_an_evaluation_needs_no_training_file(tmp_path, name):
     [
         ("", {}, "runs/example-[0-9]{8}-[0-9]{6}"),
         ("experiment=[replay,evaluate]", {"TEST_FILE": ""}, "runs/evaluate-[0-9]{8}-[0-9]{6}"),
-        ("", {"OUTPUT_DIR": "/out"}, "/out"),
         ("run_dir=/mine", {"OUTPUT_DIR": "/out"}, "/mine"),
         ("run_dir=mine", {}, f"{Path.cwd()}/mine"),
         ("++run_dir=/mine", {}, "/mine"),
@@ -218,39 +204,10 @@ def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):
         assert machine.visible_gpus(environment) == count
 
 
-@pytest.fixture
-def ended(monkeypatch, tmp_path):
-    """Return a function: what ``main`` ends as. Python and the making of the language model are stand-ins."""
-
-    def execv(program, command):
-        commands.append(command)
-        raise SystemExit
-
-    monkeypatch.setattr(start.os, "execv", execv)
-    monkeypatch.setattr(start.os, "chdir", lambda folder: None)
-    monkeypatch.setattr(start, "visible_gpus", lambda environment: 1)
-    monkeypatch.setattr(start, "has_flash_attn", lambda: False)
-
-    def obtain(warmed_up):
-        return tmp_path / ("made" if warmed_up else "converted")
-
-    monkeypatch.setattr(language_model, "obtain", obtain)
-    commands = []
-
-    def main(*arguments):
-        commands.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(start.os, "environ", {"OUTPUT_DIR": str(tmp_path / "run"), "HOME": str(tmp_path)})
-            with suppress(SystemExit):
-                start.main(list(arguments))
-            return [command[2] for command in commands], start.os.environ.get("MODEL_PATH")
-
-    return main
-
-
-def test_the_language_model_need_not_be_warmed_up_to_be_checked(ended, tmp_path):
-    assert ended("--preflight") == (["recipe.bapo.preflight"], f"{tmp_path}/converted/model")
-    assert ended() == (["recipe.bapo.run"], f"{tmp_path}/made/model")
+def test_the_language_model_need_not_be_warmed_up_to_be_checked(tmp_path):
+    for command, module, made in (("--preflight", "preflight", "converted"), ("", "run", "made")):
+        run = start_on(tmp_path, 1, command, composes=False)
+        assert run.command[2] == f"recipe.bapo.{module}" and run.environment["MODEL_PATH"] == f"{tmp_path}/{made}/model"
 
 
 def test_vllm_finds_pinned_memory_on_wsl2(monkeypatch):
