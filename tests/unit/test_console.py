@@ -36,13 +36,9 @@ def test_a_step_that_lost_responses_or_trained_nothing_is_warned_of_once(tmp_pat
     steps += [record(4, **step_data(4, 0) | {"actor/grad_norm": 0.0}), record(5, **step_data(5, 0) | still)]
     (tmp_path / "metrics.jsonl").write_text("".join(steps))
     StepPrinter(tmp_path, tmp_path / "train.log", 5).print_new()
-    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning: ")]
-    assert [line.partition("The first error is")[0] for line in warned] == [
-        "Warning: in step 2 75% of the responses arrived; verl trained without the others. ",
-        "Warning: in step 5 the gradient norm was 0 although there were advantages, so nothing was trained: look at "
-        "the learning rate, LoRA's alpha and frozen parameters. ",
-    ]
-    assert warned[0].endswith("The first error is ValueError: no number in the answer (AgentLoopWorkerTQ).")
+    lost, still = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning: ")]
+    assert "in step 2 75% of the responses arrived" in lost and "in step 5 the gradient norm was 0" in still
+    assert "ValueError: no number in the answer (AgentLoopWorkerTQ)" in lost
 
 
 def test_a_failed_response_is_warned_of_before_any_step(tmp_path, capsys):
@@ -56,10 +52,8 @@ def test_a_failed_response_is_warned_of_before_any_step(tmp_path, capsys):
         with open(log, "a") as out:
             out.write(f"(AgentLoopWorkerTQ pid=7) ValueError: no number in answer {uid}\n")
         printer.print_new()
-    assert capsys.readouterr().out == (
-        "Warning: a response failed in its reward, tool or agent loop. The first error is ValueError: no number in "
-        "answer a (AgentLoopWorkerTQ).\n"
-    )
+    (warning,) = capsys.readouterr().out.splitlines()
+    assert "a response failed" in warning and "ValueError: no number in answer a (AgentLoopWorkerTQ)" in warning
 
 
 def test_the_summary_shows_the_same_prompts_before_and_after(tmp_path):
@@ -89,9 +83,9 @@ def test_an_earlier_start_never_takes_the_number_of_one_that_was_removed(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.2.log", "train.3.log"]
 
 
-def test_a_resumed_run_keeps_the_earlier_metrics(tmp_path):
+def test_a_resumed_run_keeps_the_earlier_metrics_but_what_it_made_again(tmp_path):
     path, validation = tmp_path / "metrics.jsonl", {"val-core/dice/reward/mean@4": 0.3}
-    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in (1, 2, 3)))
+    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 6)))
     # A resumed run validates at the step of its checkpoint before it trains.
     keep_earlier(path).write_text(record(2, **validation) + record(3, **step_data(3, 3)))
     (tmp_path / "metrics.old.jsonl").write_text("of the user's own")
@@ -110,14 +104,6 @@ def test_a_second_run_in_a_folder_is_not_mixed_with_the_first(tmp_path):
     keep_earlier(path).write_text(validation + "".join(record(step, **step_data(step, 1)) for step in range(1, 9)))
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 2)) for step in (1, 2)))
     assert read_metrics(tmp_path) == [(1, step_data(1, 2)), (2, step_data(2, 2))]
-    assert "2 steps, mean of the first and the last 1" in summary(tmp_path)
-
-
-def test_what_a_resumed_run_made_again_replaces_the_earlier_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 6)))
-    keep_earlier(path).write_text(record(3, **step_data(3, 2)))  # it resumed from step 2 and was ended
-    assert read_metrics(tmp_path) == [(1, step_data(1, 1)), (2, step_data(2, 1)), (3, step_data(3, 2))]
 
 
 def test_a_step_is_one_line_with_the_time_left():
@@ -125,26 +111,19 @@ def test_a_step_is_one_line_with_the_time_left():
     assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown
 
 
-def test_the_summary_says_before_and_after(tmp_path):
-    lines = [record(step, **step_data(step, step / 10)) for step in range(1, 11)]
+def test_the_summary_has_means_before_and_after_and_of_the_search(tmp_path):
+    costs = {"actor/bapo/extra_forward": 0.25, "actor/bapo/redone": 0.05}
+    lines = [record(1, **step_data(1, 0.1) | dict.fromkeys(costs, 0.0))]
+    lines += [record(step, **step_data(step, step / 10) | costs) for step in range(2, 11)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    text = summary(tmp_path)
-    assert "10 steps, mean of the first and the last 2" in text
-    assert "0.150  ->    0.950" in text and "[0.700, 1.500]" in text and str(tmp_path) in text
-    told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.M))
+    told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", summary(tmp_path), re.M))
+    assert told["training reward"].split() == ["0.150", "->", "0.950"]
     assert told["updates with the target met at the start"] == "50%"
     assert told["updates with the target met by moving bounds"] == "30%"
     assert told["updates with a saturated search"] == "20%"
     assert told["positive contribution (rho)"] == "0.400 at the start, 0.500 at the bounds used"
-    assert "The search for bounds, mean of all updates:" in text and "forward pass" not in text  # not in an old record
-
-
-def test_the_summary_says_what_exact_bounds_cost(tmp_path):
-    costs = {"actor/bapo/extra_forward": 0.25, "actor/bapo/redone": 0.125}
-    lines = [record(1, **step_data(1, 0.5) | costs), record(2, **step_data(2, 0.5) | dict.fromkeys(costs, 0.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    told = dict(re.findall(r"^  (\S.*?)  +(\S.*)$", summary(tmp_path), re.M))
-    assert told["updates with an extra forward pass"] == "12%" and told["updates that were recomputed"] == "6%"
+    assert told["bounds on the ratio"] == "[0.700, 1.500]"
+    assert told["updates with an extra forward pass"] == "22%" and told["updates that were recomputed"] == "4%"
 
 
 def test_a_monitored_run_is_not_told_of_bounds_that_were_used(tmp_path):
@@ -152,8 +131,8 @@ def test_a_monitored_run_is_not_told_of_bounds_that_were_used(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(record(1, **data))
     assert step_line(1, 2, data).endswith("  rho 0.400 -> 0.500  BAPO's bounds [0.700, 1.500]")
     text = summary(tmp_path)
-    assert "What BAPO would have done, mean of all updates:" in text and "at the bounds found" in text
-    assert "bounds used" not in text
+    assert "What BAPO would have done" in text and "0.500 at the bounds found" in text
+    assert "forward pass" not in text  # not in an old record
 
 
 @pytest.mark.parametrize(
