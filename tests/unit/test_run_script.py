@@ -4,55 +4,40 @@
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.commands import LIMIT, ROOT
 from support.gpus import DRIVER_FILES, write_driver_file
 
-SCRIPTS = (
-    "recipe/bapo/run_bapo_example.sh",
-    "scripts/setup.sh",
-    "scripts/gpu_check.sh",
-)
+SCRIPTS = ("recipe/bapo/run_bapo_example.sh", "scripts/setup.sh", "scripts/gpu_check.sh")
+NO_NVML = "Failed to initialize NVML: Unknown Error"
+
+
+def bash(*command, cwd=ROOT, **variables):
+    """Run bash with these variables besides those of the tests."""
+    environment = os.environ | variables
+    return subprocess.run(["bash", *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_driver_beside_an_nvidia_smi_that_lists_no_gpu_ends_every_script(script, tmp_path):
+def test_gpus_that_cannot_be_used_end_every_script(script, tmp_path):
     """Otherwise it would set up the CPU stack and train there, beside idle GPUs."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'; exit 255\n")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{NO_NVML}'; exit 255\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VERL_PLATFORM": "", "OUTPUT_DIR": f"{tmp_path}/run"}
-    for sign in DRIVER_FILES:
+    said = dict.fromkeys(DRIVER_FILES, f"nvidia-smi lists no GPU ({NO_NVML})") | {Path("dev/kfd"): "VERL_PLATFORM=cpu"}
+    for sign, text in said.items():
         root = write_driver_file(tmp_path / sign.name, sign)
-        run = subprocess.run(
-            ["bash", *script.split()],
-            cwd=ROOT,
-            env={**os.environ, **environment, "BAPO_DEVICE_ROOT": str(root)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-        message = f"Error: /{sign} is here, and nvidia-smi lists no GPU (Failed to initialize NVML: Unknown Error)."
-        assert run.returncode == 1 and message in run.stderr and not run.stdout, run.stdout + run.stderr
+        run = bash(script, **environment, BAPO_DEVICE_ROOT=str(root))
+        assert run.returncode == 1 and not run.stdout, run.stdout + run.stderr
+        assert f"Error: /{sign} is here" in run.stderr and text in run.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_amd_gpus_end_every_script_unless_the_cpu_is_asked_for(script, tmp_path):
+def test_amd_gpus_end_nothing_where_the_cpu_is_asked_for(tmp_path):
     root = write_driver_file(tmp_path, "dev/kfd")
-    environment = {**os.environ, "VERL_PLATFORM": "", "BAPO_DEVICE_ROOT": str(root), "OUTPUT_DIR": f"{tmp_path}/run"}
-    run = subprocess.run(
-        ["bash", *script.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert run.returncode == 1 and not run.stdout, run.stdout + run.stderr
-    assert run.stderr == (
-        "Error: /dev/kfd is here: this machine has AMD GPUs, which are not supported. Set VERL_PLATFORM=cpu to use its "
-        "CPU.\n"
-    )
     source = 'fail() { exit 1; }; source scripts/gpus.sh; choose_device; echo "$device"'
-    asked = subprocess.run(
-        ["bash", "-c", source], cwd=ROOT, env={**environment, "VERL_PLATFORM": "cpu"}, capture_output=True, text=True
-    )
-    assert asked.stdout == "cpu\n"
+    assert bash("-c", source, VERL_PLATFORM="cpu", BAPO_DEVICE_ROOT=str(root)).stdout == "cpu\n"
 
 
 @pytest.fixture
@@ -68,25 +53,13 @@ def copy(tmp_path):
 
 
 def test_without_scripts_the_active_environment_is_used_and_overrides_come_last(copy, tmp_path):
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    path = f"{tmp_path}:{os.environ['PATH']}"
     for venv, python in (("", "python3"), ("venv", "venv/bin/python")):
-        run = subprocess.run(
-            ["bash", copy, "a.key=1", "--preflight"],
-            cwd=tmp_path,
-            env={**environment, "BAPO_VENV": venv},
-            capture_output=True,
-            text=True,
-        )
+        run = bash(copy, "a.key=1", "--preflight", cwd=tmp_path, PATH=path, PYTHONPATH="", BAPO_VENV=venv)
         said = f"{python} -m recipe.bapo.run.start trainer.project_name=bapo a.key=1 --preflight"
         assert run.stdout == f"{said} from {tmp_path} with {tmp_path}/tree\n", run.stdout + run.stderr
 
 
 def test_an_environment_that_is_not_there_is_named(copy, tmp_path):
-    run = subprocess.run(
-        ["bash", copy], cwd=tmp_path, env={**os.environ, "BAPO_VENV": "nope"}, capture_output=True, text=True
-    )
-    assert run.returncode == 1
-    assert (
-        run.stderr
-        == "Error: nope/bin/python does not exist: set BAPO_VENV to a virtual environment with the requirements.\n"
-    )
+    run = bash(copy, cwd=tmp_path, BAPO_VENV="nope")
+    assert run.returncode == 1 and "Error: nope/bin/python does not exist" in run.stderr
