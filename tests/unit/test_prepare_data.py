@@ -28,29 +28,19 @@ def verl_row(content, truth):
 
 
 # The file on the hub, some of its rows, how many are kept, and what is said of the others.
+GSM8K = [{"question": "Add!", "answer": "A sum.\n#### 1,004"}]
+SKYWORK = {"A fraction?": '["\\\\frac{1}{2}"]', "Both roots?": '["1", "2"]', "": '["4"]'}
 PUBLISHED = {
-    "gsm8k_train": ("main/train-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, "none")),
-    "gsm8k_test": ("main/test-0.parquet", [{"question": "Add!", "answer": "A sum.\n#### 1,004"}], (1, "none")),
+    "gsm8k_train": ("main/train-0.parquet", GSM8K, (1, "none")),
+    "gsm8k_test": ("main/test-0.parquet", GSM8K, (1, "none")),
     "skywork_or1_math": (
         "data/math-0.parquet",
-        [verl_row("A fraction?", '["\\\\frac{1}{2}"]'), verl_row("Both roots?", '["1", "2"]'), verl_row("", '["4"]')],
+        [verl_row(*row) for row in SKYWORK.items()],
         (1, "1 with several answers, 1 without a problem"),
     ),
-    "dapo_math_17k": (
-        "data/dapo.parquet",
-        [verl_row(f"{i}+1?", str(i + 1)) for i in range(3)] * 9,
-        (3, "24 repeated"),
-    ),
-    "aime_2024": (
-        "data/aime-2024.parquet",
-        [verl_row(f"{i}?", f"{i:03d}") for i in range(30)] * 32,
-        (30, "930 repeated"),
-    ),
-    "aime_2025": (
-        "test.jsonl",
-        [{"id": str(i), "problem": f"{i}?", "answer": str(i)} for i in range(30)],
-        (30, "none"),
-    ),
+    "dapo_math_17k": ("data/dapo.parquet", [verl_row(f"{i}+1?", str(i + 1)) for i in range(3)] * 9, (3, "24 repeated")),
+    "aime_2024": ("data/a.parquet", [verl_row(f"{i}?", f"{i:03d}") for i in range(30)] * 32, (30, "930 repeated")),
+    "aime_2025": ("test.jsonl", [{"problem": f"{i}?", "answer": str(i)} for i in range(30)], (30, "none")),
     "math_500": ("test.jsonl", [{"problem": "Half?", "answer": "\\frac{1}{2}", "level": 1}], (1, "none")),
 }
 
@@ -75,8 +65,7 @@ def test_a_published_data_set_is_routed_to_a_scorer_that_knows_its_answers(name,
         write(tmp_path / "source" / "data" / "code-0.parquet", [{"of": "another layout"}])
     out = tmp_path / "new" / "out.parquet"
     assert prepare(name, tmp_path / "source", out) == f"{out}: {kept} rows kept. Dropped: {dropped}."
-    data = {"train_files": str(out), "prompt_key": "prompt", "max_prompt_length": 4096}
-    config = OmegaConf.create({"data": data})
+    config = OmegaConf.create({"data": {"train_files": str(out), "prompt_key": "prompt", "max_prompt_length": 4096}})
     check_rows(load_dataset(config, "train", None, None).dataframe.to_list(), "prompt", "the file")
     for row in rows_of(out):
         truth = row["reward_model"]["ground_truth"]
@@ -112,7 +101,6 @@ def test_rows_in_full(tmp_path):
     [
         ("aime_2024", "007", "7"),
         ("aime_2024", "000", "0"),
-        ("math_500", "007", "7"),
         ("math_500", "-27.0", "-27"),
         ("math_500", "2.50", "2.5"),
         ("math_500", "[-3, -1]", "[-3, -1]"),
@@ -135,50 +123,38 @@ def test_a_problem_that_asks_for_the_box_is_not_asked_twice(tmp_path):
 
 def test_all_messages_of_a_prompt_are_kept(tmp_path):
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
-    longer = [*first, {"role": "assistant", "content": "4"}, {"role": "user", "content": "times 2?"}]
-    same_end = [{"role": "user", "content": "times 2?"}]
-    rows = [{"prompt": prompt, "answer": "8"} for prompt in (longer, same_end, longer)]
-    made = rows_made(tmp_path, "math_500", rows)
-    assert [row["prompt"] for row in made] == [
-        [*longer[:-1], {"role": "user", "content": f"times 2?\n\n{BOXED}"}],
-        [{"role": "user", "content": f"times 2?\n\n{BOXED}"}],
-    ]
+    longer, last = [*first, {"role": "assistant", "content": "4"}], {"role": "user", "content": "times 2?"}
+    prompts = [[*longer, last], [last], [*longer, last]]
+    made = rows_made(tmp_path, "math_500", [{"prompt": prompt, "answer": "8"} for prompt in prompts])
+    asked = {"role": "user", "content": f"times 2?\n\n{BOXED}"}
+    assert [row["prompt"] for row in made] == [[*longer, asked], [asked]]
 
 
-NO_PROBLEM, NO_ANSWER = "without a problem", "without an answer"
+PROGRAM = json.dumps({"inputs": ["1"], "outputs": ["2"]})
 
 
 @pytest.mark.parametrize(
     "name, row, reason",
     [
-        ("gsm8k_train", {"question": None, "answer": "#### 4"}, NO_PROBLEM),
-        ("gsm8k_train", {"question": "x", "answer": "so it is 1,004"}, NO_ANSWER),
-        ("math_500", {"problem": " ", "answer": "7"}, NO_PROBLEM),
+        ("gsm8k_train", {"question": None, "answer": "#### 4"}, "without a problem"),
+        ("gsm8k_train", {"question": "x", "answer": "so it is 1,004"}, "without an answer"),
+        ("math_500", {"problem": " ", "answer": "7"}, "without a problem"),
         ("math_500", {"problem": "x", "answer": ["7", "8"]}, "with several answers"),
-        ("math_500", {"problem": "x", "answer": []}, NO_ANSWER),
-        ("math_500", {"problem": "x", "answer": True}, "whose answer is neither text nor a number"),
-        ("math_500", {"problem": "x", "answer": {"target": 4}}, "whose answer is neither text nor a number"),
-        ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "whose prompt is not text alone"),
-        ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "whose prompt is not text alone"),
-        (
-            "math_500",
-            {"prompt": [{"role": "human", "content": "x"}], "answer": "4"},
-            "whose last message is not the user",
-        ),
-        (
-            "math_500",
-            {"problem": "x", "answer": json.dumps({"inputs": ["1"], "outputs": ["2"]})},
-            "whose answer is neither",
-        ),
-        ("math_500", {"problem": "x", "answer": "a long text " * 9}, "whose answer has more than 100 characters"),
-        ("math_500", {"prompt": "x", "reward_model": None}, NO_ANSWER),
-        ("math_500", {"problem": "x", "answer": "}{"}, "whose answer verl's scorer does not accept"),
-        ("math_500", {"question": "x\nANSWER:", "answer": "4"}, "that ask for the answer in another form than"),
-        ("skywork_or1_math", {"problem": "x", "answer": "\\frac12"}, "whose answer is not a JSON list"),
+        ("math_500", {"problem": "x", "answer": []}, "without an answer"),
+        ("math_500", {"problem": "x", "answer": True}, "neither text nor a number"),
+        ("math_500", {"problem": "x", "answer": PROGRAM}, "neither text nor a number"),
+        ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "prompt is not text"),
+        ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "prompt is not text"),
+        ("math_500", {"prompt": [{"role": "human", "content": "x"}], "answer": "4"}, "last message is not the user"),
+        ("math_500", {"problem": "x", "answer": "a long text " * 9}, "more than 100 characters"),
+        ("math_500", {"prompt": "x", "reward_model": None}, "without an answer"),
+        ("math_500", {"problem": "x", "answer": "}{"}, "verl's scorer does not accept"),
+        ("math_500", {"question": "x\nANSWER:", "answer": "4"}, "ask for the answer in another form"),
+        ("skywork_or1_math", {"problem": "x", "answer": "\\frac12"}, "not a JSON list"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_dropped_with_a_reason(tmp_path, name, row, reason):
-    with pytest.raises(ValueError, match=f"out.parquet was not written: no row was left. Dropped: 1 {reason}"):
+    with pytest.raises(ValueError, match=f"out.parquet was not written: .* Dropped: 1 .*{reason}"):
         rows_made(tmp_path, name, [row])
     good = {"gsm8k_train": "#### 4", "skywork_or1_math": '["4"]'}.get(name, "4")
     if "prompt" not in row and "reward_model" not in row:  # the columns of a file are those of its first row
@@ -214,7 +190,7 @@ def test_an_instruction_that_has_changed_is_kept_and_said(tmp_path):
 @pytest.mark.parametrize(
     "file, content, message",
     [
-        ("a.csv", "problem,answer\n", "a.csv cannot be read as math-ai/aime25: ArrowInvalid: JSON parse error"),
+        ("a.csv", "problem,answer\n", "a.csv cannot be read as math-ai/aime25"),
         ("a.jsonl", '{"text": "x"}\n', "a.jsonl cannot be read as math-ai/aime25: KeyError: 'question'"),
         ("b.txt", "", "holds no \\*.jsonl"),
     ],
@@ -230,14 +206,13 @@ def test_a_bad_file_is_named_in_a_line_and_leaves_nothing(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("out", ["source.jsonl", "source.jsonl/out.parquet"])
 def test_an_existing_file_is_kept_and_one_that_cannot_be_written_is_named(tmp_path, monkeypatch, out):
-    write(tmp_path / "source.jsonl", [{"problem": "x", "answer": "1"}])
-    before = (tmp_path / "source.jsonl").read_text()
-    monkeypatch.setattr(
-        "sys.argv", ["x", "math_500", "--source", str(tmp_path / "source.jsonl"), "--out", str(tmp_path / out)]
-    )
+    source = tmp_path / "source.jsonl"
+    write(source, [{"problem": "x", "answer": "1"}])
+    before = source.read_text()
+    monkeypatch.setattr("sys.argv", ["x", "math_500", "--source", str(source), "--out", str(tmp_path / out)])
     with pytest.raises(SystemExit, match="^Error: .*/source.jsonl"):
         main()
-    assert (tmp_path / "source.jsonl").read_text() == before
+    assert source.read_text() == before
 
 
 def test_an_unreachable_hub_is_named(tmp_path, monkeypatch):
@@ -245,7 +220,5 @@ def test_an_unreachable_hub_is_named(tmp_path, monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(prepare_data, "snapshot_download", refuse)
-    with pytest.raises(
-        ValueError, match="the hub cannot be read as math-ai/aime25: ConnectionError: no route. .* --source"
-    ):
+    with pytest.raises(ValueError, match="the hub cannot be read as math-ai/aime25: .* no route. .* --source"):
         prepare("aime_2025", None, tmp_path / "out.parquet")
