@@ -3,18 +3,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
-from support.configs import compose_in_groups
+from support.configs import ROOT, compose_in_groups
 
 from recipe.bapo.example.reward import compute_score
 from recipe.bapo.language_model.warm_up import IGNORED, encode
 from scripts import example_task
 from scripts.example_task import make_rows
 
-ROOT = Path(__file__).parents[2]
 FILES = ROOT / "recipe" / "bapo" / "example" / "files"
 
 
@@ -27,7 +25,6 @@ FILES = ROOT / "recipe" / "bapo" / "example" / "files"
         ("07 yes", 0.0),  # a wrong claim
         ("09 yes 07 yes", 0.0),  # only the last guess counts
         ("09 no", 0.0),  # right, but denied
-        ("07 no 09 no 09 no 11 no 12 no ", 0.0),  # never claimed
         ("9 yes", 0.0),  # one digit
         ("09 yes.", 0.0),  # text follows
         ("", 0.0),
@@ -52,9 +49,8 @@ def plain(value):
 
 def test_every_stored_file_has_a_hash():
     hashed = re.findall(r"^[0-9a-f]{64}  (.+)$", (FILES / "SHA256SUMS").read_text(), re.M)
-    assert sorted(hashed) == sorted(
-        str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file() and path.name != "SHA256SUMS"
-    )
+    stored = {str(path.relative_to(FILES)) for path in FILES.rglob("*") if path.is_file()}
+    assert set(hashed) == stored - {"SHA256SUMS"}
 
 
 def test_the_stored_runs_are_of_the_examples_settings():

