@@ -72,7 +72,7 @@ def set_up(tmp_path):
         (stand_ins / name).chmod(0o755)
     (stand_ins / "Python.h").touch()
 
-    def run(*command, code=0, **variables):
+    def run(code=0, **variables):
         calls = tmp_path / "calls"
         calls.write_text("")
         environment = {
@@ -82,19 +82,13 @@ def set_up(tmp_path):
             "CALLS": str(calls),
             "BAPO_DEVICE_ROOT": str(tmp_path),
         }
-        done = subprocess.run(
-            ["bash", *(command or ("scripts/setup.sh",))],
-            cwd=tmp_path,
-            env=environment | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT,
-        )
-        assert done.returncode == code, done.stdout
+        command, options = ["bash", "scripts/setup.sh"], {"capture_output": True, "text": True, "timeout": LIMIT}
+        done = subprocess.run(command, cwd=tmp_path, env=environment | variables, **options)
+        output = done.stdout + done.stderr
+        assert done.returncode == code, output
         # Without the commands that ask for the version of Python, for venv, and for its headers.
         questions = ("ensurepip", "get_paths", "version_info")
-        return done.stdout, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
+        return output, [call for call in calls.read_text().splitlines() if not any(q in call for q in questions)]
 
     return run
 
