@@ -174,12 +174,9 @@ def test_the_methods_of_the_documented_table_have_one_dual_clip():
 
 @pytest.mark.parametrize("name", ["gsm8k", "paper_7b"])
 def test_packed_sequences_without_flash_attn_keep_the_experiments_micro_batches(name):
-    chosen = {
-        platform: compose_in_groups(f"experiment={name}", "size=gpu", f"platform={platform}")
-        for platform in ("gpu", "gpu_varlen", "gpu_without_flash_attn")
-    }
-    limits = {}
-    for platform, config in chosen.items():
+    chosen, limits = {}, {}
+    for platform in ("gpu", "gpu_varlen", "gpu_without_flash_attn"):
+        config = chosen[platform] = compose_in_groups(f"experiment={name}", "size=gpu", f"platform={platform}")
         check(config)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         limits[platform] = actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu
