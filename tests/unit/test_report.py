@@ -409,5 +409,3 @@ def test_a_run_without_an_upper_bound_and_a_dual_clip_is_reported(tmp_path, monk
     assert re.search(rf"all updates +0.0% +{100 * negative:.1f}%\n", said) and negative > 0.1
     assert re.search(rf"the run's loss, \[0.8, inf\] +0.0% +{100 * negative:.1f}% +- +-\n", said)
     assert "nan" not in said and "the record does not have it.\n" in said  # and nothing of a dual clip
-
-
