@@ -210,11 +210,11 @@ def test_a_start_that_died_at_its_first_line_costs_no_other(tmp_path):
     assert [start.path for start in run.starts] == [path]
 
 
-def write_broken(folder, batches):
+def write_broken(folder, batches, **numbers):
     """Record updates of these batches, the first in step 1 and so on."""
     record = Record(folder, BAPOConfig(), {"applied": False})
     for step, batch in enumerate(batches, start=1):
-        record.write(*measure(batch, BAPOConfig()), step=step)
+        record.write(*measure(batch, BAPOConfig()), step=step, **numbers)
 
 
 def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypatch, capsys):
@@ -230,14 +230,18 @@ def test_updates_that_are_not_finite_are_counted_and_left_out(tmp_path, monkeypa
     assert f", none on {100 * share_without:.1f}%.\n" in said
 
 
-@pytest.mark.parametrize("fault", ["a log-prob is NaN", "no old log-prob is usable", None])
+FAULTS = ["a log-prob is NaN", "no old log-prob is usable", "the same weights give other ratios than 1", None]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_with_broken_numbers_gets_no_figures_of_bounds(tmp_path, monkeypatch, capsys, fault):
     old, log_prob, advantages, mask = make_tokens(2)
     if fault == "a log-prob is NaN":
         log_prob[0] = float("nan")
     elif fault == "no old log-prob is usable":  # as a kernel that returns log-probs above 0 gives them
         old = old + 4
-    write_broken(tmp_path, [(old, log_prob, advantages, mask)] * 10)
+    numbers = {"on_policy": 1} if fault == FAULTS[2] else {}
+    write_broken(tmp_path, [(old, log_prob, advantages, mask)] * 10, **numbers)
     said, broken = report_of(monkeypatch, capsys, tmp_path), fault is not None
     assert ("the numbers cannot be used" in said) == broken == ("2. Does the run clip?" not in said)
     assert (tmp_path / "report.png").exists() != broken and not (broken and "_target_=" in said)
