@@ -80,7 +80,7 @@ def test_mean_and_interval_over_seeds_at_last_and_best_step(tmp_path):
 def test_one_run_has_no_interval_over_seeds(tmp_path):
     methods, scores = table_of(folder(tmp_path / "bapo", [0.1, 0.2]))
     (doubt,) = doubts(methods, scores)
-    assert math.isnan(cell(scores).over_seeds) and doubt == "bapo: one run, so there is no interval over seeds."
+    assert math.isnan(cell(scores).over_seeds) and doubt.startswith("bapo: one run")
 
 
 def test_the_difference_from_the_baseline_is_welchs(tmp_path):
@@ -177,11 +177,9 @@ def test_runs_whose_configs_differ_are_named(tmp_path):
     given = {"grpo": [config(k, k * 1e-6, 0.2) for k in (1, 2)], "dapo": [config(k, 1e-6, 0.28, 32) for k in (1, 2)]}
     runs = [folder(tmp_path / f"{name}-seed{k}", [0, 0.5], of[k]) for name, of in given.items() for k in (0, 1)]
     methods, scores = table_of(*runs)
-    assert list(doubts(methods, scores)) == [
-        "Runs of grpo differ in more than their seed: actor_rollout_ref.actor.optim.lr.",
-        "Methods differ in more than their loss and its sampling: actor_rollout_ref.actor.clip_ratio_c, "
-        "data.train_batch_size.",
-    ]
+    of_runs, of_methods = doubts(methods, scores)
+    assert of_runs.startswith("Runs of grpo ") and of_runs.endswith(": actor_rollout_ref.actor.optim.lr.")
+    assert of_methods.endswith(": actor_rollout_ref.actor.clip_ratio_c, data.train_batch_size.")
 
 
 def test_different_problems_give_no_interval_and_it_is_said(tmp_path):
@@ -223,11 +221,10 @@ def test_the_command_writes_table_and_picture(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "| bapo | 2 | 10 | 0.550 ± 0.635 | - | +0.200 ± 0.304 |" in printed.out and not printed.err
     assert (tmp_path / "paper/table.md").read_text() in printed.out
-    written = pd.read_csv(tmp_path / "paper/table.csv")
-    assert list(written)[8:] == ["over_seeds", "problems", "over_problems", "difference", "of_difference"]
-    row = cell(written, "grpo")
-    assert (row.step, row.runs, row.mean, row.problems) == (10, 2, pytest.approx(0.35), 0)
-    assert math.isnan(row.over_problems) and math.isnan(row.difference)
+    row = cell(pd.read_csv(tmp_path / "paper/table.csv"))
+    assert (row.step, row.runs, row.problems) == (10, 2, 0)
+    assert (row.mean, row.over_seeds) == pytest.approx((0.55, 0.635), abs=5e-4)
+    assert (row.difference, row.of_difference) == pytest.approx((0.2, 0.304), abs=5e-4)
     assert image.imread(tmp_path / "paper/table.png").shape[1] == pytest.approx(6.75 * 300, abs=2)
     assert (tmp_path / "paper/table.pdf").read_bytes().startswith(b"%PDF")
 
