@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from support.commands import LIMIT
-
-ROOT = Path(__file__).parents[2]
+from support.commands import LIMIT, ROOT
 
 
 def call(*arguments, folder, gpus=0, **variables):
@@ -22,10 +20,6 @@ def call(*arguments, folder, gpus=0, **variables):
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "BAPO_VENV": sys.prefix, **variables}
     command = ["bash", "scripts/gpu_check.sh", "--out", str(folder / "out"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
-
-
-def report_of(folder):
-    return [json.loads(line) for line in (folder / "out" / "report.jsonl").read_text().splitlines()]
 
 
 def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
@@ -41,10 +35,9 @@ def test_without_a_gpu_it_says_so_and_checks_nothing(tmp_path):
 def test_the_first_stage_rehearsed_beside_one_whose_packages_are_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['verl'] = None\n")
     done = call("--rehearse", "1", "2", folder=tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1 and "ERROR collecting tests/gpu/test_2_worker.py" in done.stdout, (
-        done.stdout + done.stderr
-    )
-    machine, *tests = report_of(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ERROR collecting tests/gpu/test_2_worker.py" in done.stdout
+    machine, *tests = map(json.loads, (tmp_path / "out/report.jsonl").read_text().splitlines())
     assert machine["rehearsal"] and f"PyTorch version: {torch.__version__}" in machine["machine"]
     tests = [test for test in tests if "test_1_torch" in test["test"]]
     assert {test["outcome"] for test in tests} == {"passed", "skipped"} and len(tests) > 8
@@ -62,13 +55,10 @@ def test_pytest_alone_skips_with_the_reason():
 
 
 def test_the_first_stage_needs_torch_and_pytest_alone():
-    code = (
-        "import runpy, sys; sys.path.insert(0, '.'); runpy.run_path('tests/gpu/conftest.py'); "
-        "runpy.run_path('tests/gpu/test_1_torch.py'); "
-        "print([name for name in ('verl', 'ray', 'hydra', 'tensordict', 'hypothesis') if name in sys.modules])"
-    )
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert loaded.stdout.strip() == "[]"
+    absent = ("verl", "ray", "hydra", "tensordict", "hypothesis")
+    code = f"import runpy, sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({absent}))\n"
+    code += "for name in ('conftest', 'test_1_torch'): runpy.run_path(f'tests/gpu/{name}.py')"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path):
