@@ -3,11 +3,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from support.commands import ROOT
 
 import verl  # noqa: F401  loads the plugin
 from recipe.bapo.hook.compatibility import refuse_unusable_settings
@@ -15,7 +15,6 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig
 
-ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs/larger_models.md").read_text().partition("## Megatron\n")[2]
 TWO_LINES, EXPERTS = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.M | re.S)
 # From the config.json of Qwen3-30B-A3B.
