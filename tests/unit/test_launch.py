@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 from support.commands import LIMIT, ROOT, until
 from support.configs import composed
 
+from recipe.bapo import main_bapo
 from recipe.bapo.host import cleanup
+from recipe.bapo.run import task_runner, train
 
 LAUNCH = """
 import os, sys, time
@@ -107,12 +109,8 @@ class Launched:
 
     def left(self):
         """List the processes with its mark among their arguments."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if self.mark in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        processes = psutil.process_iter(["cmdline"])
+        return [process for process in processes if self.mark in " ".join(process.info["cmdline"] or ())]
 
 
 @pytest.fixture
@@ -136,9 +134,8 @@ def launch():
 
 
 def test_what_is_wrong_with_the_config_is_on_the_console(launch):
-    code, out, err = launch(
-        "send('info', 'Warning: odd')\nsend('error', 'a is bad')\nsend('error', 'b too')\nsys.exit(1)"
-    ).end()
+    sends = "send('info', 'Warning: odd')\nsend('error', 'a is bad')\nsend('error', 'b too')"
+    code, out, err = launch(f"{sends}\nsys.exit(1)").end()
     assert code == 1 and out == "Warning: odd\n"
     assert err.startswith("Error: a is bad\nError: b too\nThe whole output: ") and err.endswith("/run/train.log\n")
 
@@ -222,8 +219,6 @@ def test_a_run_that_ends_well_shows_its_steps_and_a_summary(launch):
 @pytest.fixture
 def sent(monkeypatch):
     """Return what training has sent to its parent, by kind; it makes no checks, and does not train."""
-    from recipe.bapo.run import train
-
     sent = {}
     monkeypatch.setattr(train, "send", lambda kind, content: sent.update({kind: content}))
     for name in ("check", "claim_machine", "call_verl"):
@@ -232,8 +227,6 @@ def sent(monkeypatch):
 
 
 def test_training_tells_the_parent_when_its_config_is_there(task, tmp_path, sent):
-    from recipe.bapo import main_bapo
-
     (tmp_path / "metrics.jsonl").write_text("of an earlier start")
     main_bapo.main.__wrapped__(composed(task, f"run_dir={tmp_path}"))
     assert sent["checked"] is False and (tmp_path / "config.yaml").exists()
@@ -242,8 +235,6 @@ def test_training_tells_the_parent_when_its_config_is_there(task, tmp_path, sent
 
 @pytest.mark.parametrize("cluster", [False, True])
 def test_a_machine_that_another_run_has_ends_a_run_with_its_own_ray(task, tmp_path, sent, monkeypatch, cluster):
-    from recipe.bapo.run import train
-
     def refuse():
         raise ValueError("another run is on this machine")
 
@@ -256,27 +247,23 @@ def test_a_machine_that_another_run_has_ends_a_run_with_its_own_ray(task, tmp_pa
 
 @pytest.mark.parametrize("address, claimed", [("local", []), ("auto", ["claimed"])])
 def test_the_task_runner_logs_to_the_folder_and_cleans_up_whatever_happens(monkeypatch, address, claimed):
-    from recipe.bapo.run import task_runner
-
     happened, runner = [], task_runner.TaskRunner.__ray_metadata__.modified_class()
     config = OmegaConf.create({"run_dir": "/the/run", "ray_kwargs": {"ray_init": {"address": address}}})
 
-    def train(config):
+    def fail(config):
         happened.append(os.environ["VERL_FILE_LOGGER_PATH"])
         raise RuntimeError("it failed")
 
     monkeypatch.setattr(task_runner.os, "environ", dict(os.environ))
     monkeypatch.setattr(task_runner, "claim_cluster", lambda: happened.append("claimed"))
     monkeypatch.setattr(task_runner, "remove_on_every_node", lambda: happened.append("cleaned up"))
-    monkeypatch.setattr(task_runner.bapo_run, "run_trainer", train)
+    monkeypatch.setattr(task_runner.bapo_run, "run_trainer", fail)
     with pytest.raises(RuntimeError, match="it failed"):
         runner.run(config)
     assert happened == [*claimed, "/the/run/metrics.jsonl", "cleaned up"]
 
 
 def test_a_yaml_file_that_names_another_folder_than_the_logs_is_refused(task, tmp_path, sent, monkeypatch):
-    from recipe.bapo.run import train
-
     monkeypatch.setattr(train, "has_parent", lambda: True)
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "log"))
     with pytest.raises(SystemExit):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from matplotlib import image
+from support.metrics import METRICS
 
 from recipe.bapo.run.dynamics import PANELS, main, picture
 
@@ -49,7 +50,5 @@ def test_a_run_that_cannot_be_drawn_is_named_in_a_line(tmp_path, text, message):
 
 
 def test_every_panel_shows_a_metric_that_a_run_logs():
-    from support.metrics import METRICS
-
     shown = {metric for curves in PANELS.values() for metric in curves if metric.startswith("actor/bapo/")}
     assert shown and shown <= METRICS
