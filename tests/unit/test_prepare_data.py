@@ -142,6 +142,7 @@ PROGRAM = json.dumps({"inputs": ["1"], "outputs": ["2"]})
         ("math_500", {"problem": "x", "answer": ["7", "8"]}, "with several answers"),
         ("math_500", {"problem": "x", "answer": []}, "without an answer"),
         ("math_500", {"problem": "x", "answer": True}, "neither text nor a number"),
+        ("math_500", {"problem": "x", "answer": {"target": 4}}, "neither text nor a number"),
         ("math_500", {"problem": "x", "answer": PROGRAM}, "neither text nor a number"),
         ("math_500", {"prompt": [{"role": "user"}], "answer": "4"}, "prompt is not text"),
         ("math_500", {"prompt": {"text": "x"}, "answer": "4"}, "prompt is not text"),
