@@ -23,8 +23,8 @@ def start_on(folder, gpus, command="", flash_attn=False, composes=True, **variab
     """Start a run as on a machine with ``gpus`` GPUs, and compose its config.
 
     Args:
-        folder: an empty folder, for an nvidia-smi and for the language model, which is not made: ``made`` or, not warmed
-            up, ``converted``.
+        folder: an empty folder, for an nvidia-smi and for the language model, which is not made. Its folder in this one
+            would be ``made`` or, not warmed up, ``converted``.
         gpus: number of GPUs that nvidia-smi lists.
         command: the arguments of the run script.
         flash_attn: whether flash-attn can be imported.

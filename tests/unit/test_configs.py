@@ -275,3 +275,4 @@ def test_a_submitted_job_gets_every_variable_that_a_config_reads():
     text = "".join(path.read_text() for folder in ("configs", "recipe") for path in (ROOT / folder).rglob("*.yaml"))
     read = set(re.findall(r"\$\{oc\.env:(\w+)", text))
     assert read and all(map(is_forwarded, read))
+    assert not is_forwarded("HF_TOKEN") and not is_forwarded("WANDB_API_KEY")

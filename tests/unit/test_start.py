@@ -3,7 +3,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
