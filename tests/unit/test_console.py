@@ -83,7 +83,7 @@ def test_an_earlier_start_never_takes_the_number_of_one_that_was_removed(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.2.log", "train.3.log"]
 
 
-def test_a_resumed_run_keeps_the_earlier_metrics_but_what_it_made_again(tmp_path):
+def test_a_resumed_run_keeps_the_metrics_before_its_first_step(tmp_path):
     path, validation = tmp_path / "metrics.jsonl", {"val-core/dice/reward/mean@4": 0.3}
     keep_earlier(path).write_text("".join(record(step, **step_data(step, 1)) for step in range(1, 6)))
     # A resumed run validates at the step of its checkpoint before it trains.
@@ -111,7 +111,7 @@ def test_a_step_is_one_line_with_the_time_left():
     assert step_line(3, 10, {**step_data(3, 0.25), "timing_s/step": 6.0}) == shown
 
 
-def test_the_summary_has_means_before_and_after_and_of_the_search(tmp_path):
+def test_the_summary_has_means_of_training_and_of_the_search(tmp_path):
     costs = {"actor/bapo/extra_forward": 0.25, "actor/bapo/redone": 0.05}
     lines = [record(1, **step_data(1, 0.1) | dict.fromkeys(costs, 0.0))]
     lines += [record(step, **step_data(step, step / 10) | costs) for step in range(2, 11)]

@@ -49,7 +49,7 @@ def rows(page, heading):
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
 
 
-def test_the_options_and_defaults_on_the_page_are_those_of_the_code():
+def test_options_and_defaults_on_the_page_are_those_of_the_code():
     documented = {}
     for names, _, default in rows("docs/configuration.md", "Options of BAPO"):
         first, *more = re.findall("`(.*?)`", names)

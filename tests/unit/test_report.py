@@ -239,7 +239,7 @@ def report_of(monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_longer_record_has_rows_of_steps_and_a_picture_beside_it(tmp_path, monkeypatch, capsys):
+def test_a_longer_record_has_rows_of_steps_and_a_picture(tmp_path, monkeypatch, capsys):
     path, _ = write_start(tmp_path, steps=range(1, 11), updates=3)
     said = report_of(monkeypatch, capsys, path)
     assert "training steps 1 to 3 " in said and "training step 10 " in said
@@ -376,7 +376,7 @@ def test_the_lines_for_another_trainer_run(tmp_path, monkeypatch, capsys):
     assert "trained with grpo, which clips ratios to [0.8, 1.28]" in said
 
 
-def test_a_run_without_an_upper_bound_and_a_dual_clip_is_reported(tmp_path, monkeypatch, capsys):
+def test_a_run_without_upper_bound_and_dual_clip_is_reported(tmp_path, monkeypatch, capsys):
     _, batches = write_start(tmp_path, steps=range(1, 5), own_clip=OwnClip("clip", 0.8, math.inf))
     _, negative = clipped_by(batches, lambda r, a: a < 0 and r < 0.8)
     said = report_of(monkeypatch, capsys, tmp_path)
