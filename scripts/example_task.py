@@ -9,8 +9,8 @@ which few are right. Reinforcement learning then teaches the model to guess well
 
     python -m scripts.example_task FOLDER [--steps 450] [--right 0.08]
 
-Another machine or another version of torch makes a slightly different model. So the files are stored with their hashes,
-and the run script checks these.
+Another machine or another version of torch makes a slightly different model. So the files are stored with their hashes
+(``sha256sum --check SHA256SUMS``).
 """
 
 import argparse

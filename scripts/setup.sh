@@ -110,5 +110,6 @@ install_packages() {
 }
 uv=($venv/bin/uv pip install -q --compile-bytecode --python $venv/bin/python)
 has_packages || install_packages
+rm -rf bapo_verl.egg-info  # of an installation before 2026-11-28, whose version Python would find first in this folder
 step "this package${commit:+ at commit ${commit:0:7}}" "${uv[@]}" --no-deps --no-build-isolation -e .
 printf '%s\n' "$wanted" $commit >$venv/complete

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from support.configs import composed
 
-from recipe.bapo.preflight import CheckWarning
+from recipe.bapo.preflight import CheckWarning, reward
 from recipe.bapo.preflight.data import check_checkpoint, check_files
 from recipe.bapo.preflight.model import check_model
 from recipe.bapo.preflight.reward import as_written
@@ -138,6 +138,19 @@ def test_what_a_scorer_accepts_or_runs_is_no_warning(task, tmp_path, source, tru
     said = check_train_data(config)
     unasked = f"; no answer was tried of data_source={source}, whose ground_truth is no short answer"
     assert said == "rows: 1 for training and 1 for validation" + (unasked if source == "taco" else "")
+
+
+def test_a_scorer_is_asked_once_for_the_tests_of_programs_and_for_few_forms(task, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(reward, "default_compute_score", lambda solution_str, **_: asked.append(solution_str) or 1.0)
+    programs = [json.dumps({"inputs": [f"{'x' * number}\n"], "outputs": ["2\n"]}) for number in range(50)]
+    assert check_train_data(with_truths(task, tmp_path, "taco", programs)) and asked == ["", ""]  # of each file
+    asked.clear()
+    with pytest.raises(CheckWarning):
+        check_train_data(
+            with_truths(task, tmp_path, "openai/gsm8k", [f"{'+' * (n % 20)}1{'-' * (n // 20)}" for n in range(400)])
+        )
+    assert asked.count("") == 2 * reward.MOST_FORMS
 
 
 def test_a_large_number_is_written_digit_by_digit():

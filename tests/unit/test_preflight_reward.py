@@ -75,7 +75,7 @@ def test_a_call_of_the_reward_function_tells_what_it_gives(name, said, with_rewa
         assert said in note and not denied
 
 
-@pytest.mark.parametrize("call_reward, loops", [(False, "null"), (True, "/my/loops.yaml")])
-def test_a_reward_function_is_not_called_unasked(call_reward, loops, with_reward):
-    config = with_reward("raises", f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}")
+@pytest.mark.parametrize("call_reward, manager", [(False, "register"), (True, "importlib")])
+def test_a_reward_function_is_not_called_unasked(call_reward, manager, with_reward):
+    config = with_reward("raises", f"reward.reward_manager.source={manager}")
     assert check_answers([{}], "files", config, call_reward) == ([], [])

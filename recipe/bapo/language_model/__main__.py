@@ -54,7 +54,7 @@ def obtain(warmed_up: bool = True) -> Path:
             cache.make_once(converted, convert)
             if warmed_up:
                 cache.make_once(made, lambda unfinished: make(unfinished, converted, settings))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
         print("Error: interrupted.", file=sys.stderr)

@@ -102,7 +102,7 @@ def check_other_runs(config) -> str:
 
 
 def check_disk(config) -> str:
-    """Warn if the disk cannot hold the checkpoints that are kept: the run would end at one of them, hours later.
+    """Warn if the disk cannot hold the checkpoints that are kept, or two: the run would end at one, hours later.
 
     verl keeps all if ``max_actor_ckpt_to_keep`` is null, and with 1 the old one until the new one is complete.
     """
@@ -117,11 +117,12 @@ def check_disk(config) -> str:
         raise CheckSkipped("the size of a checkpoint is known only where the weights are in a folder")
     folder = Path(trainer.default_local_dir).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / GIB
-    kept = max(2, trainer.max_actor_ckpt_to_keep or 0)
-    text = f"a checkpoint of the actor has {each:.3g} GiB, and {free:.3g} GiB are free in {folder}"
-    if free < kept * each:
-        raise CheckWarning(
-            f"{text}, which is no room for {kept}: set trainer.default_local_dir to another disk, or "
-            f"trainer.max_actor_ckpt_to_keep={trainer.max_actor_ckpt_to_keep} to a smaller number of 2 or more."
-        )
+    keep = trainer.max_actor_ckpt_to_keep
+    text = (
+        f"a checkpoint of the actor has {each:.3g} GiB, {keep or 'all'} are kept (trainer.max_actor_ckpt_to_keep), and "
+        f"{free:.3g} GiB are free in {folder}"
+    )
+    needed = max(2, keep or 0)
+    if free < needed * each:
+        raise CheckWarning(f"{text}, which is no room for {needed}: set trainer.default_local_dir to another disk.")
     return text

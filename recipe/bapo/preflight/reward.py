@@ -15,6 +15,7 @@ DATA_PAGE = "docs/running.md, Data"
 # The forms in which a model writes an answer N, and in which verl's scorers read it.
 FORMS = ("N", "#### N", "\\boxed{N}", "Answer: N")
 LONGEST_ANSWER = 200  # characters; a longer answer is not tried
+MOST_FORMS = 300  # of the answers of a source, of which one each is tried: a scorer may take 60 ms for it
 
 
 def check_reward(config) -> str:
@@ -40,10 +41,12 @@ def use_of_truth(config) -> str:
         ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
     """
     reward = config.reward
-    not_verls = reward.reward_model.enable or reward.reward_manager.source != "register"
-    if not_verls or config.actor_rollout_ref.rollout.agent.agent_loop_config_path:
+    if reward.reward_manager.source != "register":
         return "unused"
-    return "read" if reward.custom_reward_function.path else "scored"
+    if reward.custom_reward_function.path:  # verl's managers call it, also beside a reward model
+        return "read"
+    own_loop = config.actor_rollout_ref.rollout.agent.agent_loop_config_path  # may give the reward itself
+    return "unused" if reward.reward_model.enable or own_loop else "scored"
 
 
 def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], list[str]]:
@@ -75,31 +78,30 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
         return [f"{path} gives {scores[best]:g} for {best!r} and {scores['']:g} for no response"], []
     if use != "scored":
         return [], []
-    forms: dict[tuple, dict] = {}
+    forms: dict[str, dict[tuple, tuple]] = {}  # by source, a row and its answer for each form
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
-        form = re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", str(truth).strip()))
-        forms.setdefault((row["data_source"], type(truth), form, as_written(truth) == str(truth).strip()), row)
-    unasked: list[str] = []
-    denied: dict[str, list[str]] = {}  # by source
-    for (source, *_), row in forms.items():
-        truth = row["reward_model"].get("ground_truth")
         answer = as_written(truth) if len(str(truth)) <= LONGEST_ANSWER else None
+        form = answer and re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", str(truth).strip()))
+        of_source = forms.setdefault(row["data_source"], {})
+        of_source.setdefault((type(truth), form, answer == str(truth).strip()), (row, answer))
+    unasked: list[str] = []
+    denied: dict[str, str] = {}  # by source
+    tried = [(source, *one) for source, found in forms.items() for one in list(found.values())[:MOST_FORMS]]
+    for source, row, answer in tried:
+        truth = row["reward_model"].get("ground_truth")
         with blame(source_of, source, f"set reward.custom_reward_function.path, or see {DATA_PAGE}"):
             scores = scores_of(default_compute_score, row, () if answer is None else (answer,))
         if answer is None:
             unasked.append(f"no answer was tried of data_source={source}, whose ground_truth is no short answer")
         elif max(scores.values()) == scores[""]:
-            denied.setdefault(source, []).append(
-                f"{source_of}={source}: verl's scorer gives the answer {answer!r} no more than an empty "
-                f"response ({scores['']:g}) where the ground_truth is {truth!r}, in any of the forms "
-                f"{', '.join(FORMS)}: store answers as text in the form that it reads, or set "
-                "reward.custom_reward_function"
+            denied.setdefault(
+                source,
+                f"{source_of}={source}: verl's scorer gives the answer {answer!r} no more than an empty response "
+                f"({scores['']:g}) where the ground_truth is {truth!r}, in any of the forms {', '.join(FORMS)}: store "
+                "answers as text in the form that it reads, or set reward.custom_reward_function",
             )
-    return unasked, [
-        first + (f"; answers of other forms that it rejects: {len(others)}" if others else "")
-        for first, *others in denied.values()
-    ]
+    return unasked, list(denied.values())
 
 
 def scores_of(function, row, answers) -> dict[str, float]:
@@ -128,7 +130,7 @@ def as_written(truth) -> str | None:
     None for what no response could repeat, such as the tests of a program.
     """
     if isinstance(truth, str) and truth.strip().startswith(("[", "{")):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(truth)
             if not isinstance(found, list) or not all(isinstance(one, int | float) for one in found):
                 return as_written(found)  # [-3, -1] is an interval, as a model would write it

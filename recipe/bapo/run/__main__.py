@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         # For all processes of the run, so that Ray's session and other files do not stay.
-        parent = os.environ.get("RAY_TMPDIR") or None  # else TMPDIR or /tmp, as with Ray
+        parent = os.path.abspath(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())  # as with Ray
         temporary = tempfile.TemporaryDirectory(prefix="bapo-", dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         print(f"Error: no temporary folder can be made (RAY_TMPDIR or TMPDIR): {error}", file=sys.stderr)
@@ -215,15 +215,18 @@ class TrainingProcess:
             f"the worker {actor} has died" if actor else None,
             *self.errors,
             None if self.errors or exit_code is None else f"the training process ended with code {exit_code}",
-            f"the first error in the log is {first}" if first else None,
+            f"the first error at the end of the log is {first}" if first else None,
         )
         return f"Training failed: {'; '.join(filter(None, reasons))}. {self.how_to_resume()}", 1
 
     def how_to_resume(self) -> str:
         """Say which checkpoint is the last, and which settings resume from it."""
-        folder = None
-        with suppress(ValueError):  # raised if the last checkpoint is missing
-            folder = latest_checkpoint(Path(self.config.trainer.default_local_dir)) if self.config else None
+        if self.config is None:
+            return "Nothing was trained."
+        try:
+            folder = latest_checkpoint(Path(self.config.trainer.default_local_dir))
+        except ValueError as error:  # the last checkpoint is missing
+            return str(error)
         if folder is None:
             return "No checkpoint was saved."
         return f"The last checkpoint is {folder}: to resume, use the same OUTPUT_DIR with trainer.resume_mode=auto."

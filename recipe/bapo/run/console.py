@@ -2,7 +2,7 @@
 """Print a run for the user: a line per step, advice, a progress bar in a terminal, and a summary at the end.
 
 The parent of a run does it. It reads all of it from ``metrics.jsonl``, ``train.log`` and ``validation/`` in the run's
-folder. No program reads it, so you may change the texts; the README shows the summary.
+folder. No program reads it, so you may change the texts; docs/running.md shows the summary.
 """
 
 import math
@@ -134,14 +134,17 @@ def has_unusable_gradient(data: dict[str, float]) -> bool:
 
 
 def end_of(log: Path) -> str:
-    """Read the last part of a log, which after days may have gigabytes."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - MOST_READ))
-        return file.read().decode(errors="replace")
+    """Read the last part of a log, which after days may have gigabytes; "" if it is gone."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - MOST_READ))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def first_error(log: str) -> str | None:
-    """Find the first exception in a run's log, and the worker that printed it; None if there is none."""
+    """Find the first exception in a run's log, or its end, and the worker that printed it; None if there is none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
     of_vllm = r"(?:\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]*\] )?"  # vLLM's processes print through their server
     of_argparse = r"\S+(?: \w+)?: (?=error: )"  # vLLM's server parses its options like a command

@@ -4,6 +4,8 @@
 The parent of a run draws its picture when it ends, in a process of its own. To change the panels, change ``PANELS``.
 """
 
+import argparse
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -45,7 +47,7 @@ def picture(run: Path) -> Figure:
     figure = Figure(figsize=(13, 10.5), layout="constrained")
     axes = figure.subplots(math.ceil(len(PANELS) / 3), 3)
     for axis, (title, curves) in zip(axes.flat, PANELS.items(), strict=False):
-        for (metric, name), style in zip(curves.items(), STYLES, strict=False):
+        for (metric, name), style in zip(curves.items(), itertools.cycle(STYLES), strict=False):
             marker = "o" if metric == VALIDATION else ""
             axis.plot(*points_of(steps, metric), style, marker=marker, color="C0", linewidth=2, label=name)
         axis.set_title(title)
@@ -74,4 +76,6 @@ def main(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    main(parser.parse_args().run)

@@ -81,7 +81,7 @@ def check(config) -> None:
             send("info", f"Warning: {line.detail}")
     failed = [line.detail for line in lines if line.status == "failed"]
     if failed:
-        give_up(*failed[:-1], f"{failed[-1]} (preflight=false starts the run all the same.)")
+        give_up(*failed[:-1], f"{failed[-1]} (preflight=false leaves these checks out.)")
 
 
 def give_up(*errors: str) -> NoReturn:
