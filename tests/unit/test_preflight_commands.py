@@ -145,12 +145,6 @@ def test_a_loss_that_is_not_a_policy_loss_is_refused_as_in_the_worker(stock):
     assert "verl's config" not in found([*stock, *distils])
 
 
-def test_the_reward_function_is_called_where_the_user_asks_for_it(stock):
-    for call_reward in (True, False):
-        lines = {line.name: line for line in run_preflight(stock, call_reward=call_reward, name="ppo_trainer")}
-        assert lines["data"].status == "ok" and ("for no response" in lines["data"].detail) == call_reward
-
-
 def test_a_monitor_that_would_do_nothing_is_a_warning(stock):
     engine = ["model_engine=torchtitan", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"]
     status, detail = found([*stock, *MONITOR, *engine])["verl's config"]

@@ -38,7 +38,6 @@ def main() -> int:
     parser.add_argument("--config-name", "-cn", dest="name", default="ppo_trainer", help="of the config (ppo_trainer)")
     parser.add_argument("--config-path", "-cp", dest="folder", help="the folder of that config (verl's, or ours)")
     parser.add_argument("--config-dir", "-cd", dest="groups", help="a folder with further groups, such as configs")
-    parser.add_argument("--call-reward", action="store_true", help="call your reward function on a right answer")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for a training run")
     arguments = vars(parser.parse_intermixed_args())
     with nothing_printed():

@@ -20,15 +20,11 @@ from verl.trainer.ppo.utils import create_rl_dataset
 READABLE = f"give parquet or json files in verl's schema ({DATA_PAGE})"
 
 
-def check_files(config, call_reward: bool = False) -> str:
+def check_files(config) -> str:
     """Check the data: verl reads them, each row has verl's schema, no prompt is cut, a batch is there, right
     answers get a reward.
 
     A data set class of the user's own is only made: its rows are its own.
-
-    Args:
-        config: resolved.
-        call_reward: call a reward function of the user's, too.
 
     Raises:
         ValueError: names the field and the fix.
@@ -58,7 +54,7 @@ def check_files(config, call_reward: bool = False) -> str:
                     f"{data.max_prompt_length}, and verl cuts them in spite of data.truncation=error: raise the "
                     "length, or set data.filter_overlong_prompts=true."
                 )
-            found, denied = check_answers(rows, what, config, call_reward)
+            found, denied = check_answers(rows, what, config)
             notes += found
             doubts += denied
         # verl finds that there is no batch only when everything is loaded: it divides by the steps of an epoch.

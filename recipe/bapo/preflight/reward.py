@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the reward function and the reward manager, and whether right answers of the data get a reward."""
 
-import asyncio
-import inspect
 import json
 import re
 from contextlib import suppress
@@ -49,7 +47,7 @@ def use_of_truth(config) -> str:
     return "unused" if reward.reward_model.enable or own_loop else "scored"
 
 
-def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], list[str]]:
+def check_answers(rows, what, config) -> tuple[list[str], list[str]]:
     """Ask verl's scorers whether they give a right answer more than an empty response.
 
     Some compare texts. They never accept a number, and raise no error. One answer of each form is tried, such as
@@ -59,8 +57,6 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
         rows: the rows as dicts.
         what: names the rows' files.
         config: resolved.
-        call_reward: call a reward function of the user's on the answer of the first row. It may want another form, so
-            what it gives is only said.
 
     Returns:
         What was found, and a warning for each source with an answer that gets no more.
@@ -69,15 +65,9 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
         ValueError: a scorer raises, as it would in a run, which drops such responses.
         CheckWarning: a package that a scorer needs is missing.
     """
-    use, source_of = use_of_truth(config), f"{what}, data_source"
-    if use == "read" and call_reward and rows:
-        path, truth = config.reward.custom_reward_function.path, rows[0]["reward_model"]["ground_truth"]
-        with blame("reward.custom_reward_function", path):
-            scores = scores_of(get_custom_reward_fn(config), rows[0], (as_written(truth) or "", str(truth)))
-        best = max(filter(None, scores), key=scores.__getitem__)
-        return [f"{path} gives {scores[best]:g} for {best!r} and {scores['']:g} for no response"], []
-    if use != "scored":
+    if use_of_truth(config) != "scored":
         return [], []
+    source_of = f"{what}, data_source"
     forms: dict[str, dict[tuple, tuple]] = {}  # by source, a row and its answer for each form
     for row in rows:
         truth = row["reward_model"].get("ground_truth")
@@ -91,7 +81,7 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
     for source, row, answer in tried:
         truth = row["reward_model"].get("ground_truth")
         with blame(source_of, source, f"set reward.custom_reward_function.path, or see {DATA_PAGE}"):
-            scores = scores_of(default_compute_score, row, () if answer is None else (answer,))
+            scores = scores_of(row, answer)
         if answer is None:
             unasked.append(f"no answer was tried of data_source={source}, whose ground_truth is no short answer")
         elif max(scores.values()) == scores[""]:
@@ -104,21 +94,21 @@ def check_answers(rows, what, config, call_reward=False) -> tuple[list[str], lis
     return unasked, list(denied.values())
 
 
-def scores_of(function, row, answers) -> dict[str, float]:
-    """Call a reward function as verl's reward managers do. Returns its scores by response.
+def scores_of(row, answer: str | None) -> dict[str, float]:
+    """Call verl's scorer as a run does, on an empty response and on ``answer``, if any, in each of ``FORMS``.
 
-    The responses are an empty one, and each of ``answers`` in each of ``FORMS``.
+    Returns:
+        the scores by response.
     """
-    responses = ["", *(form.replace("N", answer) for answer in answers for form in FORMS)]
+    responses = ["", *(() if answer is None else (form.replace("N", answer) for form in FORMS))]
 
     def score(response):
-        found = function(
+        found = default_compute_score(
             data_source=row["data_source"],
             solution_str=response,
             ground_truth=row["reward_model"].get("ground_truth"),
             extra_info={**(row.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
         )
-        found = asyncio.run(found) if inspect.isawaitable(found) else found
         return float(found["score"] if isinstance(found, dict) else found)
 
     return {response: score(response) for response in responses}

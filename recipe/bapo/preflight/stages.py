@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -123,9 +122,7 @@ def other_entry_point(config, config_name: str = "") -> str | None:
     return "recipe.dapo.main_dapo" if of_dapo else None
 
 
-def run_stages(
-    config, overrides: list[str] | None = None, call_reward: bool = False, config_name: str = ""
-) -> list[Result]:
+def run_stages(config, overrides: list[str] | None = None, config_name: str = "") -> list[Result]:
     """Run the stages. Those that rely on a failed one are skipped.
 
     If a switch is a text, only that is reported.
@@ -133,7 +130,6 @@ def run_stages(
     Args:
         config: resolved, and of our trainer also prepared.
         overrides: the ``key=value`` arguments that gave the config.
-        call_reward: call a reward function of the user's, too.
         config_name: Hydra's ``--config-name``.
     """
     other = other_entry_point(config, config_name)
@@ -142,7 +138,6 @@ def run_stages(
     misread = misread_switches(config)
     if misread:
         return [Result("keys", "failed", line) for line in misread]
-    given: dict[str, dict[str, Any]] = {"keys": {"overrides": overrides or []}, "data": {"call_reward": call_reward}}
     results = []
     lost: list[str] = []  # stages that failed, or rely on one that did
     for name, stage, relies_on in STAGES:
@@ -150,7 +145,7 @@ def run_stages(
         if missing:
             result = Result(name, "skipped", f"it relies on {', '.join(missing)}")
         else:
-            result = _result(name, stage, config, **given.get(name, {}))
+            result = _result(name, stage, config, **({"overrides": overrides or []} if name == "keys" else {}))
         if missing or result.status == "failed":
             lost.append(name)
         results.append(result)
@@ -173,12 +168,11 @@ def table(results: list[Result]) -> str:
     return "\n".join(f"{result.status:<8} {result.name:<16} {result.detail}" for result in results)
 
 
-def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> list[Result]:
+def run_preflight(overrides: list[str], **where) -> list[Result]:
     """Compose a config and run all stages. If it cannot be composed, the only result says why.
 
     Args:
         overrides: the ``key=value`` arguments.
-        call_reward: call a reward function of the user's, too.
         where: the other arguments of ``compose_config``.
     """
     try:
@@ -186,4 +180,4 @@ def run_preflight(overrides: list[str], call_reward: bool = False, **where) -> l
         (prepare if is_of_our_trainer(config) else OmegaConf.resolve)(config)
     except Exception as error:
         return [Result("keys", "failed", explain(error))]
-    return run_stages(config, overrides, call_reward, where.get("name", ""))
+    return run_stages(config, overrides, where.get("name", ""))
