@@ -68,11 +68,11 @@ tests 'monitor, FSDP2, two ranks' $worker/test_monitored_updates.py -k 'FSDP2 an
 tests 'monitor, FSDP1, two ranks' $worker/test_monitored_updates.py -k 'FSDP1 and two'
 example=recipe/bapo/example/files
 said=$("$python" -W ignore -m recipe.bapo.preflight actor_rollout_ref.model.path=$example/model \
-    data.train_files=$example/train.parquet data.val_files=$example/test.parquet 2>"$logs/preflight.log" || true)
-case $said in
-skipped*) row preflight skipped "$(cut -c 27- <<<"$said")" ;;
-*failed*"verl's config"*) row preflight failed "$(grep "^failed  *verl's config" <<<"$said")" ;;
-*versions*) row preflight ok "$(grep -c . <<<"$said") rows" ;;
-*) row preflight failed "$(tail -n 1 "$logs/preflight.log")" ;;
-esac
+    data.train_files=$example/train.parquet data.val_files=$example/test.parquet algorithm.adv_estimator=grpo \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1 2>"$logs/preflight.log" || true)
+if [[ $said = skipped* ]]; then row preflight skipped "$(cut -c 27- <<<"$said")"
+elif failed=$(grep "^failed  *verl's config" <<<"$said"); then row preflight failed "$failed"
+elif [[ $said = *versions* ]]; then row preflight ok "$(grep -c . <<<"$said") rows"
+else row preflight failed "$(tail -n 1 "$logs/preflight.log")"; fi
 exit $status

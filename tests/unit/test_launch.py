@@ -288,6 +288,11 @@ ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this
         assert reason in err
 
 
+def test_a_training_process_that_is_killed_before_its_checks_is_named(launch):
+    code, _, err = launch("os.kill(os.getpid(), 9)").end()
+    assert code == 1 and err.startswith("Error: the training process ended with code -9\n")
+
+
 def test_a_training_process_that_is_killed_is_named(launch):
     code, _, err = launch("train()\nos.kill(os.getpid(), 9)").end()
     assert code == 1 and "Training failed: the training process ended with code -9. No checkpoint was saved" in err

@@ -38,13 +38,12 @@ def use_of_truth(config) -> str:
         ``scored``: verl's scorers compare responses with them. ``read``: a reward function of the user's gets them.
         ``unused``: a reward model, or a manager or agent loop of the user's, gives the reward.
     """
-    reward = config.reward
-    if reward.reward_manager.source != "register":
+    reward, own_loop = config.reward, config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+    if reward.reward_manager.source != "register" or own_loop:
         return "unused"
     if reward.custom_reward_function.path:  # verl's managers call it, also beside a reward model
         return "read"
-    own_loop = config.actor_rollout_ref.rollout.agent.agent_loop_config_path  # may give the reward itself
-    return "unused" if reward.reward_model.enable or own_loop else "scored"
+    return "unused" if reward.reward_model.enable else "scored"
 
 
 def check_answers(rows, what, config) -> tuple[list[str], list[str]]:

@@ -207,7 +207,8 @@ class TrainingProcess:
             return f"interrupted by {interruptions[0].name}. {self.how_to_resume()}", 128 + interruptions[0]
         log = console.end_of(self.log)
         if self.watchdog is None:  # the checks have failed, or training ended before they were done
-            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]), 1
+            ended = f"the training process ended with code {exit_code}"
+            return "\nError: ".join(self.errors) or "\n".join(log.strip().splitlines()[-6:]) or ended, 1
         first, actor = console.first_error(log), console.dead_actor(log)
         reasons = (
             self.watchdog.reason,

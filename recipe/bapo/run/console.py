@@ -67,7 +67,7 @@ class StepPrinter:
             tqdm.write(said)
 
     def warn(self, about: str, text: str) -> None:
-        """Print a warning with the log's first error, unless one was printed for the same before."""
+        """Print a warning with the first error at the end of the log, unless one was printed for the same before."""
         if about not in self.warned:
             self.warned.add(about)
             error = first_error(end_of(self.log))

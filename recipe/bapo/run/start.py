@@ -18,7 +18,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
-from recipe.bapo.config.errors import ERRORS, explain
+from recipe.bapo.config.errors import explain
 from recipe.bapo.host.files import names_folder, output_folder
 from recipe.bapo.run import bapo_run
 from recipe.bapo.run.machine import has_flash_attn, system_variables, visible_gpus
@@ -147,14 +147,8 @@ def main(arguments: list[str]) -> int:
     command = ["--config-dir", "configs", *groups, *keys]
     checks = [sys.executable, "-m", "recipe.bapo.preflight", "--config-name", bapo_run.CONFIG_NAME, *command]
     if language_model:
-        from recipe.bapo.config import compose_config  # imports verl
         from recipe.bapo.language_model.__main__ import obtain
 
-        try:  # before it takes minutes to make the model
-            compose_config([*groups, *(one for one in keys if not one.startswith("-"))], "configs")
-        except ERRORS as error:
-            print(f"Error: {explain(error)}", file=sys.stderr)
-            return 1
         folder = obtain(warmed_up="--preflight" not in arguments)
         os.environ.update({name: f"{folder}/{file}" for name, file in FILES.items()})
     if "--preflight" in arguments:
