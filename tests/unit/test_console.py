@@ -8,6 +8,7 @@ import pytest
 
 from recipe.bapo.host.files import keep_earlier
 from recipe.bapo.host.metrics import read_metrics
+from recipe.bapo.run import console
 from recipe.bapo.run.console import StepPrinter, first_error, step_line, summary
 
 
@@ -154,6 +155,14 @@ def test_an_unusable_gradient_is_told_at_once_and_counted(tmp_path, capsys, data
     assert told == (["2"] if said else [])
     counted = re.search(r"steps with a gradient norm that is not finite +(\d)  of 3$", summary(tmp_path), re.M)
     assert (counted and counted[1]) == ("2" if said else None)
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path, monkeypatch):
+    log = tmp_path / "train.log"
+    log.write_text("(A pid=7) KeyError: early\n(A pid=7) KeyError: late\n")
+    assert first_error(console.end_of(log)) == "KeyError: early (A)"
+    monkeypatch.setattr(console, "MOST_READ", 30)
+    assert first_error(console.end_of(log)) == "KeyError: late (A)" and console.end_of(tmp_path / "gone") == ""
 
 
 def test_the_first_error_of_a_worker_is_found_in_the_log():

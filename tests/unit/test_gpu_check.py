@@ -58,7 +58,7 @@ def test_the_first_stage_needs_torch_and_pytest_alone():
     absent = ("verl", "ray", "hydra", "tensordict", "hypothesis")
     code = f"import runpy, sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({absent}))\n"
     code += "for name in ('conftest', 'test_1_torch'): runpy.run_path(f'tests/gpu/{name}.py')"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0  # an import of these would raise
 
 
 def test_wheels_are_installed_beside_what_is_there(tmp_path):

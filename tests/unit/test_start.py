@@ -193,6 +193,11 @@ def test_the_folder_of_a_run_is_decided_once(tmp_path, command, variables, folde
     assert run.config.run_dir == chosen and not any("run_dir" in word for word in run.command)
 
 
+def test_rays_folder_is_relative_to_where_the_command_was_given(tmp_path):
+    run = start_on(tmp_path, 0, composes=False, RAY_TMPDIR="here")
+    assert run.environment["RAY_TMPDIR"] == str(Path.cwd() / "here")
+
+
 def test_gpus_outside_cuda_visible_devices_are_not_counted(monkeypatch):
     monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="GPU 0: H100\n" * 8))
     counts = {None: 8, "": 0, "2,GPU-5a": 2, "-1": 0}
